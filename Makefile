@@ -1,0 +1,46 @@
+# paceline: `make train` trains a model, `make test` checks everything. Both make their own environment.
+PYTHON ?= python3
+RECIPE ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: help train test lint docs bench clean
+
+help:
+	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
+	@echo "make test    lint, types, import rules and every test"
+	@echo "make lint    lint, types and import rules only"
+	@echo "make docs    run every line of code in the docs"
+	@echo "make bench   side-by-side measurements (not part of the tests)"
+
+# The stamp is written last, so an interrupted install starts again and a finished one is not repeated.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "paceline needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+train: $(READY)
+	@$(BIN)/paceline train $(RECIPE) $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check src tests benchmarks examples
+	@$(BIN)/ruff format --check src tests benchmarks examples
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+docs: $(READY)
+	@$(BIN)/python -m pytest tests/docs $(ARGS)
+
+bench: $(READY)
+	@$(BIN)/python benchmarks/start_time.py
+	@$(BIN)/python benchmarks/import_time.py
+	@$(BIN)/python benchmarks/data_order.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache

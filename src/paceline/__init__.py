@@ -1,0 +1,68 @@
+"""paceline: PyTorch distributed training that a person can trust.
+
+Importing this package imports nothing else: each public name is loaded when it is first used, so that the command
+line and login nodes never wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paceline import errors
+    from paceline.config.recipe import Config
+    from paceline.data.named import get_data
+    from paceline.launcher.function import launch
+    from paceline.models.loss import Loss
+    from paceline.models.registry import get_model, register_model
+    from paceline.runtime import collectives as dist
+    from paceline.runtime.noise import noise
+    from paceline.train.history import History
+    from paceline.train.trainer import Trainer
+
+# public name -> (module, attribute); an attribute of None is the module itself.
+_PUBLIC: dict[str, tuple[str, str | None]] = {
+    "Config": ("paceline.config.recipe", "Config"),
+    "History": ("paceline.train.history", "History"),
+    "Loss": ("paceline.models.loss", "Loss"),
+    "Trainer": ("paceline.train.trainer", "Trainer"),
+    "dist": ("paceline.runtime.collectives", None),
+    "errors": ("paceline.errors", None),
+    "get_data": ("paceline.data.named", "get_data"),
+    "get_model": ("paceline.models.registry", "get_model"),
+    "launch": ("paceline.launcher.function", "launch"),
+    "noise": ("paceline.runtime.noise", "noise"),
+    "register_model": ("paceline.models.registry", "register_model"),
+    "testing": ("paceline.testing", None),
+}
+
+__all__ = [
+    "Config",
+    "History",
+    "Loss",
+    "Trainer",
+    "dist",
+    "errors",
+    "get_data",
+    "get_model",
+    "launch",
+    "noise",
+    "register_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    module_name, attribute = _PUBLIC[name]
+    module = import_module(module_name)
+    value = module if attribute is None else getattr(module, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

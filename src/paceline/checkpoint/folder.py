@@ -1,0 +1,136 @@
+"""A checkpoint on disk: a folder with tensors in safetensors and everything else in JSON. No pickle.
+
+    step-000120/
+      state.json             step, epoch, metadata, the optimizer's settings
+      model.safetensors      the model's state dict
+      optimizer.safetensors  the optimizer's tensors, named state/<parameter>/<entry>
+
+It is written beside its final place and renamed when whole, so a folder of that name is always complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds, in memory."""
+
+    step: int
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write(folder: Path, snapshot: Snapshot) -> None:
+    """Save under `folder`, all of it or nothing."""
+    if folder.exists():
+        raise CheckpointError(
+            "exists",
+            f"There is already something at {folder}.",
+            why="a committed checkpoint is never overwritten",
+            fix="save under another name, or remove it first",
+        )
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        save_file(_plain(snapshot.model), partial / "model.safetensors")
+        state: dict[str, Any] = {"format": FORMAT, "step": snapshot.step, "metadata": dict(snapshot.metadata)}
+        if snapshot.optimizer is not None:
+            tensors, state["optimizer"] = _split_optimizer(snapshot.optimizer)
+            save_file(_plain(tensors), partial / "optimizer.safetensors")
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        _commit(partial, folder)
+    except (OSError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            "not-saved",
+            f"The checkpoint {folder} could not be written: {error}.",
+            fix="check free space and rights; metadata has to be plain values",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors wants whole tensors that share no memory."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _commit(partial: Path, folder: Path) -> None:
+    for path in [*partial.iterdir(), partial]:
+        _sync(path)
+    partial.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(folder: Path) -> Snapshot:
+    if not (folder / "state.json").is_file():
+        raise CheckpointError(
+            "missing",
+            f"There is no checkpoint at {folder}.",
+            fix="give the folder that holds state.json, e.g. runs/gpt/checkpoints/step-000120",
+        )
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        if state["format"] != FORMAT:
+            raise CheckpointError(
+                "other-format", f"{folder} has the format {state['format']}, this version reads {FORMAT}."
+            )
+        model = load_file(folder / "model.safetensors")
+        optimizer = None
+        if "optimizer" in state:
+            optimizer = _join_optimizer(load_file(folder / "optimizer.safetensors"), state["optimizer"])
+        return Snapshot(int(state["step"]), model, optimizer, state["metadata"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            "damaged", f"The checkpoint {folder} can't be read: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _split_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """torch's optimizer state dict as named tensors and plain values."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, entries in state["state"].items():
+        values[str(parameter)] = {}
+        for entry, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"state/{parameter}/{entry}"] = value
+            else:
+                values[str(parameter)][entry] = value
+    groups = [
+        {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in state["param_groups"]
+    ]
+    return tensors, {"values": values, "groups": groups}
+
+
+def _join_optimizer(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {int(key): dict(entries) for key, entries in values["values"].items()}
+    for name, tensor in tensors.items():
+        _, parameter, entry = name.split("/")
+        state[int(parameter)][entry] = tensor
+    return {"state": state, "param_groups": values["groups"]}

@@ -1,0 +1,216 @@
+"""Values that follow from others, each with its reason.
+
+The Trainer, the planner and `paceline config show` all ask here, so what is shown can't differ from what runs. Two
+questions, because they can be answered at different times: `derive_batch` needs the world, `derive_schedule` needs
+the length of the data as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+
+from paceline.config.recipe import Config
+from paceline.errors import ConfigError
+
+DEFAULT_BATCH = 32
+FROM_RECIPE = "as set"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value and why it is that."""
+
+    value: int | float | str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step is made up, on a given number of ranks."""
+
+    world: int
+    strategy: Derived
+    data_ranks: int
+    batch: Derived
+    micro_batch: Derived
+    accumulate: Derived
+
+    @property
+    def size(self) -> int:
+        return int(self.batch.value)
+
+    @property
+    def groups(self) -> int:
+        return int(self.accumulate.value)
+
+    def rows(self) -> dict[str, Derived]:
+        return {
+            "world": Derived(self.world, "ranks in the process group"),
+            "strategy": self.strategy,
+            "layout": Derived(f"replicate={self.data_ranks}", "every rank holds the whole model and reads its own data"),
+            "batch": self.batch,
+            "micro_batch": self.micro_batch,
+            "accumulate": self.accumulate,
+        }
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """The learning rate over a run's steps."""
+
+    lr: Derived
+    steps: Derived  # the horizon; 0 where it is not known and not needed
+    warmup: Derived
+
+    def rows(self) -> dict[str, Derived]:
+        return {"learning rate": self.lr, "steps": self.steps, "warm-up": self.warmup}
+
+
+def derive_strategy(config: Config, world: int) -> Derived:
+    if config.strategy == "single" and world > 1:
+        raise ConfigError(
+            "single-in-a-world",
+            f"The strategy is `single`, but this process is one of {world} ranks.",
+            why="each rank would train its own model on the same data",
+            fix="set strategy: ddp (or auto), or start one rank",
+        )
+    if config.strategy != "auto":
+        return Derived(config.strategy, FROM_RECIPE)
+    if world == 1:
+        return Derived("single", "one rank: nothing to wrap")
+    return Derived("ddp", f"{world} ranks, each with the whole model")
+
+
+def derive_batch(config: Config, world: int, loader_batch: int | None = None) -> BatchPlan:
+    """Any two of batch, micro_batch and accumulate give the third; `loader_batch` is a ready DataLoader's."""
+    strategy = derive_strategy(config, world)
+    ranks = world
+    batch = _global_batch(config, ranks, loader_batch)
+    micro, accumulate = config.micro_batch, config.accumulate
+    size = int(batch.value)
+    if micro is not None and accumulate is not None:
+        if ceil(size / (accumulate * ranks)) != micro:
+            raise _disagreement(size, micro, accumulate, ranks)
+        derived_micro, derived_groups = Derived(micro, FROM_RECIPE), Derived(accumulate, FROM_RECIPE)
+    elif micro is not None:
+        groups = ceil(size / (micro * ranks))
+        derived_micro = Derived(micro, FROM_RECIPE)
+        derived_groups = Derived(groups, f"batch {size} / ({micro} a rank × {_count(ranks, 'data rank')}), rounded up")
+    else:
+        groups = accumulate or 1
+        derived_groups = Derived(groups, FROM_RECIPE if accumulate else "no micro_batch set: one group")
+        derived_micro = Derived(
+            ceil(size / (groups * ranks)), f"batch {size} / ({_count(groups, 'group')} × {_count(ranks, 'data rank')}), rounded up"
+        )
+    if int(derived_groups.value) > size:
+        raise ConfigError(
+            "more-groups-than-samples",
+            f"accumulate is {derived_groups.value}, but the batch holds {size} samples.",
+            fix="lower accumulate or raise batch",
+        )
+    return BatchPlan(world, strategy, ranks, batch, derived_micro, derived_groups)
+
+
+def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Derived:
+    if config.batch is not None and config.batch_per_rank is not None:
+        raise ConfigError(
+            "contradiction",
+            f"batch ({config.batch}) and batch_per_rank ({config.batch_per_rank}) are both set.",
+            fix="keep batch: then the run means the same on any number of ranks",
+        )
+    if loader_batch is not None and config.batch not in (None, loader_batch):
+        raise ConfigError(
+            "contradiction",
+            f"batch is {config.batch}, but the DataLoader's batch size is {loader_batch}.",
+            why="a DataLoader's batch size is the global batch",
+            fix="set one of them, or make them equal",
+        )
+    if config.batch is not None:
+        return Derived(config.batch, FROM_RECIPE)
+    if config.batch_per_rank is not None:
+        return _per_rank(config.batch_per_rank, ranks, f"{config.batch_per_rank} a rank × {_count(ranks, 'data rank')}")
+    if loader_batch is not None:
+        return Derived(loader_batch, "the DataLoader's batch size is the global batch")
+    if config.micro_batch is not None:
+        groups = config.accumulate or 1
+        return _per_rank(
+            config.micro_batch * groups,
+            ranks,
+            f"micro_batch {config.micro_batch} × {_count(groups, 'group')} × {_count(ranks, 'data rank')}",
+        )
+    return Derived(DEFAULT_BATCH, "the default: no batch was set")
+
+
+def _per_rank(samples: int, ranks: int, arithmetic: str) -> Derived:
+    return Derived(samples * ranks, f"{arithmetic}: this run depends on the number of ranks")
+
+
+def _disagreement(size: int, micro: int, accumulate: int, ranks: int) -> ConfigError:
+    return ConfigError(
+        "contradiction",
+        f"batch {size}, micro_batch {micro} and accumulate {accumulate} do not agree on {ranks} data ranks.",
+        why=f"{size} samples in {accumulate} groups over {ranks} ranks are "
+        f"{ceil(size / (accumulate * ranks))} a rank, not {micro}",
+        fix="leave one of the three out: it follows from the other two",
+    )
+
+
+def derive_schedule(
+    config: Config, batch: int, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None
+) -> SchedulePlan:
+    steps = _horizon(config, steps_per_epoch, epochs, max_steps)
+    return SchedulePlan(_learning_rate(config, batch), steps, _warmup(config, int(steps.value)))
+
+
+def _horizon(
+    config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None
+) -> Derived:
+    if config.schedule.steps is not None:
+        return Derived(config.schedule.steps, "schedule.steps")
+    if epochs is not None and steps_per_epoch is not None:
+        return Derived(epochs * steps_per_epoch, f"{_count(epochs, 'epoch')} × {_count(steps_per_epoch, 'step')}")
+    if max_steps is not None:
+        return Derived(max_steps, "max_steps")
+    if epochs is None:
+        raise ConfigError(
+            "no-end",
+            "Nothing says when training ends.",
+            fix="give epochs or max_steps: trainer.train(data, epochs=3), or train.epochs=3",
+        )
+    if config.schedule.name != "constant" or 0 < config.schedule.warmup < 1:
+        raise ConfigError(
+            "no-horizon",
+            f"The schedule {config.schedule.name!r} needs to know the number of steps, but the data has no length.",
+            fix="set schedule.steps or max_steps",
+        )
+    return Derived(0, f"{epochs} epochs of data that has no length: until it ends")
+
+
+def _learning_rate(config: Config, batch: int) -> Derived:
+    optimizer = config.optimizer
+    if optimizer.lr_rule == "none":
+        return Derived(optimizer.lr, "optimizer.lr; lr_rule: none")
+    if optimizer.reference_batch is None:
+        raise ConfigError(
+            "no-reference-batch",
+            f"optimizer.lr_rule is {optimizer.lr_rule}, but optimizer.reference_batch is not set.",
+            why="the rule scales the learning rate by batch / reference_batch",
+            fix="set optimizer.reference_batch to the batch for which lr was chosen",
+        )
+    ratio = batch / optimizer.reference_batch
+    factor = ratio if optimizer.lr_rule == "linear" else sqrt(ratio)
+    sign = f"{batch}/{optimizer.reference_batch}"
+    how = sign if optimizer.lr_rule == "linear" else f"√({sign})"
+    return Derived(optimizer.lr * factor, f"{optimizer.lr:g} × {how}: lr_rule {optimizer.lr_rule}")
+
+
+def _warmup(config: Config, steps: int) -> Derived:
+    warmup = config.schedule.warmup
+    if warmup >= 1 or warmup == 0:
+        return Derived(int(warmup), "schedule.warmup" if warmup else "none set")
+    return Derived(max(1, round(warmup * steps)), f"{warmup:g} of {steps} steps")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

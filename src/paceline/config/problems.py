@@ -1,0 +1,57 @@
+"""pydantic's findings about a recipe, said so that a person can mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from paceline.errors import ConfigError, did_you_mean
+
+
+def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[str, str]) -> ConfigError:
+    """One error for all findings; its code is the first finding's."""
+    findings = error.errors(include_url=False)
+    lines: list[str] = []
+    for finding in findings:
+        place = ".".join(str(part) for part in finding["loc"] if not _is_union_branch(part, schema, finding["loc"]))
+        came_from = _origin(place, origins)
+        if finding["type"] == "extra_forbidden":
+            hint = did_you_mean(place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
+            lines.append(f"unknown key {place!r} ({came_from}): {hint}")
+        else:
+            line = f"{place!r} is {finding['input']!r} ({came_from}): {_lower(finding['msg'])}"
+            if line not in lines:
+                lines.append(line)
+    name = "unknown-key" if findings[0]["type"] == "extra_forbidden" else "bad-value"
+    return ConfigError(
+        name,
+        "The recipe does not hold together:\n    " + "\n    ".join(lines),
+        fix="`paceline config schema` lists every key with its meaning",
+    )
+
+
+def _is_union_branch(part: Any, schema: type[BaseModel], location: tuple[Any, ...]) -> bool:
+    """pydantic appends the member of a union that it tried (`int`, `bool`) to the path; no person wrote that."""
+    return part is not location[0] and part in {"int", "float", "str", "bool", "none"}
+
+
+def _known_keys(schema: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        field = schema.model_fields.get(part)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        schema = field.annotation
+    return list(schema.model_fields)
+
+
+def _origin(place: str, origins: Mapping[str, str]) -> str:
+    for key, origin in origins.items():
+        if key == place or key.startswith(place + ".") or place.startswith(key + "."):
+            return origin
+    return "default"
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,86 @@
+"""A run as frozen data: the `Config` that a recipe becomes.
+
+    config = Config.from_file("recipe.yaml", ["train.epochs=3"])
+
+The top-level keys that are plain values are also keywords of `Trainer`. Values that follow from others (accumulation,
+warm-up in steps, …) are not here: `config/derive.py` works them out, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+
+from paceline.config import files, problems
+from paceline.config.sections import Data, Launch, Model, Optimizer, Schedule, Section, Train
+
+
+class Config(Section):
+    """Everything that describes a run. Unknown keys are refused with the nearest known one."""
+
+    model: Model = Model()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    train: Train = Train()
+    launch: Launch = Launch()
+
+    batch: PositiveInt | None = Field(None, description="samples in one optimizer step, over all ranks")
+    batch_per_rank: PositiveInt | None = Field(None, description="batch / data ranks, for those who think that way")
+    micro_batch: PositiveInt | None = Field(None, description="samples that one data rank puts through at once")
+    accumulate: PositiveInt | None = Field(None, description="micro-batches a data rank takes in one step")
+
+    strategy: Literal["auto", "single", "ddp"] = "auto"
+    precision: Literal["fp32", "fp64"] = "fp32"
+    seed: int = Field(0, ge=0)
+    clip_norm: PositiveFloat | None = None
+    shuffle: bool = True
+    workers: int = Field(0, ge=0, description="processes a rank that read data")
+
+    device: str | int | None = Field(None, description="cpu, cuda, cuda:1, or a rank number; else GPU where there is one")
+    backend: Literal["nccl", "gloo", "mpi"] | None = Field(None, description="else nccl on GPU, gloo on CPU")
+    timeout: PositiveFloat = Field(600.0, description="seconds a rank waits for the others; the first step gets 30 minutes")
+    port: int | None = Field(None, ge=1, le=65535, description="else a free one on one node, 29500 on several")
+    fallback: bool = Field(False, description="go on as one rank, or on gloo, where the distributed start fails")
+    env: dict[str, str] = Field({}, description="environment variables that every rank must have")
+
+    run: str | bool | None = Field(None, description="name or path of the run folder; false writes nothing")
+    log_every: PositiveInt = Field(10, description="steps between two log points")
+    quiet: bool = Field(False, description="no table, bar or lines; warnings and errors still show")
+    eval_every: PositiveInt | None = Field(None, description="steps between two evaluations; else once an epoch")
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+        """Read a YAML or TOML recipe, then apply `key=value` overrides."""
+        return cls.from_dict(files.read(Path(path)), overrides, origin=str(path))
+
+    @classmethod
+    def default(cls, overrides: Sequence[str] = ()) -> Config:
+        """The embedded recipe: a small GPT on text that every machine has."""
+        path = Path(__file__).with_name("default.yaml")
+        return cls.from_dict(files.read(path), overrides, origin="the embedded default recipe")
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "the caller"
+    ) -> Config:
+        merged, origins = files.merge(values, overrides, origin)
+        try:
+            config = cls.model_validate(merged)
+        except ValidationError as error:
+            raise problems.explain(error, cls, origins) from None
+        config._origins.update(origins)
+        return config
+
+    def origin(self, key: str) -> str:
+        """Where a dotted key's value came from: a file, an override, or the default."""
+        return self._origins.get(key, "default")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The effective recipe as plain values: what is saved in the run folder and compared between ranks."""
+        return self.model_dump()

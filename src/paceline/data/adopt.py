@@ -1,0 +1,147 @@
+"""What the user's data becomes: a Dataset, or a DataLoader they already have, as a loader in our order.
+
+| given                                  | what happens                                                          |
+|----------------------------------------|-----------------------------------------------------------------------|
+| a map-style Dataset                    | the order formula                                                     |
+| a DataLoader, plain sampler            | rebuilt from its dataset, collate function and workers; batch = global |
+| a DataLoader, DistributedSampler       | each rank's batches as they come; the global batch is their sum       |
+| a DataLoader, another (batch) sampler  | its indices, drawn alike on every rank, then cut                      |
+| a DataLoader without batching          | ready global batches, cut by rank                                     |
+| anything else that iterates            | the same                                                              |
+| an IterableDataset                     | read by every rank, cut by arithmetic                                 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from paceline.data.loader import Cut, IndexedLoader, Loader, Reading
+from paceline.data.orders import BatchSamplerOrder, FormulaOrder, SamplerOrder
+from paceline.data.streams import BatchStream, OwnBatches, SampleStream
+from paceline.errors import DataError
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the run asks of its data."""
+
+    batch: int
+    part: Cut
+    seed: int
+    shuffle: bool
+    workers: int
+    pin_memory: bool
+    training: bool = True  # fewer samples than a batch are then an error; an evaluation takes what there is
+
+
+def loader_batch(data: Any) -> int | None:
+    """The global batch that a ready DataLoader asks for; None where the run has to say it."""
+    if not isinstance(data, DataLoader) or _is_distributed(data):
+        return None
+    if data.batch_size is not None:
+        return data.batch_size
+    return getattr(data.batch_sampler, "batch_size", None)
+
+
+def adopt(data: Any, wish: Wish, say: Callable[[str], None]) -> Loader:
+    """The loader for `data`; `say` gets a line where the choice is one that the user should know."""
+    if isinstance(data, DataLoader):
+        return _adopt_loader(data, wish, say)
+    if isinstance(data, IterableDataset):
+        say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
+        return SampleStream(data, wish.batch, wish.part, wish.seed, Reading(workers=wish.workers))
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _indexed(data, wish, Reading(workers=wish.workers, pin_memory=wish.pin_memory))
+    if hasattr(data, "__iter__"):
+        say("data: taken as ready global batches, cut by rank")
+        return BatchStream(data, wish.part)
+    raise DataError(
+        "not-data",
+        f"A {type(data).__name__} can't be trained on.",
+        fix="give a Dataset, a DataLoader, or an iterable of batches",
+    )
+
+
+def _indexed(dataset: Any, wish: Wish, reading: Reading, drop_last: bool = False) -> Loader:
+    samples = len(dataset)
+    if samples == 0:
+        raise DataError("empty", f"The dataset {type(dataset).__name__} holds no samples.")
+    if wish.training and samples < wish.batch:
+        raise DataError(
+            "smaller-than-batch",
+            f"The dataset holds {samples} samples, fewer than one batch of {wish.batch}.",
+            fix=f"set batch to {samples} or less",
+        )
+    order = FormulaOrder(samples, wish.batch, wish.seed, shuffle=wish.shuffle, drop_last=drop_last)
+    return IndexedLoader(dataset, order, wish.part, wish.seed, reading)
+
+
+def _adopt_loader(loader: DataLoader[Any], wish: Wish, say: Callable[[str], None]) -> Loader:
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.batch_size is None:
+            return adopt(loader.dataset, wish, say)
+        say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
+        return SampleStream(loader.dataset, wish.batch, wish.part, wish.seed, _reading(loader, wish))
+    if _is_distributed(loader) and wish.training:
+        say(
+            f"data: the DataLoader's DistributedSampler picks each rank's samples ({loader.batch_size} a rank); "
+            "the global batch is their sum, and where it repeats samples to even out the ranks, so does training"
+        )
+        return OwnBatches(loader, wish.part.ranks)
+    if loader.batch_sampler is None:
+        say("data: a DataLoader without batching: its items are taken as ready global batches, cut by rank")
+        return BatchStream(loader, wish.part)
+    if type(loader.batch_sampler) is not BatchSampler:
+        say(f"data: each list of {type(loader.batch_sampler).__name__} is one global batch, cut by rank")
+        batches = BatchSamplerOrder(loader.batch_sampler, wish.batch, wish.seed)
+        return IndexedLoader(loader.dataset, batches, wish.part, wish.seed, _reading(loader, wish))
+    sampler, drop_last = loader.sampler, loader.drop_last
+    if not wish.training:
+        # Each sample once, whatever sampler the loader has for training.
+        return _indexed(loader.dataset, replace(wish, shuffle=False), _reading(loader, wish))
+    if _is_plain(sampler):
+        return _indexed(
+            loader.dataset,
+            replace(wish, shuffle=isinstance(sampler, RandomSampler)),
+            _reading(loader, wish),
+            drop_last,
+        )
+    say(f"data: {type(sampler).__name__} is honoured: its indices are drawn alike on every rank, then cut")
+    order = SamplerOrder(sampler, wish.batch, wish.seed, drop_last=drop_last)
+    return IndexedLoader(loader.dataset, order, wish.part, wish.seed, _reading(loader, wish))
+
+
+def _is_distributed(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.sampler, DistributedSampler)
+
+
+def _is_plain(sampler: Any) -> bool:
+    """Samplers whose meaning our order keeps: every sample once, in order or shuffled."""
+    if type(sampler) is SequentialSampler:
+        return True
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+
+
+def _reading(loader: DataLoader[Any], wish: Wish) -> Reading:
+    """The user's collate function and worker settings, kept."""
+    options: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "timeout": loader.timeout}
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["multiprocessing_context"] = loader.multiprocessing_context
+    return Reading(
+        collate=loader.collate_fn,
+        workers=loader.num_workers,
+        pin_memory=loader.pin_memory or wish.pin_memory,
+        options=tuple(options.items()),
+    )

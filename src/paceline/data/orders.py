@@ -1,0 +1,107 @@
+"""Where the indices of each global batch come from.
+
+An order answers one question: which samples make up the steps of an epoch, from a given step on? Every rank asks the
+same order and gets the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.data.order import Permutation
+from paceline.runtime.seeds import KeptRandomState, mix, seed_cpu
+
+_BLOCK = 4096
+
+
+class Order(Protocol):
+    batch: int
+
+    @property
+    def steps_per_epoch(self) -> int | None: ...
+
+    def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
+        """The sample indices of each step of an epoch, beginning with step `first_step` of it."""
+        ...
+
+
+class FormulaOrder:
+    """The order formula: a keyed permutation, or the natural order. Resuming at any step costs nothing."""
+
+    def __init__(self, n: int, batch: int, seed: int, *, shuffle: bool, drop_last: bool = False) -> None:
+        self.n, self.batch, self._seed, self._shuffle = n, batch, seed, shuffle
+        self._usable = n - n % batch if drop_last else n
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self._usable // self.batch)
+
+    def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[int]]:
+        shuffled = Permutation(self.n, self._seed, epoch) if self._shuffle else None
+        # Some steps at once: numpy's fixed costs would be most of a small batch's.
+        block = max(1, _BLOCK // self.batch) * self.batch
+        for start in range(first_step * self.batch, self._usable, block):
+            positions = np.arange(start, min(start + block, self._usable), dtype=np.int64)
+            samples = (shuffled(positions) if shuffled else positions).tolist()
+            for begin in range(0, len(samples), self.batch):
+                yield samples[begin : begin + self.batch]
+
+
+class SamplerOrder:
+    """A sampler of the user's, honoured as a stream of indices.
+
+    It is drawn on every rank under the same seed, so all ranks see one stream. Resuming draws and drops what was used.
+    """
+
+    def __init__(self, sampler: Iterable[Any], batch: int, seed: int, *, drop_last: bool = False) -> None:
+        self.batch, self._sampler, self._seed, self._drop_last = batch, sampler, seed, drop_last
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        length = _length(self._sampler)
+        if length is None:
+            return None
+        return length // self.batch if self._drop_last else -(-length // self.batch)
+
+    def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
+        indices = _drawn(self._sampler, self._seed, epoch)
+        for step, chunk in enumerate(iter(lambda: list(islice(indices, self.batch)), [])):
+            if step >= first_step and not (self._drop_last and len(chunk) < self.batch):
+                yield chunk
+
+
+class BatchSamplerOrder:
+    """A batch sampler of the user's: each of its lists is one global batch."""
+
+    def __init__(self, batches: Iterable[Sequence[Any]], batch: int, seed: int) -> None:
+        self.batch, self._batches, self._seed = batch, batches, seed
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return _length(self._batches)
+
+    def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
+        yield from islice(_drawn(self._batches, self._seed, epoch), first_step, None)
+
+
+def _drawn(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """The items of one epoch, drawn under a seed that all ranks share, without disturbing anybody's random state."""
+    set_epoch = getattr(source, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    with KeptRandomState():
+        seed_cpu(mix(seed, epoch))
+        # All at once: a sampler that draws as it goes must not be interleaved with other users of the generators.
+        items = list(source)
+    return iter(items)
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:
+        return None

@@ -1,0 +1,29 @@
+"""`mlp`: a plain multi-layer classifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.models.registry import register_model
+
+
+@register_model("mlp")
+class MLP(nn.Module):
+    """Flattens its input; `hidden` layers of `width` units."""
+
+    def __init__(self, inputs: int = 3072, width: int = 128, hidden: int = 2, classes: int = 4) -> None:
+        super().__init__()
+        sizes = [inputs] + [width] * hidden
+        layers: list[nn.Module] = []
+        for size_in, size_out in zip(sizes, sizes[1:], strict=False):
+            layers += [nn.Linear(size_in, size_out), nn.GELU()]
+        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Any:
+        logits = self.layers(inputs.flatten(1))
+        if targets is None:
+            return logits
+        return {"loss": functional.cross_entropy(logits, targets)}

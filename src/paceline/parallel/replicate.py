@@ -1,0 +1,24 @@
+"""Data parallel: every rank holds the whole model; gradients are averaged while the backward runs (torch's DDP)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def replicate(step: nn.Module, ranks: int, device: torch.device) -> nn.Module:
+    """The step, with its gradients averaged over `ranks`; one rank needs no wrapping."""
+    if ranks == 1:
+        return step
+    options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
+    return DistributedDataParallel(step, gradient_as_bucket_view=True, **options)
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
+    """The user's own module out of DataParallel or DDP, and the name of what was taken off."""
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        return model.module, type(model).__name__
+    return model, None

@@ -1,0 +1,156 @@
+"""Joining a world and leaving it.
+
+A process group that is already open belongs to whoever opened it: it is adopted and left open. One that paceline
+opens is closed when the process ends, on an error too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as torch_dist
+
+from paceline.errors import WorldError
+from paceline.runtime import device as devices
+from paceline.runtime import environment
+from paceline.runtime.environment import Place
+
+# The first step compiles, warms allocators and waits for the slowest node's import.
+FIRST_STEP_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place, the device it computes on, and how the ranks talk ("" for a world of one)."""
+
+    place: Place
+    device: torch.device
+    backend: str
+
+    @property
+    def size(self) -> int:
+        return self.place.world
+
+    @property
+    def is_main(self) -> bool:
+        return self.place.is_main
+
+
+def current_place() -> Place:
+    """From the open process group, else from the launcher's environment, else one rank alone."""
+    told = environment.read_place()
+    if not torch_dist.is_initialized():
+        return told or Place()
+    rank, world = torch_dist.get_rank(), torch_dist.get_world_size()
+    if told is not None and (told.rank, told.world) == (rank, world):
+        return told
+    # A group of the user's own (spawn, tcp://): one node is the only thing it can be taken for.
+    return Place(rank, world, local_rank=rank, local_world=world)
+
+
+def join(
+    *,
+    device: str | int | torch.device | None = None,
+    backend: str | None = None,
+    timeout: float = FIRST_STEP_SECONDS,
+    fallback: bool = False,
+) -> World:
+    """Take this process's place in the world: adopt the open group, open the launcher's, or be one rank alone."""
+    place = current_place()
+    chosen = devices.choose_device(device, place)
+    devices.activate(chosen)
+    if torch_dist.is_initialized():
+        return World(place, chosen, torch_dist.get_backend() if place.world > 1 else "")
+    if place.world == 1:
+        return World(place, chosen, "")
+    _require_master(place)
+    name = backend or default_backend(chosen)
+    try:
+        _open(name, max(timeout, FIRST_STEP_SECONDS))
+    except Exception as error:
+        if not fallback:
+            raise _failed_start(name, place, error) from error
+        return _fall_back(name, place, chosen, timeout, error)
+    return World(place, chosen, name)
+
+
+def default_backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _open(backend: str, timeout: float) -> None:
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    atexit.register(leave)
+
+
+def _fall_back(
+    backend: str, place: Place, device: torch.device, timeout: float, error: Exception
+) -> World:
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+    if backend != "gloo":
+        _say(f"fallback: {backend} could not start ({_first_line(error)}); going on with gloo", place)
+        try:
+            _open("gloo", max(timeout, FIRST_STEP_SECONDS))
+        except Exception as second:
+            error = second
+        else:
+            return World(place, device, "gloo")
+    if not place.is_main:
+        _say("fallback: the distributed start failed; rank 0 goes on alone, this rank ends", place)
+        raise SystemExit(0)
+    _say(f"fallback: the distributed start failed ({_first_line(error)}); going on as one rank", place)
+    return World(Place(), device, "")
+
+
+def _say(text: str, place: Place) -> None:
+    print(f"[rank {place.rank}] {text}", file=sys.stderr, flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _require_master(place: Place) -> None:
+    if not environment.has_master():
+        raise WorldError(
+            "bad-environment",
+            f"RANK and WORLD_SIZE say that this is rank {place.rank} of {place.world}, "
+            "but MASTER_ADDR and MASTER_PORT are not set.",
+            why="the ranks have no address to meet at",
+            fix="let a launcher set all four: paceline launch -n 2 script.py",
+        )
+
+
+def _failed_start(backend: str, place: Place, error: Exception) -> WorldError:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return WorldError(
+            "port-in-use",
+            f"Rank {place.rank} can't open {address}: another program listens there.",
+            fix="set another port (port: 29501), or leave it out: on one node a free one is chosen",
+        )
+    return WorldError(
+        "start-failed",
+        f"Rank {place.rank} of {place.world} could not join the group over {backend} at {address}: {_first_line(error)}.",
+        fix="check that every rank was started and that the address is reachable; "
+        "fallback: true goes on with gloo or one rank",
+    )
+
+
+def shorten_timeout(seconds: float) -> None:
+    """After the first step: from now on a rank that does not come is missed sooner."""
+    # torch has had this setter, with its underscore, since 2.2; it has no public twin.
+    torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
+
+
+def leave() -> None:
+    """Close the group that paceline opened. Safe to call twice, and where none is open."""
+    atexit.unregister(leave)
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()

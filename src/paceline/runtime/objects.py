@@ -1,0 +1,68 @@
+"""Plain values between ranks, as JSON in byte tensors: nothing that is received can run code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from paceline.errors import WorldError
+
+Group = torch_dist.ProcessGroup | None
+
+
+def encode(value: Any) -> bytes:
+    try:
+        return json.dumps(value).encode()
+    except (TypeError, ValueError) as error:
+        raise WorldError(
+            "not-json",
+            f"A {type(value).__name__} can't travel between ranks: {error}.",
+            why="objects travel as JSON, so that a message can never run code",
+            fix="send numbers, strings, lists and dicts; tensors go through broadcast() and all_gather()",
+        ) from None
+
+
+def decode(data: bytes) -> Any:
+    return json.loads(data)
+
+
+def broadcast(value: Any, src: int, group: Group) -> Any:
+    device = message_device(group)
+    mine = encode(value) if torch_dist.get_rank() == src else b""
+    size = torch.tensor([len(mine)], device=device)
+    torch_dist.broadcast(size, src, group=group)
+    data = _tensor(mine, int(size.item()), device)
+    torch_dist.broadcast(data, src, group=group)
+    return decode(bytes(data.cpu().numpy()))
+
+
+def all_gather(value: Any, group: Group) -> list[Any]:
+    device = message_device(group)
+    mine = encode(value)
+    sizes = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[torch_dist.get_rank(group)] = len(mine)
+    torch_dist.all_reduce(sizes, group=group)
+    longest = int(sizes.max().item())
+    gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    torch_dist.all_gather(gathered, _tensor(mine, longest, device), group=group)
+    return [
+        decode(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes.tolist(), strict=True)
+    ]
+
+
+def message_device(group: Group) -> torch.device:
+    """Where a message has to lie for this group's backend."""
+    if torch_dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _tensor(data: bytes, size: int, device: torch.device) -> torch.Tensor:
+    """The bytes, filled up to `size`, on the device."""
+    padded = bytearray(data.ljust(size, b"\0"))
+    if not padded:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.frombuffer(padded, dtype=torch.uint8).to(device)

@@ -1,0 +1,34 @@
+"""What `train()` returns: plain records, equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = dict[str, Any]
+
+
+@dataclass
+class History:
+    """The steps and evaluations of one call of `train()`, and the folder of the run."""
+
+    steps: list[Record] = field(default_factory=list)
+    evaluations: list[Record] = field(default_factory=list)
+    run: str | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        return [float(record["loss"]) for record in self.steps]
+
+    @property
+    def best(self) -> Record | None:
+        """The evaluation with the lowest loss."""
+        return min(self.evaluations, key=lambda record: float(record["loss"]), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"steps": self.steps, "evaluations": self.evaluations, "run": self.run}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> History:
+        return cls(list(values["steps"]), list(values["evaluations"]), values["run"])
