@@ -41,6 +41,13 @@ class TextEvaluation(TextWindows):
         super().__init__(text, context)
         self._training_text = training_text
 
+    def prompt(self) -> Tensor:
+        """Something that text of this kind begins with."""
+        return torch.tensor(list(b"\n    def "))
+
+    def decode(self, tokens: Tensor) -> str:
+        return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+
     def baselines(self) -> dict[str, float]:
         return {"bigram": bigram_loss(self._training_text, self.text)}
 

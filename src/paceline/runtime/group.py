@@ -23,6 +23,9 @@ from paceline.runtime.environment import Place
 # The first step compiles, warms allocators and waits for the slowest node's import.
 FIRST_STEP_SECONDS = 1800.0
 
+# Whether this process's group was opened here. The group itself is torch's global state, and so is its owner.
+_ours = False
+
 
 @dataclass(frozen=True)
 class World:
@@ -85,6 +88,8 @@ def default_backend(device: torch.device) -> str:
 
 def _open(backend: str, timeout: float) -> None:
     torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    global _ours
+    _ours = True
     atexit.register(leave)
 
 
@@ -150,7 +155,9 @@ def shorten_timeout(seconds: float) -> None:
 
 
 def leave() -> None:
-    """Close the group that paceline opened. Safe to call twice, and where none is open."""
-    atexit.unregister(leave)
-    if torch_dist.is_initialized():
+    """Close the group if paceline opened it. Safe to call twice, and where none is open."""
+    global _ours
+    if _ours and torch_dist.is_initialized():
         torch_dist.destroy_process_group()
+    _ours = False
+    atexit.unregister(leave)

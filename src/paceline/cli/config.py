@@ -1,0 +1,39 @@
+"""`paceline config`: what a recipe says, and what it could say."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Show the effective recipe, or the schema of all recipes.", no_args_is_help=True)
+
+
+@app.command("show")
+def show(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it")
+    ] = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="for which number of ranks to derive")] = 1,
+) -> None:
+    """Print the effective recipe with where each value came from, then what follows from it."""
+    from paceline.cli.train import split_arguments
+    from paceline.config import derive
+    from paceline.config import show as text
+    from paceline.config.recipe import Config
+
+    recipe, overrides = split_arguments(arguments or [])
+    config = Config.from_file(recipe, overrides) if recipe else Config.default(overrides)
+    print(text.effective(config))
+    number = config.launch.ranks or ranks
+    print(f"\n# derived, for {number} rank{'s' if number > 1 else ''}:")
+    print("\n".join("# " + line for line in text.table(derive.derive_batch(config, number).rows()).splitlines()))
+
+
+@app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    from paceline.config.recipe import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))

@@ -1,0 +1,24 @@
+"""The page of each error code, read from `catalog.md` beside this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import PacelineError, did_you_mean
+
+
+def pages() -> dict[str, str]:
+    """Every code with its page."""
+    text = Path(__file__).with_name("catalog.md").read_text(encoding="utf-8")
+    found = {}
+    for part in text.split("\n## ")[1:]:
+        code, _, body = part.partition("\n")
+        found[code.strip()] = f"{code.strip()}\n\n{body.strip()}"
+    return found
+
+
+def page(code: str) -> str:
+    known = pages()
+    if code not in known:
+        raise PacelineError("unknown-code", f"There is no error code {code!r}: {did_you_mean(code, known)}")
+    return known[code]

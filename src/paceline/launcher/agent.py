@@ -1,0 +1,208 @@
+"""Ranks of one machine, under torch's elastic agent.
+
+The agent starts the ranks, gives them torchrun's environment variables, and ends all when one fails. Around it: a
+store that listens on loopback only, and ranks that are forked from this process, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from paceline.errors import LaunchError
+from paceline.launcher import failure
+from paceline.launcher.child import run_rank
+from paceline.launcher.target import Target
+from paceline.runtime import environment
+
+LOOPBACK = "127.0.0.1"
+
+
+class OneNode(RendezvousHandler):
+    """The meeting of a single node with itself: a store on loopback, at a free port unless one was asked for."""
+
+    def __init__(self, port: int | None) -> None:
+        self._id = uuid.uuid4().hex
+        self._listener = _listen(port)
+        self.port: int = self._listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=300),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=self._listener.detach(),  # the store closes it
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "paceline-one-node"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = PrefixStore(self._id, self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _listen(port: int | None) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port or 0))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            "port-in-use",
+            f"Port {port} can't be opened: {error.strerror}.",
+            why="another program listens there, or it needs rights",
+            fix="choose another port, or leave it out: a free one is found",
+        ) from None
+    return listener
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start the ranks of this machine."""
+
+    ranks: int
+    logs: Path
+    port: int | None = None
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def run_forked(body: Callable[[], None], start: Start) -> None:
+    """Run `body` in forked ranks until all are done; raises the first failure."""
+    _refuse_open_gpu()
+    _run(lambda: run_rank(body, start.logs), (), start)
+
+
+def run_fresh(target: Target, start: Start) -> None:
+    """Run a target in new interpreters: for variables that act when torch is imported, and for programs."""
+    spec = start.logs / "target.json"
+    spec.write_text(json.dumps({**target.to_json(), "logs": str(start.logs)}))
+    _run(sys.executable, ("-u", "-m", "paceline.launcher.child", str(spec)), start)
+
+
+def _refuse_open_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise LaunchError(
+            "gpu-already-open",
+            "This process has already used a GPU, so ranks can't be forked from it.",
+            why="a forked process can't use a GPU that its parent opened",
+            fix="call launch() before anything touches the GPU; torch.cuda.device_count() is harmless",
+        )
+
+
+def _run(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -> None:
+    meeting = OneNode(start.port)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=start.ranks,
+        rdzv_handler=meeting,
+        entrypoint=entry,
+        args=args,
+        max_restarts=0,
+        monitor_interval=0.05,
+        master_addr=LOOPBACK,
+        master_port=meeting.port,
+        local_addr=LOOPBACK,
+    )
+    logs = DefaultLogsSpecs(log_dir=str(start.logs / "elastic"))
+    with _rank_environment(start), _quiet_agent(), _signals_restored():
+        agent = LocalElasticAgent(spec, logs_specs=logs, start_method="fork")
+        try:
+            result = agent.run()
+        except SignalException as caught:
+            raise SystemExit(128 + caught.sigval) from None
+    if result.is_failed():
+        raise failure.Failed(failure.first_failure(start.logs, _exit_codes(result)))
+
+
+def _exit_codes(result: Any) -> dict[int, int]:
+    return {rank: failed.exitcode for rank, failed in result.failures.items()}
+
+
+@contextmanager
+def _rank_environment(start: Start) -> Iterator[None]:
+    """What ranks find in their environment besides torchrun's variables; this process's own is given back."""
+    wanted = dict(start.env)
+    wanted[environment.LAUNCHED] = "1"
+    if sys.platform == "linux":
+        wanted.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent logs every process that it ends; the first failure is what a person needs, and we show that."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent sets handlers for its own time."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            try:
+                signal.signal(number, handler)
+            except ValueError:
+                return  # not the main thread: the agent could not set them either

@@ -1,0 +1,129 @@
+"""Rank 0 on screen and in a file at the same time.
+
+While a `Console` is open, this process's output, and so that of every rank that does not redirect itself, goes to a
+small process of its own, which copies it to the real screen and to a log. In a terminal the ranks get a
+pseudo-terminal, so that progress bars stay live; the log keeps the last state of each line, without escape codes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import selectors
+import signal
+import sys
+import termios
+from pathlib import Path
+from types import FrameType
+
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
+
+
+class Console:
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def __enter__(self) -> Console:
+        _flush()
+        self._screen = (os.dup(1), os.dup(2))
+        readers, writers = _terminal() if os.isatty(1) else _pipes()
+        self._copier = os.fork()
+        if self._copier == 0:
+            for descriptor in set(writers):
+                os.close(descriptor)
+            _copy(dict(zip(readers, self._screen, strict=False)), self._log, terminal=len(readers) == 1)
+        for descriptor in readers:
+            os.close(descriptor)
+        os.dup2(writers[0], 1)
+        os.dup2(writers[1], 2)
+        for descriptor in set(writers):
+            os.close(descriptor)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """The screen is this process's again, and everything that ranks wrote is on it."""
+        _flush()
+        for number, descriptor in enumerate(self._screen, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.waitpid(self._copier, 0)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _pipes() -> tuple[list[int], list[int]]:
+    (out_reader, out_writer), (error_reader, error_writer) = os.pipe(), os.pipe()
+    return [out_reader, error_reader], [out_writer, error_writer]
+
+
+def _terminal() -> tuple[list[int], list[int]]:
+    """A pseudo-terminal of the real one's size that changes nothing in what passes through."""
+    reader, writer = pty.openpty()
+    attributes = termios.tcgetattr(writer)
+    attributes[1] &= ~termios.OPOST
+    termios.tcsetattr(writer, termios.TCSANOW, attributes)
+    _copy_size(1, reader)
+    return [reader], [writer, writer]
+
+
+def _copy_size(source: int, target: int) -> None:
+    size = fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8)
+    fcntl.ioctl(target, termios.TIOCSWINSZ, size)
+
+
+def _copy(routes: dict[int, int], log: Path, *, terminal: bool) -> None:
+    """Copy until all writers are gone. This is the small process: it never returns."""
+    # Ctrl-C is for the ranks and the launcher; what they still say has to arrive.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if terminal:
+        [(reader, screen)] = routes.items()
+
+        def resized(number: int, frame: FrameType | None) -> None:
+            _copy_size(screen, reader)
+
+        signal.signal(signal.SIGWINCH, resized)
+    with log.open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
+        for reader in routes:
+            selector.register(reader, selectors.EVENT_READ)
+        pending = b""
+        while selector.get_map():
+            for key, _ in selector.select():
+                data = _read(key.fd)
+                if not data:
+                    selector.unregister(key.fd)
+                    continue
+                _write(routes[key.fd], data)
+                if terminal:
+                    *lines, pending = (pending + data).split(b"\n")
+                    file.write(b"".join(_plain(line) + b"\n" for line in lines))
+                else:
+                    file.write(data)
+        if pending:
+            file.write(_plain(pending) + b"\n")
+    os._exit(0)
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # a pseudo-terminal whose other side is closed says so with an error
+        return b""
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        pass  # the screen is gone (a closed pipe); the log goes on
+
+
+def _plain(line: bytes) -> bytes:
+    """The last state of a line that was redrawn."""
+    return _ESCAPES.sub(b"", line).rstrip(b"\r").rsplit(b"\r", 1)[-1]

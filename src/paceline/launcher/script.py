@@ -1,0 +1,110 @@
+"""Launching from the command line: a run folder, rank 0 on screen, and the first failure as the last thing shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.launcher.console import Console
+from paceline.launcher.failure import Failed, Failure, exit_status
+from paceline.launcher.ranks import choose_ranks
+from paceline.launcher.target import Target
+from paceline.runtime import environment, folder
+
+if TYPE_CHECKING:
+    from paceline.launcher.agent import Start
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was asked for on the command line or in the recipe."""
+
+    ranks: int | None  # None: choose, and say so
+    run: str | None  # name of the run folder; None leaves nothing behind
+    on_cpu: int = 1  # ranks to choose where there is no GPU
+    device: str | int | None = None
+    port: int | None = None
+    fresh: bool = False
+    env: Mapping[str, str] | None = None  # variables that every rank must have
+
+
+def launch_target(target: Target, launch: Launch) -> int:
+    """Run a script, module or program on ranks; returns the exit status for the shell."""
+    target.check()
+
+    def run(start: Start) -> None:
+        from paceline.launcher import agent
+
+        if target.kind == "program" or launch.fresh:
+            agent.run_fresh(target, start)
+        else:
+            agent.run_forked(target.run, start)
+
+    return _launch(launch, run)
+
+
+def launch_body(body: Callable[[], None], launch: Launch, warm_up: Callable[[], None]) -> int:
+    """Run a function of paceline's own on ranks; `warm_up` imports, before the fork, what all of them need."""
+
+    def run(start: Start) -> None:
+        from paceline.launcher import agent
+
+        warm_up()
+        agent.run_forked(body, start)
+
+    return _launch(launch, run)
+
+
+def _launch(launch: Launch, run: Callable[[Start], None]) -> int:
+    os.environ.update(launch.env or {})
+    _share_cores(launch.ranks or launch.on_cpu)
+    with _logs(launch.run) as logs:
+        try:
+            with Console(logs / "rank-0.log"):
+                _run_ranks(launch, logs, run)
+            return 0
+        except Failed as failed:
+            _show(failed.failure, logs if launch.run else None)
+            return exit_status(failed.failure)
+
+
+def _run_ranks(launch: Launch, logs: Path, run: Callable[[Start], None]) -> None:
+    # Only now: importing torch takes a second and reads the environment that was just prepared.
+    from paceline.launcher.agent import Start
+
+    ranks, reason = choose_ranks(launch.ranks, device=launch.device, on_cpu=launch.on_cpu)
+    if launch.ranks is None:
+        print(f"ranks: {ranks} ({reason})", flush=True)
+    run(Start(ranks, logs, launch.port))
+
+
+def _share_cores(ranks: int) -> None:
+    """A fair share of the cores for each rank, unless somebody decided otherwise; torchrun would give it one."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+
+
+@contextmanager
+def _logs(run: str | None) -> Iterator[Path]:
+    """Where ranks log: in the run folder, of which they learn through their environment, or for the time being."""
+    if run is None:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
+            yield Path(temporary)
+        return
+    made = folder.create(run)
+    os.environ[environment.RUN_FOLDER] = str(made)
+    yield made / "logs"
+
+
+def _show(failure: Failure, logs: Path | None) -> None:
+    """The first failure, once, as the last thing on screen."""
+    where = f" (log: {logs / f'rank-{failure.rank}.log'})" if logs else ""
+    sys.stdout.flush()
+    print(f"\nrank {failure.rank} failed first{where}:\n{failure.text.rstrip()}", file=sys.stderr, flush=True)
+
+

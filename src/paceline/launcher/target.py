@@ -1,0 +1,52 @@
+"""What a rank runs: a script, a module or any program, in the way torchrun runs it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Target:
+    kind: Literal["script", "module", "program"]
+    name: str
+    args: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Find a missing script before any rank starts."""
+        if self.kind == "script" and not Path(self.name).is_file():
+            raise LaunchError(
+                "no-script",
+                f"There is no script at {self.name}.",
+                fix="check the path; -m runs a module, --no-python any program",
+            )
+
+    def run(self) -> None:
+        """Become the target: its arguments are this process's arguments, its code is `__main__`."""
+        if self.kind == "program":
+            _replace_process(self.name, self.args)
+        sys.argv = [self.name, *self.args]
+        if self.kind == "module":
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(self.name).resolve().parent))
+            runpy.run_path(self.name, run_name="__main__")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _replace_process(program: str, args: tuple[str, ...]) -> None:
+    try:
+        os.execvp(program, [program, *args])
+    except OSError as error:
+        raise LaunchError(
+            "no-program", f"The program {program!r} can't be run: {error.strerror}.", fix="check its name and rights"
+        ) from None
