@@ -13,7 +13,8 @@ app = typer.Typer(help="Show the effective recipe, or the schema of all recipes.
 @app.command("show")
 def show(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it")
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it"),
     ] = None,
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="for which number of ranks to derive")] = 1,
 ) -> None:

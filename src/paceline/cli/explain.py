@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 
-def explain(code: Annotated[str, typer.Argument(help="the code in brackets, e.g. config.unknown-key")]) -> None:
+def explain(
+    code: Annotated[str, typer.Argument(help="the code in brackets, e.g. config.unknown-key")],
+) -> None:
     """Say what an error code means, why it comes up, and what to do."""
     from paceline.doctor import catalog
 

@@ -19,7 +19,8 @@ def launch(
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of any kind")] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="a new interpreter for each rank, for variables that act at import")
+        bool,
+        typer.Option("--fresh", help="a new interpreter for each rank, for variables that act at import"),
     ] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="CPU ranks, also where there are GPUs")] = False,
     port: Annotated[int | None, typer.Option("--port", help="where ranks meet; else a free one")] = None,

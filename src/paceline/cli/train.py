@@ -12,7 +12,8 @@ CONTEXT = {"allow_interspersed_args": True}
 
 def train(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it")
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it"),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", help="number of ranks; else all GPUs, or 2 CPU ranks")
@@ -52,7 +53,5 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _warm_up() -> None:
-    """What every rank imports, once before they are forked; an optimizer's first step would import dynamo."""
-    import torch._dynamo  # noqa: F401
-
+    """What every rank needs, imported once before they are forked."""
     import paceline.train.recipe  # noqa: F401

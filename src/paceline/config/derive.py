@@ -48,7 +48,9 @@ class BatchPlan:
         return {
             "world": Derived(self.world, "ranks in the process group"),
             "strategy": self.strategy,
-            "layout": Derived(f"replicate={self.data_ranks}", "every rank holds the whole model and reads its own data"),
+            "layout": Derived(
+                f"replicate={self.data_ranks}", "every rank holds the whole model and reads its own data"
+            ),
             "batch": self.batch,
             "micro_batch": self.micro_batch,
             "accumulate": self.accumulate,
@@ -101,7 +103,8 @@ def derive_batch(config: Config, world: int, loader_batch: int | None = None) ->
         groups = accumulate or 1
         derived_groups = Derived(groups, FROM_RECIPE if accumulate else "no micro_batch set: one group")
         derived_micro = Derived(
-            ceil(size / (groups * ranks)), f"batch {size} / ({_count(groups, 'group')} × {_count(ranks, 'data rank')}), rounded up"
+            ceil(size / (groups * ranks)),
+            f"batch {size} / ({_count(groups, 'group')} × {_count(ranks, 'data rank')}), rounded up",
         )
     if int(derived_groups.value) > size:
         raise ConfigError(
@@ -163,9 +166,7 @@ def derive_schedule(
     return SchedulePlan(_learning_rate(config, batch), steps, _warmup(config, int(steps.value)))
 
 
-def _horizon(
-    config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None
-) -> Derived:
+def _horizon(config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None) -> Derived:
     if config.schedule.steps is not None:
         return Derived(config.schedule.steps, "schedule.steps")
     if epochs is not None and steps_per_epoch is not None:

@@ -70,9 +70,7 @@ def _shape(values: Any) -> str:
     return "empty" if values is None else f"a {type(values).__name__}"
 
 
-def merge(
-    values: Mapping[str, Any], overrides: Sequence[str], origin: str
-) -> tuple[dict[str, Any], dict[str, str]]:
+def merge(values: Mapping[str, Any], overrides: Sequence[str], origin: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The values with the overrides applied, and for each dotted key where it came from."""
     merged = _copy(values)
     origins = dict.fromkeys(_leaves(merged), origin)

@@ -40,9 +40,13 @@ class Config(Section):
     shuffle: bool = True
     workers: int = Field(0, ge=0, description="processes a rank that read data")
 
-    device: str | int | None = Field(None, description="cpu, cuda, cuda:1, or a rank number; else GPU where there is one")
+    device: str | int | None = Field(
+        None, description="cpu, cuda, cuda:1, or a rank number; else GPU where there is one"
+    )
     backend: Literal["nccl", "gloo", "mpi"] | None = Field(None, description="else nccl on GPU, gloo on CPU")
-    timeout: PositiveFloat = Field(600.0, description="seconds a rank waits for the others; the first step gets 30 minutes")
+    timeout: PositiveFloat = Field(
+        600.0, description="seconds a rank waits for the others; the first step gets 30 minutes"
+    )
     port: int | None = Field(None, ge=1, le=65535, description="else a free one on one node, 29500 on several")
     fallback: bool = Field(False, description="go on as one rank, or on gloo, where the distributed start fails")
     env: dict[str, str] = Field({}, description="environment variables that every rank must have")

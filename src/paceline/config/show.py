@@ -36,9 +36,7 @@ def table(rows: Mapping[str, Derived]) -> str:
     """Derived values in three columns: name, value, reason."""
     names = max(len(name) for name in rows)
     values = max(len(_value(row.value)) for row in rows.values())
-    return "\n".join(
-        f"  {name:<{names}}  {_value(row.value):<{values}}  {row.reason}" for name, row in rows.items()
-    )
+    return "\n".join(f"  {name:<{names}}  {_value(row.value):<{values}}  {row.reason}" for name, row in rows.items())
 
 
 def _value(value: int | float | str) -> str:

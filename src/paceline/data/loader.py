@@ -71,7 +71,7 @@ class Reading:
 class IndexedLoader:
     """For datasets that can be asked for any sample."""
 
-    def __init__(self, dataset: Any, order: Order, part: Cut, seed: int, reading: Reading = Reading()) -> None:
+    def __init__(self, dataset: Any, order: Order, part: Cut, seed: int, reading: Reading) -> None:
         self._samples = SeededSamples(dataset, seed)
         self._order, self._part, self._reading = order, part, reading
 
@@ -84,7 +84,7 @@ class IndexedLoader:
         reading = self._reading
         loader = DataLoader(
             self._samples,
-            batch_sampler=_Keys(self._plan(first_step, epochs), planned),  # type: ignore[arg-type]
+            batch_sampler=_Keys(self._plan(first_step, epochs), planned),
             num_workers=reading.workers,
             collate_fn=reading.collate,
             pin_memory=reading.pin_memory,

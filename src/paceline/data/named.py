@@ -37,7 +37,8 @@ def get_data(name: str, **options: Any) -> Pair:
     for option in options:
         if option not in known:
             raise DataError(
-                "unknown-option", f"The dataset {name!r} has no option {option!r}: {did_you_mean(option, known)}"
+                "unknown-option",
+                f"The dataset {name!r} has no option {option!r}: {did_you_mean(option, known)}",
             )
     return maker(**options)
 

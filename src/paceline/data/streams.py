@@ -36,9 +36,7 @@ class SampleStream:
             # The worker's generators follow from this one, so that all ranks read one stream even where it shuffles.
             generator = torch.Generator().manual_seed(mix(self._seed, epoch) >> 1)
             cuts = _EpochOfCuts(self._cuts, epoch, step, first_step)
-            for micro in DataLoader(
-                cuts, batch_size=None, num_workers=1, collate_fn=_unchanged, generator=generator
-            ):
+            for micro in DataLoader(cuts, batch_size=None, num_workers=1, collate_fn=_unchanged, generator=generator):
                 step = micro.step + micro.last
                 if micro.step >= first_step:
                     yield micro
@@ -49,7 +47,7 @@ class SampleStream:
         samples = iter(self._dataset)
         for chunk in iter(lambda: list(islice(samples, self._batch)), []):
             for share in shares(len(chunk), self._batch, self._part.groups, self._part.rank, self._part.ranks):
-                batch = self._collate(own_or_stand_in(chunk, share)) if step >= first_step else None
+                batch = self._collate(list(own_or_stand_in(chunk, share))) if step >= first_step else None
                 yield micro_of(batch, share, len(chunk), epoch, step, ())
             step += 1
 

@@ -83,7 +83,9 @@ def read_stdlib(size: int) -> Bytes:
 
 
 @register_data("stdlib-text")
-def stdlib_text(context: int = 128, size: int = 4_000_000, val_fraction: float = 0.05) -> tuple[TextWindows, TextWindows]:
+def stdlib_text(
+    context: int = 128, size: int = 4_000_000, val_fraction: float = 0.05
+) -> tuple[TextWindows, TextWindows]:
     text = read_stdlib(size)
     held_out = max(context + 1, int(len(text) * val_fraction))
     training, evaluation = text[:-held_out], text[-held_out:]

@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device: one ahead, on a stream of its own, so that the copy hides behind compute."""
+"""Micro-batches on their way to the device: one ahead, on a stream of its own, so that copies hide behind compute."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import Micro
 
 
-def to_device(
-    micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor]
-) -> Iterator[Micro]:
+def to_device(micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor]) -> Iterator[Micro]:
     """Each micro-batch on `device`, in the numbers that `cast` gives."""
     if device.type == "cuda":
         return _prefetched(micros, device, cast)
-    return (
-        replace(micro, batch=apply(micro.batch, lambda tensor: cast(tensor.to(device)))) for micro in micros
-    )
+    return (replace(micro, batch=apply(micro.batch, lambda tensor: cast(tensor.to(device)))) for micro in micros)
 
 
-def _prefetched(
-    micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor]
-) -> Iterator[Micro]:
+def _prefetched(micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor]) -> Iterator[Micro]:
     side = torch.cuda.Stream(device)
 
     def copied(micro: Micro) -> Micro:

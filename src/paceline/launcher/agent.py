@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -33,6 +33,7 @@ from paceline.launcher.target import Target
 from paceline.runtime import environment
 
 LOOPBACK = "127.0.0.1"
+_AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
 
 
 class OneNode(RendezvousHandler):
@@ -182,7 +183,7 @@ def _rank_environment(start: Start) -> Iterator[None]:
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent logs every process that it ends; the first failure is what a person needs, and we show that."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

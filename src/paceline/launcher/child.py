@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.launcher.failure import Failure, describe
@@ -91,10 +92,8 @@ def _leave_groups() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # the screen is gone: there is nobody left to tell
             stream.flush()
-        except (OSError, ValueError):
-            pass  # the screen is gone; there is nobody left to tell
 
 
 def main() -> None:

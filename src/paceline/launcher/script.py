@@ -106,5 +106,3 @@ def _show(failure: Failure, logs: Path | None) -> None:
     where = f" (log: {logs / f'rank-{failure.rank}.log'})" if logs else ""
     sys.stdout.flush()
     print(f"\nrank {failure.rank} failed first{where}:\n{failure.text.rstrip()}", file=sys.stderr, flush=True)
-
-

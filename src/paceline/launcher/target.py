@@ -48,5 +48,7 @@ def _replace_process(program: str, args: tuple[str, ...]) -> None:
         os.execvp(program, [program, *args])
     except OSError as error:
         raise LaunchError(
-            "no-program", f"The program {program!r} can't be run: {error.strerror}.", fix="check its name and rights"
+            "no-program",
+            f"The program {program!r} can't be run: {error.strerror}.",
+            fix="check its name and rights",
         ) from None

@@ -30,7 +30,8 @@ class Attention(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )
-        return self.out(mixed.transpose(1, 2).reshape(samples, tokens, width))
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(samples, tokens, width))
+        return projected
 
 
 class Block(nn.Module):
@@ -48,7 +49,8 @@ class Block(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs + self.drop(self.attention(self.norm1(inputs)))
         hidden = functional.gelu(self.up(self.norm2(inputs)), approximate="tanh")
-        return inputs + self.drop(self.down(hidden))
+        outputs: Tensor = inputs + self.drop(self.down(hidden))
+        return outputs
 
 
 @register_model("gpt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class MLP(nn.Module):
         super().__init__()
         sizes = [inputs] + [width] * hidden
         layers: list[nn.Module] = []
-        for size_in, size_out in zip(sizes, sizes[1:], strict=False):
+        for size_in, size_out in pairwise(sizes):
             layers += [nn.Linear(size_in, size_out), nn.GELU()]
         self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 

@@ -76,6 +76,7 @@ def _checked(name: str, maker: Maker, options: dict[str, Any]) -> dict[str, Any]
     for option in options:
         if option not in known:
             raise ModelError(
-                "unknown-option", f"The model {name!r} has no option {option!r}: {did_you_mean(option, known)}"
+                "unknown-option",
+                f"The model {name!r} has no option {option!r}: {did_you_mean(option, known)}",
             )
     return options

@@ -19,7 +19,9 @@ from paceline.runtime.noise import noise
 class VAE(nn.Module):
     """Images in [0, 1] of `channels` × `size` × `size`, through a latent vector and back."""
 
-    def __init__(self, size: int = 32, channels: int = 3, width: int = 256, latent: int = 16, beta: float = 1.0) -> None:
+    def __init__(
+        self, size: int = 32, channels: int = 3, width: int = 256, latent: int = 16, beta: float = 1.0
+    ) -> None:
         super().__init__()
         self.shape = (channels, size, size)
         self.beta = beta
@@ -32,9 +34,7 @@ class VAE(nn.Module):
         mean, log_variance = self.encoder(inputs.flatten(1)).chunk(2, dim=1)
         latent = mean + torch.exp(0.5 * log_variance) * noise(mean)
         logits = self.decoder(latent)
-        reconstruction = functional.binary_cross_entropy_with_logits(
-            logits, inputs.flatten(1), reduction="none"
-        ).sum(1)
+        reconstruction = functional.binary_cross_entropy_with_logits(logits, inputs.flatten(1), reduction="none").sum(1)
         divergence = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).sum(1)
         return {"loss": (reconstruction + self.beta * divergence).mean()}
 

@@ -75,6 +75,7 @@ class Lines:
     SECONDS = 5.0
 
     def __init__(self, total: int | None) -> None:
+        self._total = total
         self._of = f"/{total}" if total else ""
         self._next = 0.0
 
@@ -88,7 +89,7 @@ class Lines:
         pass
 
     def show(self, standing: Standing) -> None:
-        if time.monotonic() < self._next:
+        if time.monotonic() < self._next and standing.step != self._total:
             return
         self._next = time.monotonic() + self.SECONDS
         print(

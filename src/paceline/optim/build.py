@@ -22,9 +22,7 @@ def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.op
         )
     common: dict[str, Any] = {"lr": lr, "fused": _can_fuse(parameters)}
     if settings.name == "sgd":
-        return torch.optim.SGD(
-            parameters, momentum=settings.momentum, weight_decay=settings.weight_decay, **common
-        )
+        return torch.optim.SGD(parameters, momentum=settings.momentum, weight_decay=settings.weight_decay, **common)
     kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
     first, second = settings.betas
     return kind(_decay_groups(model, settings.weight_decay), betas=(first, second), **common)

@@ -64,8 +64,7 @@ def _by_rank(values: Sequence[str], indent: str = "    ") -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return "\n".join(
-        f"{indent}rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {value}"
-        for value, who in ranks.items()
+        f"{indent}rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {value}" for value, who in ranks.items()
     )
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
@@ -106,9 +105,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None, async_op: bo
     return _finish(handle, async_op, _division(op, tensor, group))
 
 
-def reduce(
-    tensor: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False
-) -> Work | None:
+def reduce(tensor: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False) -> Work | None:
     """Combine `tensor` over the ranks into rank `dst`'s tensor; the others' is undefined afterwards."""
     reduce_op = _reduce_op(op, tensor)
     if not _several(group, peer=dst):
@@ -126,9 +123,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group = None, async_op: bool 
     return _finish(torch_dist.broadcast(tensor, src, group=group, async_op=async_op), async_op)
 
 
-def all_gather(
-    tensors: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
-) -> Work | None:
+def all_gather(tensors: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Work | None:
     """Fill `tensors[r]` with rank r's `tensor`, on every rank."""
     _require_length("all_gather", tensors, group)
     if not _several(group):
@@ -190,9 +185,7 @@ def reduce_scatter(
     return _finish(handle, async_op, _division(op, tensor, group))
 
 
-def all_to_all(
-    received: list[Tensor], sent: list[Tensor], group: Group = None, async_op: bool = False
-) -> Work | None:
+def all_to_all(received: list[Tensor], sent: list[Tensor], group: Group = None, async_op: bool = False) -> Work | None:
     """Fill `received[r]` with what rank r had in its `sent` for this rank."""
     _require_length("all_to_all", sent, group)
     _require_length("all_to_all", received, group)
@@ -299,9 +292,7 @@ def _require_length(operation: str, tensors: Sequence[Tensor] | None, group_: Gr
     size = torch_dist.get_world_size(group_) if torch_dist.is_initialized() else world()
     if tensors is None or len(tensors) != size:
         given = "no list" if tensors is None else f"a list of {len(tensors)}"
-        raise WorldError(
-            "bad-list", f"{operation} got {given} for {size} ranks.", fix="give one tensor for each rank"
-        )
+        raise WorldError("bad-list", f"{operation} got {given} for {size} ranks.", fix="give one tensor for each rank")
 
 
 def _compare(operation: str, tensor: Tensor | None, detail: str, group_: Group) -> None:

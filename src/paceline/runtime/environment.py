@@ -1,7 +1,7 @@
 """This process's place in the world, read from the environment.
 
-The only file that spells the names of environment variables that say who a rank is. torchrun, `torch.distributed.launch`
-and paceline's own launcher all use the same ones.
+The only file that spells the names of environment variables that say who a rank is. torchrun, paceline's own launcher
+and `torch.distributed.launch` all use the same ones.
 """
 
 from __future__ import annotations

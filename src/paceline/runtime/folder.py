@@ -1,11 +1,11 @@
 """The run folder: everything that a run leaves behind, in one place.
 
-    runs/gpt/            the first run of that name; the next ones are runs/gpt-2, runs/gpt-3, …
-      config.yaml        the effective recipe
-      derived.json       what followed from it on these ranks, with reasons
-      metrics.jsonl      a line for each step and evaluation
-      logs/rank-0.log    what each rank printed
-      checkpoints/       weights and state
+runs/gpt/            the first run of that name; the next ones are runs/gpt-2, runs/gpt-3, …
+  config.yaml        the effective recipe
+  derived.json       what followed from it on these ranks, with reasons
+  metrics.jsonl      a line for each step and evaluation
+  logs/rank-0.log    what each rank printed
+  checkpoints/       weights and state
 """
 
 from __future__ import annotations

@@ -93,9 +93,7 @@ def _open(backend: str, timeout: float) -> None:
     atexit.register(leave)
 
 
-def _fall_back(
-    backend: str, place: Place, device: torch.device, timeout: float, error: Exception
-) -> World:
+def _fall_back(backend: str, place: Place, device: torch.device, timeout: float, error: Exception) -> World:
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
     if backend != "gloo":
@@ -142,7 +140,8 @@ def _failed_start(backend: str, place: Place, error: Exception) -> WorldError:
         )
     return WorldError(
         "start-failed",
-        f"Rank {place.rank} of {place.world} could not join the group over {backend} at {address}: {_first_line(error)}.",
+        f"Rank {place.rank} of {place.world} could not join the group over {backend} at {address}: "
+        f"{_first_line(error)}.",
         fix="check that every rank was started and that the address is reachable; "
         "fallback: true goes on with gloo or one rank",
     )

@@ -48,9 +48,7 @@ def all_gather(value: Any, group: Group) -> list[Any]:
     longest = int(sizes.max().item())
     gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
     torch_dist.all_gather(gathered, _tensor(mine, longest, device), group=group)
-    return [
-        decode(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes.tolist(), strict=True)
-    ]
+    return [decode(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
 def message_device(group: Group) -> torch.device:

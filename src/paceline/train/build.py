@@ -33,9 +33,7 @@ def build_data(config: Config) -> tuple[Any, Any]:
 
 def require_same_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     own = {id(parameter) for parameter in model.parameters()}
-    strange = sum(
-        id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]
-    )
+    strange = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
     if strange:
         raise TrainError(
             "other-parameters",

@@ -94,10 +94,7 @@ def read_loss(result: Any) -> tuple[Tensor, Tensor | float | None]:
     """(sum, weight) from a Loss; (mean, None) from a scalar, or from a dict or object with `loss`."""
     if isinstance(result, Loss):
         return _scalar(result.sum), result.weight
-    if isinstance(result, Mapping) and "loss" in result:
-        inner = result["loss"]
-    else:
-        inner = getattr(result, "loss", result)
+    inner = result.get("loss", result) if isinstance(result, Mapping) else getattr(result, "loss", result)
     if isinstance(inner, Loss):
         return _scalar(inner.sum), inner.weight
     return _scalar(inner), None

@@ -1,12 +1,12 @@
 """The training loop, on one screen.
 
-    for each micro-batch, in the run's order:
-        forward and backward                       Stepper.add
-        when its step is full:
-            set the learning rate, update          Stepper.update
-            note the loss                          Recorder.step      (no synchronisation)
-            at a log point: reduce and write       Recorder.flush     (one collective)
-            when due: evaluate
+for each micro-batch, in the run's order:
+    forward and backward                       Stepper.add
+    when its step is full:
+        set the learning rate, update          Stepper.update
+        note the loss                          Recorder.step      (no synchronisation)
+        at a log point: reduce and write       Recorder.flush     (one collective)
+        when due: evaluate
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+# An optimizer's first step imports this, which takes a second: once here, rather than in every forked rank.
+import torch._dynamo
 from torch import Tensor, nn
 
 from paceline.data.loader import Micro

@@ -76,9 +76,7 @@ class Trainer:
         device: str | int | torch.device | None,
     ) -> None:
         self.config = config
-        self.world = group.join(
-            device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
-        )
+        self.world = group.join(device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback)
         derive.derive_strategy(config, self.world.size)
         agreement.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         self.model, wrapper = unwrap(model)
@@ -203,14 +201,10 @@ class Trainer:
     def _schedule_rows(self, plan: derive.SchedulePlan) -> dict[str, derive.Derived]:
         rows = plan.rows()
         if not self._own_optimizer:
-            rows["learning rate"] = derive.Derived(
-                float(self.optimizer.param_groups[0]["lr"]), "the optimizer's own"
-            )
+            rows["learning rate"] = derive.Derived(float(self.optimizer.param_groups[0]["lr"]), "the optimizer's own")
         return rows
 
-    def _loader(
-        self, data: Any, batch: derive.BatchPlan, *, shuffle: bool, evaluating: bool = False
-    ) -> Loader:
+    def _loader(self, data: Any, batch: derive.BatchPlan, *, shuffle: bool, evaluating: bool = False) -> Loader:
         place = self.world.place
         wish = adopt.Wish(
             batch=batch.size,
@@ -228,9 +222,7 @@ class Trainer:
         cast = functools.partial(policy.prepare_tensor, precision=self.config.precision)
         for micro in to_device(micros, self.world.device, cast):
             if self._module.call is None:
-                self._module.call, rule = choose_call(
-                    self.model, micro.batch, self._loss_fn, self._criterion
-                )
+                self._module.call, rule = choose_call(self.model, micro.batch, self._loss_fn, self._criterion)
                 self._say(f"loss: {rule}")
             yield micro
 

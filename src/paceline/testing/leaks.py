@@ -1,0 +1,87 @@
+"""What a test must not leave behind: a process, a listening port, an environment variable, a process group."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# pytest sets these itself while a test runs.
+_NOT_THE_TESTS = {"PYTEST_CURRENT_TEST"}
+_LISTENING = "0A"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process has at one moment."""
+
+    children: frozenset[int]
+    ports: frozenset[int]
+    environment: tuple[tuple[str, str], ...]
+    group_open: bool
+
+
+def take() -> Holdings:
+    return Holdings(_children(), _listening_ports(), _environment(), _group_open())
+
+
+def find(before: Holdings, patience: float = 2.0) -> list[str]:
+    """What is here now and was not before, in words. A process on its way out gets a moment."""
+    deadline = time.monotonic() + patience
+    while (left := _difference(before, take())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _difference(before: Holdings, after: Holdings) -> list[str]:
+    left = [f"process {process} is still running" for process in sorted(after.children - before.children)]
+    left += [f"port {port} is still open" for port in sorted(after.ports - before.ports)]
+    had, has = dict(before.environment), dict(after.environment)
+    left += [
+        f"environment variable {name} was {had.get(name)!r} and is {has.get(name)!r}"
+        for name in sorted(had.keys() | has.keys())
+        if had.get(name) != has.get(name)
+    ]
+    if after.group_open and not before.group_open:
+        left.append("a process group is still open")
+    return left
+
+
+def _children() -> frozenset[int]:
+    found: set[int] = set()
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        try:
+            found.update(int(child) for child in path.read_text().split())
+        except OSError:
+            continue  # the thread ended while we looked
+    return frozenset(found)
+
+
+def _listening_ports() -> frozenset[int]:
+    """Ports on which this process listens: the kernel's tables, narrowed to sockets that are ours."""
+    own = set()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(str(path.readlink()))
+        except OSError:
+            continue
+    ports = set()
+    for table in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")):
+        if not table.exists():
+            continue
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in own:
+                ports.add(int(fields[1].rsplit(":", 1)[1], 16))
+    return frozenset(ports)
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, value) for name, value in os.environ.items() if name not in _NOT_THE_TESTS))
+
+
+def _group_open() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())

@@ -1,0 +1,138 @@
+"""The rank runner: a test on several gloo ranks, in a tenth of a second.
+
+Ranks are forked from the test process, which has torch imported already, and meet through a file: no port, no
+launcher, no second import. What a rank prints is shown only if the test fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch._C._distributed_c10d import FileStore
+
+from paceline.runtime import collectives
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+class RankFailure(AssertionError):
+    """A test that failed on some rank; its text holds every rank's traceback and output."""
+
+
+def ranks(number: int, *, timeout: float = 60.0) -> Callable[[Test], Test]:
+    """Run the decorated test on `number` ranks. Fixtures are made once, in the parent, and seen by all ranks."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def on_ranks(*args: Any, **kwargs: Any) -> None:
+            run_on_ranks(number, lambda: test(*args, **kwargs), timeout=timeout)
+
+        # pytest finds fixtures by the signature.
+        on_ranks.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+        return on_ranks  # type: ignore[return-value]
+
+    return decorate
+
+
+def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0) -> None:
+    """Run `body` on that many ranks in one process group; raise RankFailure unless it passes on all."""
+    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
+        folder = Path(name)
+        processes = {rank: _fork(rank, number, body, folder) for rank in range(number)}
+        codes = _wait(processes, timeout)
+        if any(codes.values()):
+            raise RankFailure(_report(codes, folder, timeout))
+
+
+def _fork(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            code = _be_rank(rank, number, body, folder)
+        finally:
+            # Whatever happens, this copy of the test process must not go on running tests.
+            os._exit(code)
+    return process
+
+
+def _be_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:
+    output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(1), "wb", 0), write_through=True)
+    # The parent may have run a threaded operation, whose pool does not exist in this process.
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(number), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(number))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    try:
+        store = FileStore(str(folder / "store"), number)
+        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=60))
+        collectives.debug(True)
+        body()
+        if not torch_dist.is_initialized():
+            raise AssertionError("the test closed a process group that it did not open")
+        torch_dist.destroy_process_group()
+        return 0
+    except BaseException:
+        (folder / f"{rank}.failed").write_text(f"{time.time()}\n{traceback.format_exc()}")
+        return 1
+
+
+def _wait(processes: dict[int, int], timeout: float) -> dict[int, int | None]:
+    """Each rank's exit code, None for one that had to be ended. When one fails, the others get a moment to end."""
+    codes: dict[int, int | None] = {}
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(processes) and time.monotonic() < deadline:
+        for rank in processes.keys() - codes.keys():
+            done, status = os.waitpid(processes[rank], os.WNOHANG)
+            if done:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                if codes[rank]:
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        time.sleep(0.002)
+    for rank in processes.keys() - codes.keys():
+        os.kill(processes[rank], signal.SIGKILL)
+        os.waitpid(processes[rank], 0)
+        codes[rank] = None
+    return codes
+
+
+def _report(codes: dict[int, int | None], folder: Path, timeout: float) -> str:
+    parts = []
+    for rank in sorted(codes, key=lambda rank: _failure_time(folder, rank)):
+        code, failed, output = codes[rank], folder / f"{rank}.failed", folder / f"{rank}.txt"
+        if code == 0:
+            parts.append(f"=== rank {rank}: passed")
+        elif failed.exists():
+            parts.append(f"=== rank {rank}: failed\n{failed.read_text().partition(chr(10))[2].rstrip()}")
+        elif code is None:
+            parts.append(f"=== rank {rank}: still running when it was ended (timeout {timeout:g} s)")
+        else:
+            parts.append(f"=== rank {rank}: ended with exit code {code}")
+        text = output.read_text(errors="replace").rstrip() if output.exists() else ""
+        if text:
+            parts.append(f"--- its output:\n{text}")
+    return "\n".join(parts)
+
+
+def _failure_time(folder: Path, rank: int) -> float:
+    """The first failure is shown first: the later ones are often its consequence."""
+    path = folder / f"{rank}.failed"
+    return float(path.read_text().partition("\n")[0]) if path.exists() else float("inf")
