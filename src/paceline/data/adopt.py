@@ -61,7 +61,8 @@ def adopt(data: Any, wish: Wish, say: Callable[[str], None]) -> Loader:
     if isinstance(data, IterableDataset):
         say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
         return SampleStream(data, wish.batch, wish.part, wish.seed, Reading(workers=wish.workers))
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    # A list that somebody holds in memory is of batches; datasets of other libraries need not be torch's class.
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, tuple)):
         return _indexed(data, wish, Reading(workers=wish.workers, pin_memory=wish.pin_memory))
     if hasattr(data, "__iter__"):
         say("data: taken as ready global batches, cut by rank")

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.config import show
+from paceline.config.recipe import Config
+from paceline.errors import ConfigError
+from paceline.train.settings import Settings
+
+
+def code_of(values: object = None, overrides: list[str] | None = None, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        if path is not None:
+            Config.from_file(path, overrides or [])
+        else:
+            Config.from_dict(values or {}, overrides or [])  # type: ignore[arg-type]
+    return f"{caught.value.code}: {caught.value}"
+
+
+def test_yaml_and_toml_give_the_same_config(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("batch: 8\noptimizer: {lr: 1e-3}\nmodel: {name: mlp, width: 16}\n")
+    (tmp_path / "a.toml").write_text('batch = 8\n[optimizer]\nlr = 1e-3\n[model]\nname = "mlp"\nwidth = 16\n')
+    assert Config.from_file(tmp_path / "a.yaml").to_dict() == Config.from_file(tmp_path / "a.toml").to_dict()
+
+
+def test_overrides_win_and_are_typed() -> None:
+    config = Config.from_dict({"batch": 8}, ["batch=16", "optimizer.lr=1e-3", "model.name=mlp", "quiet=true"])
+    assert (config.batch, config.optimizer.lr, config.model.name, config.quiet) == (16, 1e-3, "mlp", True)
+
+
+def test_override_of_a_whole_section() -> None:
+    config = Config.from_dict({"train": {"epochs": 3}}, ["train={max_steps: 5}"])
+    assert (config.train.epochs, config.train.max_steps) == (None, 5)
+
+
+@pytest.mark.parametrize("override", ["batch", "=3", "batch..x=3", "batch.size=3"])
+def test_an_override_that_is_none_has_a_code(override: str) -> None:
+    assert "config.bad-override" in code_of({"batch": 8}, [override])
+
+
+def test_unknown_keys_are_refused_with_the_nearest_known() -> None:
+    assert "did you mean 'batch'?" in code_of({"bach": 8})
+    assert "did you mean 'epochs'?" in code_of({"train": {"epoch": 8}})
+    assert "config.unknown-key" in code_of({"optimizer": {"learning_rate": 1e-3}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"batch": "many"},
+        {"batch": True},
+        {"batch": 0},
+        {"batch": 3.5},
+        {"optimizer": {"name": "adams"}},
+        {"schedule": {"warmup": -1}},
+        {"schedule": 3},
+        {"env": {"A": 3}},
+        {"port": 70000},
+    ],
+)
+def test_bad_values_have_a_code_and_name_their_key(values: dict[str, object]) -> None:
+    text = code_of(values)
+    assert text.startswith("config.bad-value")
+    assert next(iter(values)) in text
+
+
+def test_a_missing_file_has_a_code(tmp_path: Path) -> None:
+    assert "config.missing-file" in code_of(path=tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "a: [1\n", "3: x\n", "a: !!python/object:os.system {}\n"])
+def test_a_malformed_file_has_a_code(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert "config.malformed" in code_of(path=path)
+
+
+def test_a_malformed_toml_has_a_code(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("a = = 3")
+    assert "config.malformed" in code_of(path=path)
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().batch = 3  # type: ignore[misc]
+
+
+def test_show_reads_back_as_the_same_config() -> None:
+    config = Config.from_dict({"model": {"name": "vae", "latent": 3}, "env": {"A": "x: y"}}, ["batch=4"])
+    again = Config.from_dict(yaml.safe_load(show.effective(config)))
+    assert again.to_dict() == config.to_dict()
+
+
+def test_show_says_where_each_value_came_from(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("batch: 8\nseed: 3\n")
+    lines = show.effective(Config.from_file(path, ["batch=16"])).splitlines()
+    assert [line.split("# ")[1] for line in lines if line.startswith("batch:")] == ["override batch=16"]
+    assert [line.split("# ")[1] for line in lines if line.startswith("seed:")] == [str(path)]
+    assert [line.split("# ")[1] for line in lines if line.startswith("strategy:")] == ["default"]
+
+
+def test_every_key_that_the_schema_lists_with_a_description_is_json() -> None:
+    assert "batch" in json.loads(json.dumps(Config.model_json_schema()))["properties"]
+
+
+def test_the_trainers_keywords_are_the_recipes_top_level_keys() -> None:
+    # Left out: sections that a recipe needs and a Trainer is given as objects, and what only a launcher reads.
+    not_for_trainer = {"model", "data", "optimizer", "train", "launch", "device", "env", "port"}
+    assert set(Settings.__annotations__) == set(Config.model_fields) - not_for_trainer
+
+
+def test_every_shipped_recipe_is_valid() -> None:
+    recipes = sorted(Path(__file__).parents[3].glob("recipes/*.yaml"))
+    assert len(recipes) >= 4
+    for path in recipes:
+        Config.from_file(path)
+    Config.default()

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from paceline.data.adopt import Wish, adopt, loader_batch
+from paceline.data.loader import Cut, Micro
+from paceline.errors import DataError
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class Noisy(Numbers):
+    """Draws from all three generators that augmentations draw from."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, n: int, shuffled: bool = False) -> None:
+        self.n, self.shuffled = n, shuffled
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = torch.randperm(self.n) if self.shuffled else torch.arange(self.n)
+        yield from order
+
+
+def wish(batch: int = 10, rank: int = 0, ranks: int = 1, groups: int = 1, **changes: Any) -> Wish:
+    values = {"seed": 0, "shuffle": True, "workers": 0, "pin_memory": False, **changes}
+    return Wish(batch=batch, part=Cut(rank, ranks, groups), **values)
+
+
+def micros(data: Any, wished: Wish, first: int = 0, epochs: int = 1) -> list[Micro]:
+    return list(adopt(data, wished, lambda text: None).micros(first, epochs))
+
+
+def samples_by_step(data: Any, ranks: int, batch: int = 10, epochs: int = 1, **changes: Any) -> list[list[float]]:
+    """The samples of each step, over all ranks; stand-ins (weight zero) left out."""
+    steps: dict[int, list[float]] = {}
+    for rank in range(ranks):
+        for micro in micros(data, wish(batch, rank, ranks, **changes), epochs=epochs):
+            own = micro.batch[0] if isinstance(micro.batch, (list, tuple)) else micro.batch
+            steps.setdefault(micro.step, []).extend(own.tolist() if micro.samples else [])
+    return [steps[step] for step in sorted(steps)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_every_sample_is_used_exactly_once_an_epoch(ranks: int, groups: int) -> None:
+    steps = samples_by_step(Numbers(47), ranks, groups=groups, epochs=2)
+    assert sorted(x for step in steps[:5] for x in step) == list(range(47))
+    assert sorted(x for step in steps[5:] for x in step) == list(range(47))
+
+
+def test_each_step_holds_the_same_samples_on_any_number_of_ranks() -> None:
+    reference = [sorted(step) for step in samples_by_step(Numbers(47), 1)]
+    for ranks in (2, 3, 4):
+        assert [sorted(step) for step in samples_by_step(Numbers(47), ranks)] == reference
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")  # torch would advise against it here
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_neither_order_nor_randomness(workers: int) -> None:
+    alone = [micro.batch for micro in micros(Noisy(23), wish(5), epochs=2)]
+    helped = [micro.batch for micro in micros(Noisy(23), wish(5, workers=workers), epochs=2)]
+    assert len(alone) == len(helped) == 10
+    assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))
+
+
+def test_a_sample_looks_the_same_on_any_rank_and_another_way_in_the_next_epoch() -> None:
+    def looks(ranks: int, epoch: int) -> dict[int, list[float]]:
+        rows = [
+            row
+            for rank in range(ranks)
+            for micro in micros(Noisy(12), wish(6, rank, ranks), epochs=2)
+            if micro.epoch == epoch and micro.samples
+            for row in micro.batch.tolist()
+        ]
+        return {int(row[0]): row[1:] for row in rows}
+
+    assert looks(1, 0) == looks(3, 0)
+    assert all(looks(1, 0)[index] != looks(1, 1)[index] for index in range(12))
+
+
+def test_reading_data_leaves_the_models_random_state_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    micros(Noisy(12), wish(6))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_resume_at_any_step_reads_what_comes_next() -> None:
+    whole = micros(Numbers(23), wish(5, groups=2), epochs=3)
+    for first in range(15):
+        rest = micros(Numbers(23), wish(5, groups=2), first, epochs=3)
+        expected = [micro for micro in whole if micro.step >= first]
+        assert [(m.step, m.epoch, m.batch.tolist()) for m in rest] == [
+            (m.step, m.epoch, m.batch.tolist()) for m in expected
+        ]
+
+
+def test_a_rank_without_samples_joins_with_weight_zero() -> None:
+    shares = [micros(Numbers(2), wish(2, rank, 3))[0] for rank in range(3)]
+    assert sorted(micro.samples for micro in shares) == [0, 1, 1]
+    assert all(len(micro.batch) == 1 for micro in shares)
+
+
+def test_a_plain_dataloader_is_rebuilt_in_our_order_with_its_own_collate() -> None:
+    loader = DataLoader(Numbers(20), batch_size=5, shuffle=True, collate_fn=lambda items: torch.stack(items) * 10)
+    assert loader_batch(loader) == 5
+    ours = samples_by_step(loader, 2, batch=5)
+    assert [sorted(step) for step in ours] == [
+        sorted(x * 10 for x in step) for step in samples_by_step(Numbers(20), 1, batch=5)
+    ]
+
+
+def test_a_dataloader_without_shuffle_keeps_the_natural_order() -> None:
+    assert samples_by_step(DataLoader(Numbers(10), batch_size=4), 1, batch=4) == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9],
+    ]  # fmt: skip
+
+
+def test_drop_last_of_a_dataloader_is_honoured() -> None:
+    assert len(samples_by_step(DataLoader(Numbers(10), batch_size=4, drop_last=True), 1, batch=4)) == 2
+
+
+def test_a_distributed_samplers_batches_are_used_as_they_come() -> None:
+    said: list[str] = []
+    seen = []
+    for rank in range(2):
+        sampler = DistributedSampler(Numbers(12), num_replicas=2, rank=rank, shuffle=True)
+        loader = DataLoader(Numbers(12), batch_size=3, sampler=sampler)
+        assert loader_batch(loader) is None
+        for micro in adopt(loader, wish(rank=rank, ranks=2), said.append).micros(0, 2):
+            assert (micro.samples, micro.step_samples, micro.exact) == (3, 6, False)
+            seen.append((micro.epoch, tuple(micro.batch.tolist())))
+    assert sorted(x for epoch, own in seen if epoch == 0 for x in own) == list(range(12))
+    assert {own for epoch, own in seen if epoch == 0} != {own for epoch, own in seen if epoch == 1}
+    assert "DistributedSampler" in said[0]
+
+
+def test_another_sampler_is_one_stream_of_indices_for_all_ranks() -> None:
+    def loader() -> DataLoader[torch.Tensor]:
+        sampler = WeightedRandomSampler([1.0] * 10 + [0.0] * 10, num_samples=16)
+        return DataLoader(Numbers(20), batch_size=6, sampler=sampler)
+
+    alone = samples_by_step(loader(), 1, batch=6, epochs=2)
+    assert [sorted(step) for step in samples_by_step(loader(), 3, batch=6, epochs=2)] == [sorted(s) for s in alone]
+    assert [len(step) for step in alone] == [6, 6, 4, 6, 6, 4]
+    assert max(x for step in alone for x in step) < 10
+    assert alone[:3] != alone[3:]
+
+
+def test_a_batch_samplers_lists_are_global_batches() -> None:
+    class Evens(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            yield [0, 2, 4]
+            yield [6, 8]
+
+        def __len__(self) -> int:
+            return 2
+
+    loader = DataLoader(Numbers(10), batch_sampler=Evens(SequentialSampler(Numbers(10)), 3, False))
+    assert [sorted(step) for step in samples_by_step(loader, 2, batch=3)] == [[0, 2, 4], [6, 8]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_iterable_dataset_is_seen_once_over_all_ranks(ranks: int) -> None:
+    steps = samples_by_step(Stream(25), ranks, groups=2, epochs=2)
+    assert [sorted(step) for step in steps] == [list(range(10)), list(range(10, 20)), list(range(20, 25))] * 2
+
+
+def test_an_iterable_dataset_that_shuffles_is_one_stream_for_all_ranks() -> None:
+    alone = samples_by_step(Stream(20, shuffled=True), 1, epochs=2)
+    assert alone[:2] != alone[2:]
+    assert [sorted(step) for step in samples_by_step(Stream(20, shuffled=True), 2, epochs=2)] == [
+        sorted(step) for step in alone
+    ]
+
+
+def test_an_iterable_dataset_resumes_behind_what_was_used() -> None:
+    rest = micros(Stream(25), wish(10), first=4, epochs=2)
+    assert [(m.step, m.epoch, m.batch.tolist()) for m in rest] == [
+        (4, 1, list(range(10, 20))), (5, 1, list(range(20, 25))),
+    ]  # fmt: skip
+
+
+def test_ready_batches_are_cut_by_rank() -> None:
+    batches = [(torch.arange(7), torch.ones(7)), (torch.arange(7, 12), torch.ones(5))]
+    steps = samples_by_step(batches, 3)
+    assert [sorted(step) for step in steps] == [list(range(7)), list(range(7, 12))]
+    unbatched = DataLoader(TensorDataset(torch.arange(8).reshape(2, 4)), batch_size=None)
+    assert [sorted(step) for step in samples_by_step(unbatched, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (Numbers(0), "data.empty"),
+        (Numbers(3), "data.smaller-than-batch"),
+        (Stream(0), "data.empty"),
+        (iter(()), "data.empty"),
+        (42, "data.not-data"),
+        ([["a", "b"]], "data.no-length"),
+    ],
+)
+def test_bad_data_has_a_code(data: Any, code: str) -> None:
+    with pytest.raises(DataError) as caught:
+        micros(data, wish())
+    assert caught.value.code == code
+
+
+def test_an_evaluation_takes_fewer_samples_than_a_batch() -> None:
+    assert len(micros(Numbers(3), wish(training=False))) == 1
