@@ -44,7 +44,7 @@ def create(name: str) -> Path:
 
 def _is_empty_folder(folder: Path) -> bool:
     try:
-        return folder.is_dir() and not any(os.scandir(folder))
+        return not os.listdir(folder)
     except OSError:
         return False
 

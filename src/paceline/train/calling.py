@@ -63,7 +63,7 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Call, 
             f"{', '.join(key for key in batch if key not in known)}.",
             fix="leave the others out of the samples, or give loss_fn=lambda model, batch: …",
         )
-    return model, "model(batch)"
+    return _whole(model), "model(batch)"
 
 
 def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[Call, str]:
@@ -81,7 +81,23 @@ def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[Call, str]:
             why="it could be spread over them, or be the first of them",
             fix="give samples as dicts with forward's names, or loss_fn=lambda model, batch: …",
         )
-    return model, "model(batch)"
+    return _whole(model), "model(batch)"
+
+
+def _whole(model: nn.Module) -> Call:
+    """The model on a container as it is; if it can't take that, the error says how the container got there."""
+
+    def call(batch: Any) -> Any:
+        try:
+            return model(batch)
+        except TypeError as error:
+            error.add_note(
+                f"paceline: the model got the whole batch, {_describe(batch)}, as its one argument. "
+                "For (input, target) batches give criterion=…; else loss_fn=lambda model, batch: …"
+            )
+            raise
+
+    return call
 
 
 def _describe(batch: Any) -> str:

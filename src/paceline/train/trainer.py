@@ -109,7 +109,7 @@ class Trainer:
         if epochs is None and max_steps is None:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         batch = derive.derive_batch(self.config, self.world.size, adopt.loader_batch(data))
-        loader = self._loader(data, batch, shuffle=self.config.shuffle)
+        loader = self._loader(data, batch.size, batch.groups)
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._open_run({**batch.rows(), **self._schedule_rows(schedule)}))
         total = _total_steps(loader.steps_per_epoch, epochs, max_steps)
@@ -124,8 +124,11 @@ class Trainer:
 
     def evaluate(self, data: Any) -> float:
         """The mean loss over `data`, each sample counted once."""
-        batch = derive.derive_batch(self.config, self.world.size, adopt.loader_batch(data))
-        micros = self._loader(data, batch, shuffle=False, evaluating=True).micros(0, 1)
+        plan = derive.derive_batch(self.config, self.world.size)
+        # A loader for evaluation may have a batch size of its own; micro-batches stay no larger than training's.
+        batch = adopt.loader_batch(data) or plan.size
+        groups = -(-batch // (int(plan.micro_batch.value) * plan.data_ranks))
+        micros = self._loader(data, batch, groups, evaluating=True).micros(0, 1)
         return evaluate.evaluate(self._module, self._ready(micros), self.world.device, self.config.seed)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -204,13 +207,12 @@ class Trainer:
             rows["learning rate"] = derive.Derived(float(self.optimizer.param_groups[0]["lr"]), "the optimizer's own")
         return rows
 
-    def _loader(self, data: Any, batch: derive.BatchPlan, *, shuffle: bool, evaluating: bool = False) -> Loader:
-        place = self.world.place
+    def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:
         wish = adopt.Wish(
-            batch=batch.size,
-            part=Cut(place.rank, batch.data_ranks, batch.groups),
+            batch=batch,
+            part=Cut(self.world.place.rank, self.world.size, groups),
             seed=self.config.seed,
-            shuffle=shuffle,
+            shuffle=self.config.shuffle and not evaluating,
             workers=self.config.workers,
             pin_memory=self.world.device.type == "cuda",
             training=not evaluating,

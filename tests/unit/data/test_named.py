@@ -51,7 +51,7 @@ def test_shapes_are_a_function_of_their_index() -> None:
     assert torch.equal(train[5]["inputs"], again[5]["inputs"])
     assert not torch.equal(train[5]["inputs"], val[5]["inputs"])
     assert train[5]["inputs"].shape == (1, 16, 16)
-    assert 0 <= train[5]["inputs"].min() and train[5]["inputs"].max() <= 1
+    assert train[5]["inputs"].min() >= 0 and train[5]["inputs"].max() <= 1
     assert {int(train[index]["targets"]) for index in range(8)} == {0, 1, 2, 3}
 
 

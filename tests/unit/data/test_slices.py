@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from paceline.data.slices import shares
 
 
-@given(
-    batch=st.integers(1, 200), missing=st.integers(0, 199), groups=st.integers(1, 12), ranks=st.integers(1, 17)
-)
+@given(batch=st.integers(1, 200), missing=st.integers(0, 199), groups=st.integers(1, 12), ranks=st.integers(1, 17))
 @settings(max_examples=300, deadline=None)
 def test_shares_of_all_ranks_cover_every_sample_once(batch: int, missing: int, groups: int, ranks: int) -> None:
     groups = min(groups, batch)
@@ -27,9 +25,7 @@ def test_shares_of_all_ranks_cover_every_sample_once(batch: int, missing: int, g
 
 
 def test_a_group_is_the_same_samples_on_any_number_of_ranks() -> None:
-    groups = {
-        ranks: [(s.group_start, s.group_stop) for s in shares(10, 10, 3, 0, ranks)] for ranks in (1, 2, 3, 4)
-    }
+    groups = {ranks: [(s.group_start, s.group_stop) for s in shares(10, 10, 3, 0, ranks)] for ranks in (1, 2, 3, 4)}
     assert len({tuple(cut) for cut in groups.values()}) == 1
 
 

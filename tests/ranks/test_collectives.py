@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from paceline import dist
+from paceline.errors import WorldError
+from paceline.testing import ranks
+
+
+@ranks(3)
+def test_reductions_combine_over_ranks() -> None:
+    own = dist.rank() + 1.0
+    for op, expected in (("sum", 6.0), ("mean", 2.0), ("max", 3.0), ("min", 1.0), ("product", 6.0)):
+        for async_op in (False, True):
+            tensor = torch.full((2,), own)
+            work = dist.all_reduce(tensor, op=op, async_op=async_op)
+            if async_op:
+                work.wait()
+            assert tensor.tolist() == [expected, expected], op
+        tensor = torch.full((2,), own)
+        dist.reduce(tensor, dst=1, op=op)
+        if dist.rank() == 1:
+            assert tensor.tolist() == [expected, expected], op
+        received = torch.zeros(1)
+        dist.reduce_scatter(received, [torch.tensor([own * (r + 1)]) for r in range(3)], op=op)
+        if op == "sum":
+            assert received.item() == 6.0 * own
+        if op == "mean":
+            assert received.item() == 2.0 * own
+
+
+@ranks(3)
+def test_moving_collectives_move() -> None:
+    rank = dist.rank()
+    own = torch.tensor([float(rank)])
+    gathered = [torch.zeros(1) for _ in range(3)]
+    dist.all_gather(gathered, own)
+    assert torch.cat(gathered).tolist() == [0.0, 1.0, 2.0]
+    gathered = [torch.zeros(1) for _ in range(3)]
+    dist.gather(own, gathered if rank == 2 else None, dst=2)
+    assert torch.cat(gathered).tolist() == ([0.0, 1.0, 2.0] if rank == 2 else [0.0, 0.0, 0.0])
+    received = torch.zeros(1)
+    dist.scatter(received, [torch.tensor([10.0 * r]) for r in range(3)] if rank == 1 else None, src=1)
+    assert received.item() == 10.0 * rank
+    tensor = own.clone()
+    dist.broadcast(tensor, src=2)
+    assert tensor.item() == 2.0
+    exchanged = [torch.zeros(1) for _ in range(3)]
+    dist.all_to_all(exchanged, [torch.tensor([rank * 10.0 + r]) for r in range(3)])
+    assert torch.cat(exchanged).tolist() == [rank + 0.0, rank + 10.0, rank + 20.0]
+
+
+@ranks(2)
+def test_objects_travel_as_json() -> None:
+    value = dist.broadcast_object({"from": dist.rank(), "text": "é" * 50} if dist.is_main() else None)
+    assert value == {"from": 0, "text": "é" * 50}
+    assert dist.all_gather_object([dist.rank()] * (dist.rank() + 1)) == [[0], [1, 1]]
+
+
+@ranks(3)
+def test_groups_are_parts_of_the_world() -> None:
+    pair = torch_dist.new_group([0, 2])
+    if dist.rank() in (0, 2):
+        tensor = torch.tensor([dist.rank() + 1.0])
+        dist.all_reduce(tensor, op="mean", group=pair)
+        assert tensor.item() == 2.0
+        tensor = torch.tensor([float(dist.rank())])
+        dist.broadcast(tensor, src=2, group=pair)
+        assert tensor.item() == 2.0
+
+
+@ranks(3)
+def test_ranks_that_come_with_another_call_are_named() -> None:
+    with pytest.raises(WorldError) as caught:
+        if dist.rank() == 1:
+            dist.all_reduce(torch.ones(3, dtype=torch.float64))
+        else:
+            dist.all_reduce(torch.ones(2))
+    assert caught.value.code == "world.different-collectives"
+    assert "ranks 0, 2: all_reduce((2,), float32, sum)" in str(caught.value)
+    assert "rank 1: all_reduce((3,), float64, sum)" in str(caught.value)
+
+
+@ranks(2)
+def test_another_operation_is_named() -> None:
+    with pytest.raises(WorldError, match="rank 1: barrier"):
+        if dist.rank() == 1:
+            dist.barrier()
+        else:
+            dist.broadcast(torch.ones(2))
+
+
+@ranks(2)
+def test_main_goes_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "prepared"
+    with dist.main_first():
+        assert dist.is_main() or path.exists()
+        path.touch()
+
+
+@ranks(2)
+def test_a_failure_of_main_reaches_the_others() -> None:
+    code = None
+    try:
+        with dist.main_first():
+            raise ValueError("no disk")
+    except WorldError as error:
+        code = error.code
+    except ValueError:
+        code = "own"
+    assert code == ("own" if dist.is_main() else "world.main-failed")

@@ -1,0 +1,165 @@
+"""The Trainer on several ranks: agreement, data, checkpoints, losses that depend on the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import paceline
+import tiny
+from paceline import dist
+from paceline.errors import PacelineError
+from paceline.testing import ranks
+
+
+def points(n: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def trainer(**changes: Any) -> paceline.Trainer:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"run": False, "quiet": True, "batch": 8, **changes}
+    return paceline.Trainer(nn.Linear(3, 1), criterion=nn.MSELoss(), **settings)
+
+
+@ranks(2)
+def test_histories_and_weights_are_equal_on_every_rank() -> None:
+    own = trainer(clip_norm=1.0)
+    history = own.train(points(), points(10), epochs=2)
+    assert dist.all_gather_object(history.to_json())[0] == history.to_json()
+    weights = [torch.empty(1, 3) for _ in range(2)]
+    dist.all_gather(weights, own.model.weight.detach())
+    assert torch.equal(*weights)
+
+
+@ranks(2)
+def test_models_that_start_differently_take_rank_zeros_weights() -> None:
+    torch.manual_seed(dist.rank())
+    own = paceline.Trainer(nn.Linear(3, 1), criterion=nn.MSELoss(), run=False, quiet=True, batch=8)
+    weights = [torch.empty(1, 3) for _ in range(2)]
+    dist.all_gather(weights, own.model.weight.detach())
+    assert torch.equal(*weights)
+
+
+@ranks(2)
+def test_ranks_that_disagree_on_the_recipe_are_named() -> None:
+    with pytest.raises(PacelineError) as caught:
+        trainer(seed=dist.rank(), batch=8 + dist.rank())
+    assert caught.value.code == "world.different-recipes"
+    assert "batch" in str(caught.value) and "rank 1: 9" in str(caught.value)
+
+
+@ranks(2)
+def test_single_in_a_world_of_two_is_refused() -> None:
+    with pytest.raises(PacelineError) as caught:
+        trainer(strategy="single")
+    assert caught.value.code == "config.single-in-a-world"
+
+
+class Seen(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class Recording(nn.Module):
+    """Notes which samples passed through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[float] = []
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += batch.flatten().tolist()
+        return (self.weight * batch).mean()
+
+
+@ranks(3)
+def test_ranks_see_every_sample_once_and_stand_ins_weigh_nothing() -> None:
+    model = Recording()
+    own = paceline.Trainer(model, {"name": "sgd", "lr": 1e-3}, batch=5, run=False, quiet=True)
+    history = own.train(Seen(), epochs=1)
+    together = [x for seen in dist.all_gather_object(model.seen) for x in seen]
+    assert set(together) == set(range(22))
+    # 5 samples over 3 ranks fill all of them; the last step has 2, so one rank joined with a stand-in.
+    assert len(together) == 23
+    assert len(history.steps) == 5
+
+
+@ranks(2)
+def test_a_distributed_samplers_ranks_add_up_to_the_global_batch() -> None:
+    data = points()
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+    own = trainer(batch=None)
+    history = own.train(loader, epochs=1)
+    assert len(history.steps) == 3
+    reference = trainer_alone(data, [[*range(start, start + 8)] for start in (0, 8, 16)])
+    assert torch.allclose(own.model.weight, reference.weight, rtol=1e-5)
+
+
+def trainer_alone(data: TensorDataset, batches: list[list[int]]) -> nn.Linear:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for indices in batches:
+        x, y = data[indices]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@ranks(2)
+def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
+    def nothing(model: nn.Module, batch: Any) -> paceline.Loss:
+        return paceline.Loss(model(batch[0]).sum() * 0.0, torch.tensor(0.0))
+
+    torch.manual_seed(0)
+    own = paceline.Trainer(nn.Linear(3, 1), {"name": "sgd"}, loss_fn=nothing, run=False, quiet=True, batch=8)
+    before = own.model.weight.detach().clone()
+    own.train(points(), max_steps=2)
+    assert torch.equal(own.model.weight, before)
+
+
+@ranks(2)
+def test_saving_on_rank_zero_alone_or_on_all_ranks_both_work(tmp_path: Path) -> None:
+    own = trainer()
+    own.train(points(), max_steps=2)
+    if own.is_main_process:
+        own.save_checkpoint(tmp_path / "alone")
+    own.save_checkpoint(tmp_path / "all")
+    for name in ("alone", "all"):
+        other = trainer(seed=3)
+        other.load_checkpoint(tmp_path / name)
+        assert other.step_count == 2
+        assert torch.equal(other.model.weight, own.model.weight)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(tmp_path: Path, number: int) -> None:
+    config = paceline.Config.from_dict(tiny.recipe("vae", batch=10, precision="fp64"))
+    expected = paceline.Trainer.from_config(config).train().losses
+
+    def begin() -> None:
+        first = paceline.Trainer.from_config(config)
+        first.train(max_steps=7)
+        first.save_checkpoint(tmp_path / "c")
+
+    def go_on() -> list[float]:
+        second = paceline.Trainer.from_config(config)
+        second.load_checkpoint(tmp_path / "c")
+        return second.train(max_steps=20).losses
+
+    paceline.launch(begin, ranks=2)
+    losses = paceline.launch(go_on, ranks=number)
+    assert losses == pytest.approx(expected[7:], rel=1e-9)

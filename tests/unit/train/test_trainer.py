@@ -1,0 +1,222 @@
+"""The Trainer on one rank, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+import tiny
+from paceline.errors import PacelineError
+
+
+def points(n: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, generator=generator)
+    return TensorDataset(x, (x @ torch.tensor([[1.0], [2.0], [-1.0]]) + 0.5))
+
+
+def inputs() -> TensorDataset:
+    return TensorDataset(points().tensors[0])
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def hand_written(batches: list[list[int]], lr: float) -> nn.Linear:
+    """The loop that an expert writes: what the Trainer has to equal."""
+    model, data = linear(), points()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for indices in batches:
+        x, y = data[indices]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def test_training_equals_the_hand_written_loop() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = paceline.Trainer(model, optimizer, criterion=nn.MSELoss(), batch=8, shuffle=False, run=False, quiet=True)
+    history = trainer.train(points(), epochs=2)
+    reference = hand_written([list(range(start, start + 8)) for start in range(0, 40, 8)] * 2, 0.1)
+    assert torch.allclose(model.weight, reference.weight, rtol=1e-6)
+    assert [record["step"] for record in history.steps] == list(range(1, 11))
+    assert [record["epoch"] for record in history.steps] == [0] * 5 + [1] * 5
+    assert {record["lr"] for record in history.steps} == {0.1}
+    assert trainer.model is model and trainer.optimizer is optimizer
+    assert (trainer.step_count, trainer.epoch, trainer.is_main_process) == (10, 1, True)
+
+
+def test_a_recipe_runs_from_python_as_the_command_line_runs_it(in_folder: Path) -> None:
+    recipe = {key: value for key, value in tiny.recipe("mlp", batch=10).items() if key not in {"run", "quiet"}}
+    (in_folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    config = paceline.Config.from_file("mine.yaml", ["train.max_steps=5", "log_every=2"])
+    model = paceline.get_model("mlp")(config)
+    trainer = paceline.Trainer.from_config(config, model)
+    history = trainer.train()
+    assert len(history.steps) == 5 and trainer.model is model
+
+
+def test_a_run_leaves_its_recipe_derived_values_metrics_and_checkpoint(in_folder: Path) -> None:
+    values = {key: value for key, value in tiny.recipe("mlp", batch=10, log_every=3).items() if key != "run"}
+    config = paceline.Config.from_dict(values)
+    history = paceline.Trainer.from_config(config).train()
+    run = Path(history.run or "")
+    assert run == Path("runs/mlp")
+    assert paceline.Config.from_file(run / "config.yaml").to_dict() == config.to_dict()
+    assert json.loads((run / "derived.json").read_text())["batch"] == {"value": 10, "reason": "as set"}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "evaluation" not in line]
+    assert [line["loss"] for line in steps] == history.losses
+    assert [line["loss"] for line in lines if "evaluation" in line] == [r["loss"] for r in history.evaluations]
+    assert (run / "checkpoints" / "step-000020" / "model.safetensors").is_file()
+    again = paceline.Trainer.from_config(config).train()
+    assert again.run == "runs/mlp-2"
+
+
+def test_run_false_writes_nothing(in_folder: Path) -> None:
+    history = paceline.Trainer.from_config(paceline.Config.from_dict(tiny.recipe("mlp", batch=10))).train()
+    assert history.run is None and list(in_folder.iterdir()) == []
+
+
+def test_a_run_may_be_a_path(tmp_path: Path) -> None:
+    recipe = tiny.recipe("mlp", batch=10, run=str(tmp_path / "here"))
+    assert paceline.Trainer.from_config(paceline.Config.from_dict(recipe)).train().run == str(tmp_path / "here")
+
+
+def test_a_checkpoint_resumes_as_if_training_had_not_stopped(tmp_path: Path) -> None:
+    config = paceline.Config.from_dict(tiny.recipe("vae", batch=10, precision="fp64", clip_norm=10.0))
+    whole = paceline.Trainer.from_config(config)
+    expected = whole.train().losses
+    first = paceline.Trainer.from_config(config)
+    first.train(max_steps=7)
+    first.save_checkpoint(tmp_path / "at-7", metadata={"note": "half way"})
+    second = paceline.Trainer.from_config(config)
+    assert second.load_checkpoint(tmp_path / "at-7") == {"note": "half way"}
+    history = second.train(max_steps=20)
+    assert [record["step"] for record in history.steps] == list(range(8, 21))
+    assert history.losses == expected[7:]
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+def test_training_that_is_already_done_does_nothing() -> None:
+    trainer = paceline.Trainer.from_config(paceline.Config.from_dict(tiny.recipe("mlp", batch=10)))
+    trainer.train()
+    assert trainer.train().steps == []
+    assert trainer.step_count == 20
+
+
+def test_a_checkpoint_without_optimizer_holds_weights_only(tmp_path: Path) -> None:
+    trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), run=False, quiet=True, batch=8)
+    trainer.save_checkpoint(tmp_path / "w", include_optimizer=False)
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["model.safetensors", "state.json"]
+    other = paceline.Trainer(nn.Linear(3, 1), criterion=nn.MSELoss(), run=False, quiet=True, batch=8)
+    other.load_checkpoint(tmp_path / "w")
+    assert torch.equal(other.model.weight, trainer.model.weight)
+
+
+def test_warm_up_and_cosine_are_seen_in_the_records() -> None:
+    recipe = tiny.recipe("mlp", batch=10, schedule={"name": "cosine", "warmup": 4, "floor": 0.1})
+    recipe["optimizer"] = {"name": "sgd", "lr": 1.0}
+    rates = [r["lr"] for r in paceline.Trainer.from_config(paceline.Config.from_dict(recipe)).train().steps]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[12] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert rates == sorted(rates[:5]) + sorted(rates[5:], reverse=True)
+
+
+def test_clipping_bounds_the_step_and_records_the_norm() -> None:
+    model = linear()
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = paceline.Trainer(
+        model, optimizer, criterion=nn.MSELoss(), batch=40, clip_norm=0.01, run=False, quiet=True
+    )
+    history = trainer.train(points(), max_steps=1)
+    assert history.steps[0]["grad_norm"] > 1
+    assert (model.weight - before).norm() <= 0.01
+
+
+def test_evaluation_is_the_mean_over_all_samples_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    trainer = paceline.Trainer(model, criterion=nn.MSELoss(), batch=7, run=False, quiet=True)
+    x, y = points().tensors
+    model.eval()
+    expected = nn.functional.mse_loss(model(x), y).item()
+    model.train()
+    assert trainer.evaluate(points()) == pytest.approx(expected, rel=1e-6)
+    assert trainer.evaluate(DataLoader(points(), batch_size=6, shuffle=True, drop_last=True)) == pytest.approx(expected)
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_history_knows_its_best_evaluation() -> None:
+    trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, run=False, quiet=True)
+    history = trainer.train(points(), points(), epochs=3)
+    assert len(history.evaluations) == 3
+    assert history.best == min(history.evaluations, key=lambda record: record["loss"])
+
+
+def test_ready_loaders_train_with_their_batch_as_the_global_batch() -> None:
+    trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), run=False, quiet=True)
+    assert len(trainer.train(DataLoader(points(), batch_size=20), epochs=2).steps) == 4
+
+
+def test_a_wrapped_model_is_unwrapped_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model = linear()
+    trainer = paceline.Trainer(nn.DataParallel(model), criterion=nn.MSELoss(), run=False)
+    assert trainer.model is model
+    assert "DataParallel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
+def test_device_takes_every_form(device: Any) -> None:
+    assert paceline.Trainer(linear(), device=device, run=False).world.device == torch.device("cpu")
+
+
+def test_in_plain_python_it_says_how_to_start_more(capsys: pytest.CaptureFixture[str]) -> None:
+    paceline.Trainer(linear(), criterion=nn.MSELoss(), run=False, batch=8).train(points(), max_steps=1)
+    said = capsys.readouterr().out
+    assert "paceline launch -n 2" in said
+    assert "criterion(model(input), target)" in said
+    assert "as set" in said
+
+
+def test_a_model_that_can_not_take_the_batch_says_how_it_got_it() -> None:
+    with pytest.raises(TypeError) as caught:
+        paceline.Trainer(linear(), run=False, quiet=True).train(points(), max_steps=1)
+    assert "criterion=" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (lambda: paceline.Trainer(linear(), precision="fp12"), "config.bad-value"),  # type: ignore[arg-type]
+        (lambda: paceline.Trainer(linear(), bacth=3), "config.unknown-key"),  # type: ignore[call-arg]
+        (lambda: paceline.Trainer(nn.ReLU(), run=False), "train.nothing-to-train"),
+        (
+            lambda: paceline.Trainer(linear(), torch.optim.SGD(linear().parameters()), run=False),
+            "train.other-parameters",
+        ),
+        (lambda: paceline.Trainer(linear(), device="gpu7"), "world.bad-device"),
+        (lambda: paceline.Trainer(linear(), device="cuda:31"), "world.no-such-gpu"),
+        (lambda: paceline.Trainer(linear(), run=False, quiet=True).train(inputs(), max_steps=1), "train.no-loss"),
+        (lambda: paceline.Trainer(linear(), run=False, quiet=True).train(points()), "config.no-end"),
+        (lambda: paceline.Trainer(linear(), run=False).load_checkpoint("nowhere"), "checkpoint.missing"),
+    ],
+)
+def test_bad_input_has_a_code(make: Any, code: str) -> None:
+    with pytest.raises(PacelineError) as caught:
+        make()
+    assert caught.value.code == code
