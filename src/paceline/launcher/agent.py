@@ -133,6 +133,16 @@ def _refuse_open_gpu() -> None:
 
 
 def _run(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -> None:
+    # The store lives in the call, so that it is gone before an error, whose traceback keeps its frames, is raised.
+    result = _supervise(entry, args, start)
+    if isinstance(result, SignalException):
+        raise SystemExit(128 + result.sigval)
+    if result.is_failed():
+        raise failure.Failed(failure.first_failure(start.logs, _exit_codes(result)))
+
+
+def _supervise(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -> Any:
+    """Run the agent to its end: its result, or the signal that ended it."""
     meeting = OneNode(start.port)
     spec = WorkerSpec(
         role="rank",
@@ -148,13 +158,10 @@ def _run(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -
     )
     logs = DefaultLogsSpecs(log_dir=str(start.logs / "elastic"))
     with _rank_environment(start), _quiet_agent(), _signals_restored():
-        agent = LocalElasticAgent(spec, logs_specs=logs, start_method="fork")
         try:
-            result = agent.run()
+            return LocalElasticAgent(spec, logs_specs=logs, start_method="fork").run()
         except SignalException as caught:
-            raise SystemExit(128 + caught.sigval) from None
-    if result.is_failed():
-        raise failure.Failed(failure.first_failure(start.logs, _exit_codes(result)))
+            return caught.with_traceback(None)
 
 
 def _exit_codes(result: Any) -> dict[int, int]:

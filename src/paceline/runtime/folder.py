@@ -10,7 +10,6 @@ runs/gpt/            the first run of that name; the next ones are runs/gpt-2, r
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -44,7 +43,7 @@ def create(name: str) -> Path:
 
 def _is_empty_folder(folder: Path) -> bool:
     try:
-        return not os.listdir(folder)
+        return not list(folder.iterdir())
     except OSError:
         return False
 

@@ -1,0 +1,127 @@
+"""The other way round: a Trainer in a process that somebody else already put into a world."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import json, os, pathlib, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import paceline
+
+def train(model=None, device=None):
+    torch.manual_seed(0)
+    x = torch.randn(24, 3)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    model = model or nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = paceline.Trainer(model, optimizer, criterion=nn.MSELoss(), device=device, batch=10, run=False)
+    history = trainer.train(data, epochs=2)
+    pathlib.Path(f"losses-{trainer.world.place.rank}").write_text(json.dumps([trainer.world.size, history.losses]))
+"""
+
+ENVIRONMENT = TRAIN + "train()\n"
+
+OWN_GROUP = (
+    TRAIN
+    + """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+with torch.no_grad():
+    torch.manual_seed(0)
+    torch.randn(24, 3)
+    wrapped.module.load_state_dict(nn.Linear(3, 1).state_dict())
+train(wrapped, device=int(os.environ["LOCAL_RANK"]))
+assert dist.is_initialized()  # it is not ours to close
+dist.destroy_process_group()
+"""
+)
+
+SPAWN = (
+    TRAIN
+    + """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def worker(rank, world, address):
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    train(device=rank)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(worker, args=(2, sys.argv[1]), nprocs=2)
+"""
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> object:
+    def start(script: str, *command: str, **env: str) -> str:
+        (tmp_path / "script.py").write_text(script)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True,
+            timeout=110,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "destroy_process_group() was not called" not in done.stderr
+        return done.stdout
+
+    return start
+
+
+def free_port() -> str:
+    """A port for launchers that must be told one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def outcome(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("losses-*"))]
+
+
+def reference(run: object, folder: Path) -> str:
+    run(ENVIRONMENT, "script.py")  # type: ignore[operator]
+    [alone] = outcome(folder)
+    (folder / "losses-0").unlink()
+    return alone
+
+
+def same_losses(texts: list[str], alone: str) -> bool:
+    worlds, losses = zip(*(json.loads(text) for text in texts), strict=True)
+    expected = json.loads(alone)[1]
+    return set(worlds) == {2} and all(own == pytest.approx(expected, rel=1e-6) for own in losses)
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
+def test_torchrun_and_the_older_launcher(run: object, tmp_path: Path, launcher: str) -> None:
+    alone = reference(run, tmp_path)
+    port = f"--master-port={free_port()}"
+    run(ENVIRONMENT, "-W", "ignore", "-m", launcher, "--nproc-per-node=2", port, "script.py")  # type: ignore[operator]
+    assert same_losses(outcome(tmp_path), alone)
+
+
+def test_a_group_of_the_users_own_and_a_wrapped_model(run: object, tmp_path: Path) -> None:
+    alone = reference(run, tmp_path)
+    said = run(OWN_GROUP, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")  # type: ignore[operator]
+    assert same_losses(outcome(tmp_path), alone)
+    assert "taken out of its DistributedDataParallel" in said
+
+
+@pytest.mark.parametrize("method", ["tcp", "env"])
+def test_spawn_with_an_address_of_the_users_own(run: object, tmp_path: Path, method: str) -> None:
+    alone = reference(run, tmp_path)
+    port = free_port()
+    address = f"tcp://127.0.0.1:{port}" if method == "tcp" else "env://"
+    run(SPAWN, "script.py", address, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # type: ignore[operator]
+    assert same_losses(outcome(tmp_path), alone)

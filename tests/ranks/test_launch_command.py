@@ -1,0 +1,222 @@
+"""`paceline launch` and `paceline train`, as a person types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+PACELINE = [sys.executable, "-m", "paceline"]
+
+
+def paceline(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PACELINE, *args], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=110
+    )
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> str:
+    (folder / name).write_text(text)
+    return name
+
+
+HELLO = """
+import argparse, os, sys
+import torch, torch.distributed as dist
+from beside import word
+parser = argparse.ArgumentParser()
+parser.add_argument("--value", type=int)
+args = parser.parse_args()
+dist.init_process_group("gloo")
+tensor = torch.tensor([args.value * (dist.get_rank() + 1)])
+dist.all_reduce(tensor)
+print(word, "rank", dist.get_rank(), "of", dist.get_world_size(), "sum", tensor.item(), flush=True)
+print("to stderr", dist.get_rank(), file=sys.stderr, flush=True)
+assert __name__ == "__main__" and os.path.basename(__file__) == "script.py"
+assert os.environ["LOCAL_RANK"] == os.environ["RANK"] and os.environ["MASTER_ADDR"] == "127.0.0.1"
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--fresh"]])
+def test_a_script_that_torchrun_runs(tmp_path: Path, options: list[str]) -> None:
+    write(tmp_path, "word = 'hello'", "beside.py")
+    done = paceline("launch", "-n", "2", *options, write(tmp_path, HELLO), "--value", "5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello rank 0 of 2 sum 15\n"
+    assert done.stderr == "to stderr 0\n"
+    logs = tmp_path / "runs" / "script" / "logs"
+    assert "hello rank 0 of 2 sum 15" in (logs / "rank-0.log").read_text()
+    assert (logs / "rank-1.log").read_text() == "hello rank 1 of 2 sum 15\nto stderr 1\n"
+
+
+def test_a_module(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    write(package, "", "__init__.py")
+    write(package, "import sys, os; print(sys.argv[1:], os.environ['RANK'])", "work.py")
+    done = paceline("launch", "-n", "2", "-m", "pack.work", "-x", "y", cwd=tmp_path)
+    assert done.stdout == "['-x', 'y'] 0\n", done.stderr
+
+
+def test_a_program_of_any_kind(tmp_path: Path) -> None:
+    done = paceline(
+        "launch", "-n", "2", "--no-python", "sh", "-c", 'echo "$RANK of $WORLD_SIZE $0"', "a b", cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, "0 of 2 a b\n"), done.stderr
+    assert (tmp_path / "runs" / "sh" / "logs" / "rank-1.log").read_text() == "1 of 2 a b\n"
+
+
+FAILING = """
+import sys, paceline
+from paceline import dist
+dist.barrier()
+print("before")
+if dist.rank() == 1:
+    raise RuntimeError("rank one had enough")
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--fresh"]])
+def test_the_first_failure_is_the_last_thing_on_screen_once(tmp_path: Path, options: list[str]) -> None:
+    done = paceline("launch", "-n", "2", *options, write(tmp_path, FAILING), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == "before\n"
+    assert done.stderr.rstrip().endswith("RuntimeError: rank one had enough")
+    assert done.stderr.count("Traceback") == 1
+    assert "rank 1 failed first (log: runs/script/logs/rank-1.log)" in done.stderr
+    assert "rank one had enough" in (tmp_path / "runs/script/logs/rank-1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ("import sys; sys.exit(7)", 7, "sys.exit(7)"),
+        ("import os; os._exit(5)", 5, "exit status 5"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139, "SIGSEGV"),
+        ("import paceline; paceline.get_model('x')", 1, "[model.unknown-name]"),
+        ("def f(:", 1, "SyntaxError"),
+    ],
+)
+def test_every_end_of_a_rank_has_its_status_and_words(tmp_path: Path, body: str, status: int, words: str) -> None:
+    done = paceline("launch", "-n", "1", write(tmp_path, body), cwd=tmp_path)
+    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+    if "SIGSEGV" not in words:  # a crash below Python is dumped with every frame, which is right
+        assert "launcher/" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["launch", "-n", "2", "none.py"], "launch.no-script"),
+        (["launch", "-n", "0", "x.py"], "launch.bad-number"),
+        (["launch", "-n", "1", "-m", "--no-python", "x.py"], "launch.bad-options"),
+        (["launch", "-n", "1", "--no-python", "no-such-program"], "launch.no-program"),
+        (["train", "none.yaml"], "config.missing-file"),
+        (["train", "bach=3"], "config.unknown-key"),
+        (["train", "model.name=gtp", "-n", "1"], "model.unknown-name"),
+        (["train", "data.name=shape", "-n", "1"], "data.unknown-name"),
+        (["train", "data.size=5000", "batch=10000", "-n", "1"], "data.smaller-than-batch"),
+        (["config", "show", "batch=x"], "config.bad-value"),
+        (["explain", "nonsense"], "paceline.unknown-code"),
+    ],
+)
+def test_bad_input_gets_a_code_and_no_traceback(tmp_path: Path, args: list[str], code: str) -> None:
+    write(tmp_path, "", "x.py")
+    done = paceline(*args, cwd=tmp_path)
+    assert done.returncode != 0
+    assert f"[{code}]" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_has_a_code(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = paceline("launch", "-n", "1", "--port", port, write(tmp_path, ""), cwd=tmp_path)
+    assert "[launch.port-in-use]" in done.stderr and port in done.stderr
+
+
+def test_an_interrupted_launch_leaves_no_process(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, time
+pathlib.Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+    process = subprocess.Popen(
+        [*PACELINE, "launch", "-n", "2", write(tmp_path, script)],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+        deadline = time.monotonic() + 100
+        while not all(path.exists() and path.read_text() for path in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+        _, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert b"Traceback" not in err
+    for path in pids:
+        assert not Path(f"/proc/{path.read_text()}").exists()
+
+
+def test_train_runs_a_recipe_on_two_ranks_and_fills_the_run_folder(tmp_path: Path) -> None:
+    recipe = {
+        "model": {"name": "mlp", "inputs": 64, "width": 16},
+        "data": {"name": "shapes", "size": 8, "channels": 1, "length": 64, "val_length": 16},
+        "batch": 16,
+        "train": {"epochs": 5},
+        "env": {"MY_VARIABLE": "there"},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
+    done = paceline("train", "small.yaml", "train.epochs=2", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "small"
+    for words in ("replicate=2", "loss at the start", "loss at the end", "on held-out data", "run folder: runs/small"):
+        assert words in done.stdout
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "evaluation" not in line]) == 8
+    assert (run / "logs" / "rank-1.log").exists()
+    assert (run / "checkpoints" / "step-000008" / "state.json").exists()
+
+
+def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
+    done = paceline("train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("ranks: 2", "bigram model", "the model writes:", "run folder: runs/gpt"):
+        assert words in done.stdout
+
+
+def test_run_false_leaves_nothing(tmp_path: Path) -> None:
+    done = paceline(
+        "train", "run=false", "train.max_steps=2", "model.layers=1", "model.width=32", "data.size=20000", "-n", "1",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_show_and_schema(tmp_path: Path) -> None:
+    shown = paceline("config", "show", "batch=64", "micro_batch=8", "-n", "4", cwd=tmp_path)
+    assert yaml.safe_load(shown.stdout)["batch"] == 64
+    assert "override batch=64" in shown.stdout
+    assert "accumulate   2            batch 64 / (8 a rank × 4 data ranks), rounded up" in shown.stdout
+    schema = json.loads(paceline("config", "schema", cwd=tmp_path).stdout)
+    assert "samples in one optimizer step" in schema["properties"]["batch"]["description"]
+
+
+def test_explain_shows_a_codes_page(tmp_path: Path) -> None:
+    done = paceline("explain", "[config.unknown-key]", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("config.unknown-key\n")

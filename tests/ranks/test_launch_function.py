@@ -1,0 +1,161 @@
+"""`paceline.launch(fn, ranks=…)`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline import dist
+from paceline.errors import PacelineError
+
+
+def total(scale: float = 1.0) -> dict[str, Any]:
+    tensor = torch.tensor([dist.rank() + 1.0])
+    dist.all_reduce(tensor)
+    return {"sum": tensor * scale, "world": dist.world(), "rank": dist.rank()}
+
+
+def test_rank_zeros_result_comes_back() -> None:
+    result = paceline.launch(total, ranks=3, scale=2.0)
+    assert result["sum"].item() == 12.0
+    assert (result["world"], result["rank"]) == (3, 0)
+
+
+def test_closures_and_lambdas_run() -> None:
+    here = [1, 2, 3]
+    assert paceline.launch(lambda: [*here, dist.world()], ranks=2) == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize("value", [None, 3, 2.5, "text", [1, [2]], {"a": {"b": None}}, (1, "x"), float("inf")])
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    assert paceline.launch(lambda: value, ranks=1) == value
+
+
+def test_tensors_inside_containers_come_back() -> None:
+    result = paceline.launch(lambda: {"a": [torch.arange(3), (torch.ones(2, 2, dtype=torch.bfloat16),)]}, ranks=1)
+    assert result["a"][0].tolist() == [0, 1, 2]
+    assert result["a"][1][0].dtype == torch.bfloat16
+
+
+def test_a_result_of_another_type_is_named() -> None:
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(lambda: {"deep": [object()]}, ranks=2)
+    assert caught.value.code == "launch.bad-result"
+    assert "result['deep'][0] is of type object" in str(caught.value)
+
+
+def test_it_works_after_the_parent_ran_threads_and_autograd_twenty_times_of_twenty() -> None:
+    def after_threads() -> None:
+        torch.set_num_threads(2)
+        torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+        layer = torch.nn.Linear(100, 100)
+        layer(torch.randn(64, 100)).sum().backward()
+
+        def step() -> float:
+            layer(torch.randn(256, 100)).sum().backward()
+            tensor = torch.randn(600, 600) @ torch.randn(600, 600)
+            dist.all_reduce(tensor)
+            return 1.0
+
+        for _ in range(20):
+            assert paceline.launch(step, ranks=2) == 1.0
+
+    # In a process of its own: the other tests' parent should stay free of thread pools.
+    paceline.launch(after_threads, ranks=1)
+
+
+def test_every_rank_is_a_child_also_when_there_is_one() -> None:
+    assert paceline.launch(os.getpid, ranks=1) != os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    print("about to fail")
+    dist.barrier()
+    if dist.rank() == rank:
+        raise ValueError(f"no luck on {rank}")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_failure_is_raised_with_its_own_traceback(rank: int) -> None:
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(fail_on, ranks=2, rank=rank)
+    text = str(caught.value)
+    assert caught.value.code == "launch.rank-failed"
+    assert f"Rank {rank} failed" in text and f"ValueError: no luck on {rank}" in text
+    assert "in fail_on" in text and "launcher/" not in text
+    if rank:
+        assert "about to fail" in "".join(caught.value.__notes__)
+
+
+def test_an_error_with_a_code_keeps_it() -> None:
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(lambda: paceline.get_model("nonsense"), ranks=2)
+    assert caught.value.code == "model.unknown-name"
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal() -> None:
+    def killed() -> None:
+        if dist.rank() == 1:
+            os.kill(os.getpid(), 9)
+        dist.barrier()
+
+    with pytest.raises(PacelineError, match=r"SIGKILL|Connection|closed"):
+        paceline.launch(killed, ranks=2)
+
+
+def test_a_rank_that_exits_with_a_status_is_named() -> None:
+    with pytest.raises(PacelineError, match=r"sys\.exit\(3\)"):
+        paceline.launch(lambda: sys.exit(3), ranks=2)
+
+
+def test_a_rank_that_exits_with_zero_is_no_failure() -> None:
+    assert paceline.launch(lambda: sys.exit(0) if dist.rank() == 1 else "fine", ranks=2) == "fine"
+
+
+def test_without_a_number_one_cpu_rank_is_chosen_and_said(capfd: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.device_count():
+        pytest.skip("this machine has GPUs")
+    assert paceline.launch(dist.world) == 1
+    assert "1 CPU rank" in capfd.readouterr().out
+
+
+def test_more_ranks_than_gpus_is_an_error_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(dist.world, ranks=3)
+    assert caught.value.code == "launch.more-ranks-than-gpus"
+    assert "cuda:0, cuda:1" in str(caught.value)
+
+
+def test_cpu_ranks_are_never_limited_by_cores() -> None:
+    if torch.cuda.device_count():
+        pytest.skip("this machine has GPUs")
+    number = (os.cpu_count() or 1) + 2
+    assert paceline.launch(dist.world, ranks=number) == number
+
+
+def test_rank_zero_is_shown_and_the_others_are_not(capfd: pytest.CaptureFixture[str]) -> None:
+    paceline.launch(lambda: print(f"hello from {dist.rank()}"), ranks=2)
+    assert capfd.readouterr().out == "hello from 0\n"
+
+
+def test_a_parents_work_at_exit_is_not_done_by_ranks(tmp_path: Path) -> None:
+    code = f"""
+import atexit, pathlib, paceline
+path = pathlib.Path({str(tmp_path / "exits")!r})
+def note():
+    with path.open("a") as file: file.write("x")
+atexit.register(note)
+paceline.launch(lambda: None, ranks=2)
+"""
+    import subprocess
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert (tmp_path / "exits").read_text() == "x"
