@@ -24,9 +24,8 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[st
             line = f"{place!r} is {finding['input']!r} ({came_from}): {_lower(finding['msg'])}"
             if line not in lines:
                 lines.append(line)
-    name = "unknown-key" if findings[0]["type"] == "extra_forbidden" else "bad-value"
     return ConfigError(
-        name,
+        "unknown-key" if findings[0]["type"] == "extra_forbidden" else "bad-value",
         "The recipe does not hold together:\n    " + "\n    ".join(lines),
         fix="`paceline config schema` lists every key with its meaning",
     )

@@ -1,0 +1,106 @@
+"""The shape of the code, held by tests: imports point down (import-linter, in `make lint`), small pieces, no surprises."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import paceline
+from paceline import errors
+from paceline.doctor import catalog
+
+SOURCE = Path(paceline.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+FAMILIES = {kind.__name__: kind.family for kind in (errors.PacelineError, *errors.PacelineError.__subclasses__())}
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+
+
+def test_no_file_is_over_400_lines() -> None:
+    assert len(FILES) > 50
+    assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 400] == []
+
+
+def test_no_function_is_over_60_lines() -> None:
+    long = [
+        f"{path}:{function.name}"
+        for path in FILES
+        for function in functions(path)
+        if (function.end_lineno or 0) - function.lineno + 1 > 60
+    ]
+    assert long == []
+
+
+def test_every_module_opens_with_a_docstring() -> None:
+    assert [
+        str(path) for path in FILES if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
+    ] == []
+
+
+def test_inner_packages_export_nothing() -> None:
+    """Re-exports are how import cycles begin; `testing` is a public surface of its own."""
+    inner = [path for path in SOURCE.glob("*/__init__.py") if path.parent.name != "testing"]
+    assert [str(path) for path in inner if path.read_text().strip()] == []
+
+
+def test_nothing_is_read_with_pickle_or_run_through_a_shell() -> None:
+    banned = ("pickle.load", "torch.load(", "weights_only=False", "yaml.load(", "shell=True", "os.system(")
+    assert [f"{path}: {word}" for path in FILES for word in banned if word in path.read_text()] == []
+
+
+def test_rank_variables_are_spelled_in_one_file() -> None:
+    names = ('"RANK"', '"WORLD_SIZE"', '"LOCAL_RANK"', '"LOCAL_WORLD_SIZE"')
+    users = {path.relative_to(SOURCE).as_posix() for path in FILES if any(name in path.read_text() for name in names)}
+    assert users == {"runtime/environment.py"}
+
+
+def used_codes() -> set[str]:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in FAMILIES
+                and node.args
+            ):
+                names = [part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)]
+                found |= {
+                    f"{FAMILIES[node.func.id]}.{name}" for name in names if isinstance(name, str) and name.islower()
+                }
+    return found
+
+
+def test_every_error_code_has_a_page_and_every_page_a_code() -> None:
+    codes = used_codes() - {"config.type", "config.extra_forbidden"}
+    assert len(codes) > 40
+    assert codes == set(catalog.pages())
+
+
+def test_importing_paceline_imports_neither_torch_nor_pydantic() -> None:
+    code = "import sys, paceline; print(sorted({'torch', 'numpy', 'pydantic', 'rich', 'typer'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_and_config_do_not_import_torch(tmp_path: Path) -> None:
+    """A torch that can't be imported stands in the way: whoever needs it fails."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    for args in (["--help"], ["train", "--help"], ["config", "show"], ["config", "schema"], ["explain", "data.empty"]):
+        subprocess.run(
+            [sys.executable, "-m", "paceline", *args], check=True, capture_output=True, timeout=60,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    assert [name for name in paceline.__all__ if getattr(paceline, name) is None] == []
+    assert set(paceline.__all__) <= set(dir(paceline))
