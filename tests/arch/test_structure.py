@@ -1,4 +1,4 @@
-"""The shape of the code, held by tests: imports point down (import-linter, in `make lint`), small pieces, no surprises."""
+"""The shape of the code, held by tests: small pieces, no surprises. import-linter (in `make lint`) holds the rooms."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ tensor = torch.tensor([args.value * (dist.get_rank() + 1)])
 dist.all_reduce(tensor)
 print(word, "rank", dist.get_rank(), "of", dist.get_world_size(), "sum", tensor.item(), flush=True)
 print("to stderr", dist.get_rank(), file=sys.stderr, flush=True)
-assert __name__ == "__main__" and os.path.basename(__file__) == "script.py"
+assert __name__ == "__main__" and os.path.isabs(__file__) and os.path.basename(__file__) == "script.py"
 assert os.environ["LOCAL_RANK"] == os.environ["RANK"] and os.environ["MASTER_ADDR"] == "127.0.0.1"
 dist.destroy_process_group()
 """
@@ -52,7 +52,7 @@ def test_a_script_that_torchrun_runs(tmp_path: Path, options: list[str]) -> None
     done = paceline("launch", "-n", "2", *options, write(tmp_path, HELLO), "--value", "5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hello rank 0 of 2 sum 15\n"
-    assert done.stderr == "to stderr 0\n"
+    assert done.stderr == "ranks: 2 (as asked); logs in runs/script/logs\nto stderr 0\n"
     logs = tmp_path / "runs" / "script" / "logs"
     assert "hello rank 0 of 2 sum 15" in (logs / "rank-0.log").read_text()
     assert (logs / "rank-1.log").read_text() == "hello rank 1 of 2 sum 15\nto stderr 1\n"
@@ -97,6 +97,54 @@ def test_the_first_failure_is_the_last_thing_on_screen_once(tmp_path: Path, opti
     assert "rank one had enough" in (tmp_path / "runs/script/logs/rank-1.log").read_text()
 
 
+def test_a_script_that_changes_its_folder_keeps_its_traceback(tmp_path: Path) -> None:
+    done = paceline(
+        "launch", "-n", "1", write(tmp_path, "import os; os.chdir('/'); raise ValueError('far')"), cwd=tmp_path
+    )
+    assert done.stderr.rstrip().endswith("ValueError: far")
+
+
+def test_standard_input_reaches_rank_zero(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; print('got', sys.stdin.read())")
+    done = subprocess.run(
+        [*PACELINE, "launch", "-n", "2", script],
+        cwd=tmp_path,
+        input="hello",
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.stdout == "got hello\n", done.stderr
+
+
+def test_a_rank_that_ends_is_gone_for_those_who_wait_for_it(tmp_path: Path) -> None:
+    script = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.barrier()
+"""
+    done = paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
+    assert done.returncode == 1 and "rank 0 failed first" in done.stderr
+
+
+def test_a_process_left_in_the_background_does_not_hold_the_command(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, pathlib; p = subprocess.Popen(['sleep', '100']); pathlib.Path('pid').write_text(str(p.pid))"
+    )
+    try:
+        assert paceline("launch", "-n", "1", write(tmp_path, script), cwd=tmp_path).returncode == 0
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_named_not_those_that_missed_it(tmp_path: Path) -> None:
+    script = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)"
+    for options in ([], ["--fresh"]):
+        done = paceline("launch", "-n", "3", *options, write(tmp_path, script), cwd=tmp_path)
+        assert (done.returncode, "rank 1 ended with signal SIGKILL" in done.stderr) == (137, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
@@ -119,6 +167,11 @@ def test_every_end_of_a_rank_has_its_status_and_words(tmp_path: Path, body: str,
     [
         (["launch", "-n", "2", "none.py"], "launch.no-script"),
         (["launch", "-n", "0", "x.py"], "launch.bad-number"),
+        (["launch", "-n", "1", "--port", "99999", "x.py"], "launch.bad-number"),
+        (["train", "empty.yaml"], "config.missing-section"),
+        (["train", "model.layer=3", "-n", "1"], "model.unknown-option"),
+        (["train", "micro_batch=3", "accumulate=7", "-n", "1"], "config.contradiction"),
+        (["train", "device=cuda", "-n", "1"], "world.no-such-gpu"),
         (["launch", "-n", "1", "-m", "--no-python", "x.py"], "launch.bad-options"),
         (["launch", "-n", "1", "--no-python", "no-such-program"], "launch.no-program"),
         (["train", "none.yaml"], "config.missing-file"),
@@ -132,8 +185,11 @@ def test_every_end_of_a_rank_has_its_status_and_words(tmp_path: Path, body: str,
 )
 def test_bad_input_gets_a_code_and_no_traceback(tmp_path: Path, args: list[str], code: str) -> None:
     write(tmp_path, "", "x.py")
+    write(tmp_path, "batch: 4", "empty.yaml")
     done = paceline(*args, cwd=tmp_path)
     assert done.returncode != 0
+    if code not in ("data.smaller-than-batch", "launch.no-program"):  # these are found by the ranks
+        assert not list(tmp_path.glob("runs/*"))
     assert f"[{code}]" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -167,7 +223,8 @@ time.sleep(600)
     finally:
         process.kill()
     assert process.returncode == 130, err
-    assert b"Traceback" not in err
+    assert err.rstrip().endswith(b"interrupted; what there is lies in runs/script")
+    assert b"Traceback" not in err and b"death signal" not in err
     for path in pids:
         assert not Path(f"/proc/{path.read_text()}").exists()
 
@@ -195,8 +252,9 @@ def test_train_runs_a_recipe_on_two_ranks_and_fills_the_run_folder(tmp_path: Pat
 def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
     done = paceline("train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("ranks: 2", "bigram model", "the model writes:", "run folder: runs/gpt"):
+    for words in ("bigram model", "the model writes:", "run folder: runs/gpt"):
         assert words in done.stdout
+    assert "ranks: 2 (no GPU here)" in done.stderr
 
 
 def test_run_false_leaves_nothing(tmp_path: Path) -> None:
@@ -215,6 +273,19 @@ def test_config_show_and_schema(tmp_path: Path) -> None:
     assert "accumulate   2            batch 64 / (8 a rank × 4 data ranks), rounded up" in shown.stdout
     schema = json.loads(paceline("config", "schema", cwd=tmp_path).stdout)
     assert "samples in one optimizer step" in schema["properties"]["batch"]["description"]
+
+
+@pytest.mark.parametrize("key", ["port", "backend"])
+def test_fallback_goes_on_and_says_so(tmp_path: Path, key: str) -> None:
+    small = ["train.max_steps=2", "model.layers=1", "model.width=32", "data.size=20000", "fallback=true", "-n", "2"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        change = f"port={taken.getsockname()[1]}" if key == "port" else "backend=nccl"
+        done = paceline("train", change, *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("going on as one rank" if key == "port" else "going on with gloo") in done.stderr
+    assert f"replicate={1 if key == 'port' else 2}" in done.stdout
 
 
 def test_explain_shows_a_codes_page(tmp_path: Path) -> None:

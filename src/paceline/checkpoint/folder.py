@@ -32,8 +32,10 @@ class Snapshot:
     """What a checkpoint holds, in memory."""
 
     step: int
+    epoch: int
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Any] | None = None
+    optimizer_kind: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,7 +52,13 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     try:
         partial.mkdir(parents=True)
         save_file(_plain(snapshot.model), partial / "model.safetensors")
-        state: dict[str, Any] = {"format": FORMAT, "step": snapshot.step, "metadata": dict(snapshot.metadata)}
+        state: dict[str, Any] = {
+            "format": FORMAT,
+            "step": snapshot.step,
+            "epoch": snapshot.epoch,
+            "optimizer_kind": snapshot.optimizer_kind,
+            "metadata": dict(snapshot.metadata),
+        }
         if snapshot.optimizer is not None:
             tensors, state["optimizer"] = _split_optimizer(snapshot.optimizer)
             save_file(_plain(tensors), partial / "optimizer.safetensors")
@@ -103,7 +111,14 @@ def read(folder: Path) -> Snapshot:
         optimizer = None
         if "optimizer" in state:
             optimizer = _join_optimizer(load_file(folder / "optimizer.safetensors"), state["optimizer"])
-        return Snapshot(int(state["step"]), model, optimizer, state["metadata"])
+        return Snapshot(
+            step=int(state["step"]),
+            epoch=int(state["epoch"]),
+            model=model,
+            optimizer=optimizer,
+            optimizer_kind=state["optimizer_kind"],
+            metadata=state["metadata"],
+        )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
             "damaged", f"The checkpoint {folder} can't be read: {type(error).__name__}: {error}."

@@ -16,10 +16,12 @@ def show(
         list[str] | None,
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it"),
     ] = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="for which number of ranks to derive")] = 1,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", help="derive for that many; else the recipe's, or 2 CPU ranks")
+    ] = None,
 ) -> None:
     """Print the effective recipe with where each value came from, then what follows from it."""
-    from paceline.cli.train import split_arguments
+    from paceline.cli.train import DEFAULT_CPU_RANKS, split_arguments
     from paceline.config import derive
     from paceline.config import show as text
     from paceline.config.recipe import Config
@@ -27,9 +29,11 @@ def show(
     recipe, overrides = split_arguments(arguments or [])
     config = Config.from_file(recipe, overrides) if recipe else Config.default(overrides)
     print(text.effective(config))
-    number = config.launch.ranks or ranks
+    number = ranks or config.launch.ranks or DEFAULT_CPU_RANKS
     print(f"\n# derived, for {number} rank{'s' if number > 1 else ''}:")
-    print("\n".join("# " + line for line in text.table(derive.derive_batch(config, number).rows()).splitlines()))
+    batch = derive.derive_batch(config, number)
+    rows = {**batch.rows(), "learning rate": derive.learning_rate(config, batch.size)}
+    print("\n".join("# " + line for line in text.table(rows).splitlines()))
 
 
 @app.command("schema")

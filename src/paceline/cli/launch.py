@@ -14,7 +14,14 @@ CONTEXT = {"allow_interspersed_args": False}
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="what to run, with its arguments")],
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", help="number of ranks; else all GPUs, or one CPU rank")
+        int | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            "--nproc-per-node",
+            "--nproc_per_node",
+            help="number of ranks; else all GPUs, or one CPU rank",
+        ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of any kind")] = False,

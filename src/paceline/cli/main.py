@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from paceline import __version__
 from paceline.cli import config, explain, launch, train
 from paceline.errors import PacelineError
 
@@ -13,10 +15,22 @@ app = typer.Typer(
     name="paceline",
     help="PyTorch distributed training that a person can trust.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="print the version and end", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
 app.command("train", context_settings=train.CONTEXT)(train.train)
 app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("explain")(explain.explain)

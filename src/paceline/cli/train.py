@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 CONTEXT = {"allow_interspersed_args": True}
+DEFAULT_CPU_RANKS = 2
 
 
 def train(
@@ -29,11 +30,12 @@ def train(
     config = Config.from_file(recipe, overrides) if recipe else Config.default(overrides)
     name = Path(recipe).stem if recipe else "gpt"
     launch = Launch(
-        ranks=config.launch.ranks,
+        ranks=1 if config.strategy == "single" and config.launch.ranks is None else config.launch.ranks,
         run=None if config.run is False else config.run if isinstance(config.run, str) else name,
-        on_cpu=2,
+        on_cpu=DEFAULT_CPU_RANKS,
         device=config.device,
         port=config.port,
+        fallback=config.fallback,
         env=config.env,
     )
 
@@ -42,16 +44,23 @@ def train(
 
         run_recipe(config)
 
-    raise SystemExit(launch_body(body, launch, _warm_up))
+    def prepare(number: int) -> None:
+        """Import what every rank needs, once; and find what is wrong before any of them starts."""
+        import paceline.train.recipe  # noqa: F401
+        from paceline.train.build import check
+
+        check(config, number)
+
+    raise SystemExit(launch_body(body, launch, prepare))
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The recipe, if the first argument is one, and the overrides."""
-    if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
-        return arguments[0], arguments[1:]
-    return None, arguments
+    """The recipe, if one of the arguments is one, and the overrides."""
+    from paceline.errors import ConfigError
 
-
-def _warm_up() -> None:
-    """What every rank needs, imported once before they are forked."""
-    import paceline.train.recipe  # noqa: F401
+    recipes = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
+    if len(recipes) > 1:
+        raise ConfigError(
+            "bad-override", f"{recipes[0]} and {recipes[1]} are two recipes.", fix="changes are written key=value"
+        )
+    return next(iter(recipes), None), [argument for argument in arguments if argument not in recipes]

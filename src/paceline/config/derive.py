@@ -66,7 +66,7 @@ class SchedulePlan:
     warmup: Derived
 
     def rows(self) -> dict[str, Derived]:
-        return {"learning rate": self.lr, "steps": self.steps, "warm-up": self.warmup}
+        return {"learning rate": self.lr, "horizon": self.steps, "warm-up": self.warmup}
 
 
 def derive_strategy(config: Config, world: int) -> Derived:
@@ -85,7 +85,7 @@ def derive_strategy(config: Config, world: int) -> Derived:
 
 
 def derive_batch(config: Config, world: int, loader_batch: int | None = None) -> BatchPlan:
-    """Any two of batch, micro_batch and accumulate give the third; `loader_batch` is a ready DataLoader's."""
+    """Any two of batch, micro_batch and accumulate give the third; `loader_batch` is the data's own."""
     strategy = derive_strategy(config, world)
     ranks = world
     batch = _global_batch(config, ranks, loader_batch)
@@ -122,11 +122,13 @@ def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Deriv
             f"batch ({config.batch}) and batch_per_rank ({config.batch_per_rank}) are both set.",
             fix="keep batch: then the run means the same on any number of ranks",
         )
-    if loader_batch is not None and config.batch not in (None, loader_batch):
+    per_rank = None if config.batch_per_rank is None else config.batch_per_rank * ranks
+    wanted = config.batch or per_rank
+    if None not in (loader_batch, wanted) and loader_batch != wanted:
         raise ConfigError(
             "contradiction",
-            f"batch is {config.batch}, but the DataLoader's batch size is {loader_batch}.",
-            why="a DataLoader's batch size is the global batch",
+            f"The settings ask for a batch of {wanted}, but the data's own is {loader_batch}.",
+            why="a DataLoader's batch size, or that of ready batches, is the global batch",
             fix="set one of them, or make them equal",
         )
     if config.batch is not None:
@@ -134,7 +136,7 @@ def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Deriv
     if config.batch_per_rank is not None:
         return _per_rank(config.batch_per_rank, ranks, f"{config.batch_per_rank} a rank × {_count(ranks, 'data rank')}")
     if loader_batch is not None:
-        return Derived(loader_batch, "the DataLoader's batch size is the global batch")
+        return Derived(loader_batch, "the data's own: a DataLoader's batch size is the global batch")
     if config.micro_batch is not None:
         groups = config.accumulate or 1
         return _per_rank(
@@ -163,7 +165,7 @@ def derive_schedule(
     config: Config, batch: int, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None
 ) -> SchedulePlan:
     steps = _horizon(config, steps_per_epoch, epochs, max_steps)
-    return SchedulePlan(_learning_rate(config, batch), steps, _warmup(config, int(steps.value)))
+    return SchedulePlan(learning_rate(config, batch), steps, _warmup(config, int(steps.value)))
 
 
 def _horizon(config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None) -> Derived:
@@ -188,7 +190,7 @@ def _horizon(config: Config, steps_per_epoch: int | None, epochs: int | None, ma
     return Derived(0, f"{epochs} epochs of data that has no length: until it ends")
 
 
-def _learning_rate(config: Config, batch: int) -> Derived:
+def learning_rate(config: Config, batch: int) -> Derived:
     optimizer = config.optimizer
     if optimizer.lr_rule == "none":
         return Derived(optimizer.lr, "optimizer.lr; lr_rule: none")

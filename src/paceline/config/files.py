@@ -14,14 +14,27 @@ from paceline.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's idea of a float: PyYAML alone reads `1e-3` as a string."""
+    """YAML 1.2's idea of a float (PyYAML alone reads `1e-3` as a string), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)$"),
-    list("-+0123456789."),
-)
+class Dumper(yaml.SafeDumper):
+    """Writes what the loader reads back as the same: a string that looks like a float gets quotes."""
+
+
+for _kind in (_Loader, Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)$"),
+        list("-+0123456789."),
+    )
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -32,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "missing-file",
             f"There is no recipe at {path}.",
-            fix="check the path; `ls recipes/` shows those that come with the project",
+            fix="check the path; `paceline train` without a recipe runs the embedded one",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("unreadable", f"The recipe {path} can't be read: {error}.") from None
@@ -55,6 +68,8 @@ def _parse_yaml(text: str, path: Path) -> Any:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError("malformed", f"The recipe {path} is not YAML{where}: {problem}.") from None
+    except ValueError as error:  # a date that does not exist, say
+        raise ConfigError("malformed", f"The recipe {path} holds a value that can't be: {error}.") from None
     finally:
         loader.dispose()
 
@@ -97,7 +112,9 @@ def _covers(key: str, other: str) -> bool:
 def _set(target: dict[str, Any], path: list[str], value: Any, override: str) -> None:
     *parents, last = path
     for depth, name in enumerate(parents):
-        inner = target.setdefault(name, {})
+        if target.get(name) is None:
+            target[name] = {}
+        inner = target[name]
         if not isinstance(inner, dict):
             raise ConfigError(
                 "bad-override",

@@ -20,6 +20,10 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[st
         if finding["type"] == "extra_forbidden":
             hint = did_you_mean(place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
             lines.append(f"unknown key {place!r} ({came_from}): {hint}")
+        elif finding["type"] == "model_type":
+            lines.append(
+                f"{place!r} is {finding['input']!r} ({came_from}): it is a section, with keys such as {place}.name"
+            )
         else:
             line = f"{place!r} is {finding['input']!r} ({came_from}): {_lower(finding['msg'])}"
             if line not in lines:

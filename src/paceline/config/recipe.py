@@ -10,34 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
 
 from paceline.config import files, problems
-from paceline.config.sections import Data, Launch, Model, Optimizer, Schedule, Section, Train
+from paceline.config.sections import Data, Launch, Model, Optimizer, Schedule, Section, Train, number_as_text
 
 
 class Config(Section):
     """Everything that describes a run. Unknown keys are refused with the nearest known one."""
 
-    model: Model = Model()
-    data: Data = Data()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    train: Train = Train()
-    launch: Launch = Launch()
+    model: Model | None = Field(None, description="the model, by name, with its options")
+    data: Data | None = Field(None, description="the dataset, by name, with its options")
+    optimizer: Optimizer = Field(Optimizer(), description="the optimizer and its learning rate")
+    schedule: Schedule = Field(Schedule(), description="how the learning rate moves over the steps")
+    train: Train = Field(Train(), description="when training ends: what train() takes")
+    launch: Launch = Field(Launch(), description="how ranks are started")
 
     batch: PositiveInt | None = Field(None, description="samples in one optimizer step, over all ranks")
     batch_per_rank: PositiveInt | None = Field(None, description="batch / data ranks, for those who think that way")
     micro_batch: PositiveInt | None = Field(None, description="samples that one data rank puts through at once")
     accumulate: PositiveInt | None = Field(None, description="micro-batches a data rank takes in one step")
 
-    strategy: Literal["auto", "single", "ddp"] = "auto"
-    precision: Literal["fp32", "fp64"] = "fp32"
-    seed: int = Field(0, ge=0)
-    clip_norm: PositiveFloat | None = None
-    shuffle: bool = True
+    strategy: Literal["auto", "single", "ddp"] = Field("auto", description="how ranks share the model")
+    precision: Literal["fp32", "fp64"] = Field("fp32", description="the numbers that the model computes in")
+    seed: int = Field(0, ge=0, description="of the initial weights, the order of the data and all noise")
+    clip_norm: PositiveFloat | None = Field(None, description="the largest norm that a step's gradient may have")
+    shuffle: bool = Field(True, description="another order of the samples in every epoch")
     workers: int = Field(0, ge=0, description="processes a rank that read data")
 
     device: str | int | None = Field(
@@ -49,7 +49,9 @@ class Config(Section):
     )
     port: int | None = Field(None, ge=1, le=65535, description="else a free one on one node, 29500 on several")
     fallback: bool = Field(False, description="go on as one rank, or on gloo, where the distributed start fails")
-    env: dict[str, str] = Field({}, description="environment variables that every rank must have")
+    env: dict[str, Annotated[str, BeforeValidator(number_as_text)]] = Field(
+        {}, description="environment variables that every rank must have"
+    )
 
     run: str | bool | None = Field(None, description="name or path of the run folder; false writes nothing")
     log_every: PositiveInt = Field(10, description="steps between two log points")
@@ -74,12 +76,20 @@ class Config(Section):
         cls, values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "the caller"
     ) -> Config:
         merged, origins = files.merge(values, overrides, origin)
+        # `train:` with nothing behind it is an empty section.
+        merged = {key: {} if value is None and key in _SECTIONS else value for key, value in merged.items()}
         try:
             config = cls.model_validate(merged)
         except ValidationError as error:
             raise problems.explain(error, cls, origins) from None
         config._origins.update(origins)
         return config
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise problems.explain(error, type(self), {}) from None
 
     def origin(self, key: str) -> str:
         """Where a dotted key's value came from: a file, an override, or the default."""
@@ -88,3 +98,6 @@ class Config(Section):
     def to_dict(self) -> dict[str, Any]:
         """The effective recipe as plain values: what is saved in the run folder and compared between ranks."""
         return self.model_dump()
+
+
+_SECTIONS = {"optimizer", "schedule", "train", "launch"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from paceline.config import files
 from paceline.config.derive import Derived
 from paceline.config.recipe import Config
 
@@ -22,14 +23,15 @@ def _lines(values: Mapping[str, Any], config: Config, path: str = "") -> Iterato
     indent = "  " * path.count(".")
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:", ""
+            yield f"{indent}{_scalar(key)}:", ""
             yield from _lines(value, config, f"{path}{key}.")
         else:
-            yield f"{indent}{key}: {_scalar(value)}", config.origin(f"{path}{key}")
+            yield f"{indent}{_scalar(key)}: {_scalar(value)}", config.origin(f"{path}{key}")
 
 
 def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    text = yaml.dump(value, Dumper=files.Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
 
 
 def table(rows: Mapping[str, Derived]) -> str:

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from paceline.data.loader import Cut, IndexedLoader, Loader, Reading
 from paceline.data.orders import BatchSamplerOrder, FormulaOrder, SamplerOrder
-from paceline.data.streams import BatchStream, OwnBatches, SampleStream
+from paceline.data.streams import BatchStream, OwnBatches, ReadyBatches, SampleStream
 from paceline.errors import DataError
 
 
@@ -45,33 +45,52 @@ class Wish:
     training: bool = True  # fewer samples than a batch are then an error; an evaluation takes what there is
 
 
-def loader_batch(data: Any) -> int | None:
-    """The global batch that a ready DataLoader asks for; None where the run has to say it."""
-    if not isinstance(data, DataLoader) or _is_distributed(data):
-        return None
-    if data.batch_size is not None:
-        return data.batch_size
-    return getattr(data.batch_sampler, "batch_size", None)
-
-
-def adopt(data: Any, wish: Wish, say: Callable[[str], None]) -> Loader:
-    """The loader for `data`; `say` gets a line where the choice is one that the user should know."""
+def look_at(data: Any, seed: int) -> Any:
+    """The data itself; ready batches wrapped, so that the size of the first is known before training begins."""
     if isinstance(data, DataLoader):
-        return _adopt_loader(data, wish, say)
-    if isinstance(data, IterableDataset):
-        say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
-        return SampleStream(data, wish.batch, wish.part, wish.seed, Reading(workers=wish.workers))
-    # A list that somebody holds in memory is of batches; datasets of other libraries need not be torch's class.
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, tuple)):
-        return _indexed(data, wish, Reading(workers=wish.workers, pin_memory=wish.pin_memory))
+        return ReadyBatches(data, seed) if data.batch_size is None and data.batch_sampler is None else data
+    if isinstance(data, (IterableDataset, ReadyBatches)) or _has_indices(data):
+        return data
     if hasattr(data, "__iter__"):
-        say("data: taken as ready global batches, cut by rank")
-        return BatchStream(data, wish.part)
+        return ReadyBatches(data, seed)
     raise DataError(
         "not-data",
         f"A {type(data).__name__} can't be trained on.",
         fix="give a Dataset, a DataLoader, or an iterable of batches",
     )
+
+
+def _has_indices(data: Any) -> bool:
+    """A list that somebody holds in memory is of batches; datasets of other libraries need not be torch's class."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, tuple))
+
+
+def batch_of(data: Any, ranks: int) -> int | None:
+    """The global batch that the data itself asks for; None where the run has to say it."""
+    if isinstance(data, ReadyBatches):
+        return data.batch
+    if not isinstance(data, DataLoader):
+        return None
+    size = data.batch_size or getattr(data.batch_sampler, "batch_size", None)
+    return size * ranks if size and _is_distributed(data) else size
+
+
+def adopt(data: Any, wish: Wish, say: Callable[[str], None]) -> Loader:
+    """The loader for `data`; `say` gets a line where the choice is one that the user should know."""
+    if isinstance(data, ReadyBatches):
+        say("data: taken as ready global batches, cut by rank")
+        return BatchStream(data, wish.batch, wish.part, wish.seed)
+    reading = Reading(workers=wish.workers, pin_memory=wish.pin_memory)
+    if isinstance(data, DataLoader):
+        return _adopt_loader(data, wish, say)
+    if isinstance(data, IterableDataset):
+        return _stream(data, wish, reading, say)
+    return _indexed(data, wish, reading)
+
+
+def _stream(dataset: Any, wish: Wish, reading: Reading, say: Callable[[str], None], drop_last: bool = False) -> Loader:
+    say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
+    return SampleStream(dataset, wish.batch, wish.part, wish.seed, reading, drop_last=drop_last)
 
 
 def _indexed(dataset: Any, wish: Wish, reading: Reading, drop_last: bool = False) -> Loader:
@@ -89,42 +108,44 @@ def _indexed(dataset: Any, wish: Wish, reading: Reading, drop_last: bool = False
 
 
 def _adopt_loader(loader: DataLoader[Any], wish: Wish, say: Callable[[str], None]) -> Loader:
+    reading = _reading(loader, wish)
+    sampler, drop_last = _sampler(loader), _drops_last(loader) and wish.training
     if isinstance(loader.dataset, IterableDataset):
-        if loader.batch_size is None:
-            return adopt(loader.dataset, wish, say)
-        say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
-        return SampleStream(loader.dataset, wish.batch, wish.part, wish.seed, _reading(loader, wish))
+        return _stream(loader.dataset, wish, reading, say, drop_last)
     if _is_distributed(loader) and wish.training:
         say(
-            f"data: the DataLoader's DistributedSampler picks each rank's samples ({loader.batch_size} a rank); "
-            "the global batch is their sum, and where it repeats samples to even out the ranks, so does training"
+            "data: the DataLoader's DistributedSampler picks each rank's samples; the global batch is their sum "
+            f"({wish.batch}), and where it repeats samples to even out the ranks, so does training"
         )
-        return OwnBatches(loader, wish.part.ranks)
-    if loader.batch_sampler is None:
-        say("data: a DataLoader without batching: its items are taken as ready global batches, cut by rank")
-        return BatchStream(loader, wish.part)
-    if type(loader.batch_sampler) is not BatchSampler:
+        return OwnBatches(loader, sampler, wish.batch, wish.part)
+    if _is_distributed(loader) or _is_plain(sampler):
+        shuffle = wish.training and isinstance(sampler, RandomSampler)
+        return _indexed(loader.dataset, replace(wish, shuffle=shuffle), reading, drop_last)
+    if sampler is None:
         say(f"data: each list of {type(loader.batch_sampler).__name__} is one global batch, cut by rank")
+        assert loader.batch_sampler is not None
         batches = BatchSamplerOrder(loader.batch_sampler, wish.batch, wish.seed)
-        return IndexedLoader(loader.dataset, batches, wish.part, wish.seed, _reading(loader, wish))
-    sampler, drop_last = loader.sampler, loader.drop_last
-    if not wish.training:
-        # Each sample once, whatever sampler the loader has for training.
-        return _indexed(loader.dataset, replace(wish, shuffle=False), _reading(loader, wish))
-    if _is_plain(sampler):
-        return _indexed(
-            loader.dataset,
-            replace(wish, shuffle=isinstance(sampler, RandomSampler)),
-            _reading(loader, wish),
-            drop_last,
-        )
+        return IndexedLoader(loader.dataset, batches, wish.part, wish.seed, reading)
     say(f"data: {type(sampler).__name__} is honoured: its indices are drawn alike on every rank, then cut")
     order = SamplerOrder(sampler, wish.batch, wish.seed, drop_last=drop_last)
-    return IndexedLoader(loader.dataset, order, wish.part, wish.seed, _reading(loader, wish))
+    return IndexedLoader(loader.dataset, order, wish.part, wish.seed, reading)
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """What picks the samples; None where a batch sampler of the user's own picks whole batches.
+
+    `loader.sampler` would be wrong: given a batch sampler, torch puts a sequential one there that nobody uses.
+    """
+    batch_sampler = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
 
 
 def _is_distributed(loader: DataLoader[Any]) -> bool:
-    return isinstance(loader.sampler, DistributedSampler)
+    return isinstance(_sampler(loader), DistributedSampler)
 
 
 def _is_plain(sampler: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from paceline.errors import DataError
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_in(value)
     elif isinstance(batch, (list, tuple)):
@@ -37,15 +38,37 @@ def apply(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The batch with each tensor changed, its containers kept."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
-    if isinstance(batch, dict):
-        return type(batch)({key: apply(value, change) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(apply(value, change) for value in batch))
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: apply(value, change) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):
-        return type(batch)(apply(value, change) for value in batch)
+        return _like(batch, [apply(value, change) for value in batch])
     return batch
 
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a ready batch."""
-    return apply(batch, lambda tensor: tensor[start:stop] if tensor.dim() else tensor)
+    """Some samples of a ready batch: rows of what is as long as the batch, all of what is not (a class weight)."""
+    return _rows(batch, start, stop, samples_in(batch))
+
+
+def _rows(batch: Any, start: int, stop: int, length: int) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[start:stop] if batch.dim() and batch.shape[0] == length else batch
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: _rows(value, start, stop, length) for key, value in batch.items()})
+    if isinstance(batch, (list, tuple)):
+        if any(isinstance(value, (torch.Tensor, Mapping, list, tuple)) for value in batch):
+            return _like(batch, [_rows(value, start, stop, length) for value in batch])
+        return batch[start:stop] if len(batch) == length else batch  # a list of file names, say
+    return batch
+
+
+def _like(batch: Any, values: Any) -> Any:
+    """A container of the batch's own kind with other values."""
+    if isinstance(batch, Mapping):
+        if not hasattr(batch, "__setitem__"):
+            return values
+        same_kind = copy.copy(batch)
+        for key, value in values.items():
+            same_kind[key] = value
+        return same_kind
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

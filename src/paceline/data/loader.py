@@ -14,8 +14,9 @@ from itertools import count
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
+from paceline.data.batches import apply
 from paceline.data.orders import Order
 from paceline.data.samples import SeededSamples
 from paceline.data.slices import Share, shares
@@ -38,6 +39,10 @@ class Micro:
     step: int  # counted from the run's beginning
     indices: Sequence[Any] = ()  # which samples these are, where the dataset has indices
     exact: bool = True  # whether every rank knows step_samples without asking the others
+
+    def pin_memory(self) -> Micro:
+        """Asked for by torch's loader, which knows nothing of this class."""
+        return replace(self, batch=apply(self.batch, torch.Tensor.pin_memory))
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class IndexedLoader:
     """For datasets that can be asked for any sample."""
 
     def __init__(self, dataset: Any, order: Order, part: Cut, seed: int, reading: Reading) -> None:
-        self._samples = SeededSamples(dataset, seed)
+        self._samples = SeededSamples(dataset, seed, own_collate=reading.collate not in (None, default_collate))
         self._order, self._part, self._reading = order, part, reading
 
     @property

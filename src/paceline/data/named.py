@@ -32,15 +32,21 @@ def register_data(name: str) -> Callable[[Maker], Maker]:
 
 def get_data(name: str, **options: Any) -> Pair:
     """The training and evaluation sets of a named dataset."""
+    return check_data(name, options)(**options)
+
+
+def check_data(name: str, options: dict[str, Any]) -> Maker:
+    """Whether there is such a dataset with such options, without reading it; returns what makes it."""
     maker = _find(name)
     known = inspect.signature(maker).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
-        if option not in known:
+        if option not in known and not takes_any:
             raise DataError(
                 "unknown-option",
                 f"The dataset {name!r} has no option {option!r}: {did_you_mean(option, known)}",
             )
-    return maker(**options)
+    return maker
 
 
 def _find(name: str) -> Maker:

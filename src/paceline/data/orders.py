@@ -11,10 +11,12 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from paceline.data.order import Permutation
-from paceline.runtime.seeds import KeptRandomState, mix, seed_cpu
+from paceline.data.permutation import Permutation
+from paceline.runtime.seeds import RandomStream, mix
 
+# Positions whose samples are worked out at once: numpy's fixed costs would be most of a small batch's.
 _BLOCK = 4096
 
 
@@ -42,7 +44,6 @@ class FormulaOrder:
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[int]]:
         shuffled = Permutation(self.n, self._seed, epoch) if self._shuffle else None
-        # Some steps at once: numpy's fixed costs would be most of a small batch's.
         block = max(1, _BLOCK // self.batch) * self.batch
         for start in range(first_step * self.batch, self._usable, block):
             positions = np.arange(start, min(start + block, self._usable), dtype=np.int64)
@@ -62,13 +63,13 @@ class SamplerOrder:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        length = _length(self._sampler)
+        length = length_of(self._sampler)
         if length is None:
             return None
         return length // self.batch if self._drop_last else -(-length // self.batch)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        indices = _drawn(self._sampler, self._seed, epoch)
+        indices = drawn(self._sampler, self._seed, epoch)
         for step, chunk in enumerate(iter(lambda: list(islice(indices, self.batch)), [])):
             if step >= first_step and not (self._drop_last and len(chunk) < self.batch):
                 yield chunk
@@ -82,25 +83,38 @@ class BatchSamplerOrder:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        return _length(self._batches)
+        return length_of(self._batches)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        yield from islice(_drawn(self._batches, self._seed, epoch), first_step, None)
+        yield from islice(drawn(self._batches, self._seed, epoch), first_step, None)
 
 
-def _drawn(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """The items of one epoch, drawn under a seed that all ranks share, without disturbing anybody's random state."""
+def drawn(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """The items of one epoch of anything that iterates, the same on every rank though it may draw random numbers.
+
+    The source has random numbers of its own, seeded by (seed, epoch) and swapped in for as long as it draws: neither
+    do others disturb it, nor it them. It is read as it is asked, so it may be endless.
+    """
     set_epoch = getattr(source, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
-    with KeptRandomState():
-        seed_cpu(mix(seed, epoch))
-        # All at once: a sampler that draws as it goes must not be interleaved with other users of the generators.
-        items = list(source)
-    return iter(items)
+    stream = RandomStream(mix(seed, epoch) >> 1)
+    for owner in (source, getattr(source, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(mix(seed, epoch) >> 1)
+    with stream:
+        items = iter(source)
+    while True:
+        with stream:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
-def _length(source: Any) -> int | None:
+def length_of(source: Any) -> int | None:
     try:
         return len(source)
     except TypeError:

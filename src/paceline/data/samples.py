@@ -1,7 +1,7 @@
 """Randomness belongs to the sample, not to the worker.
 
 `__getitem__` and augmentation run under generators seeded by (seed, epoch, index): a sample looks the same whichever
-rank or worker reads it, and another way in the next epoch.
+rank or worker reads it, and another way in the next epoch. A collate function that draws is seeded by its batch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,37 @@ Key = tuple[int, Any]
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset addressed by (epoch, index), which seeds the generators before it reads."""
+    """A dataset addressed by (epoch, index), which seeds the generators before it reads and before it is collated."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, *, own_collate: bool) -> None:
         self._dataset = dataset
         self._seed = seed
-        self.draws = draws_randomness(dataset)
+        self._reading_draws = draws_randomness(dataset)
+        self._own_collate = own_collate
+        self.draws = self._reading_draws or own_collate
 
     def __getitem__(self, key: Key) -> Any:
-        epoch, index = key
-        if self.draws:
-            seed_cpu(mix(self._seed, epoch, index if isinstance(index, int) else crc32(repr(index).encode())))
-        return self._dataset[index]
+        if self._reading_draws:
+            seed_cpu(mix(self._seed, *_numbers(key)))
+        return self._dataset[key[1]]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """torch's loader asks for a batch this way, and collates what it gets right afterwards."""
+        samples = [self[key] for key in keys]
+        if self._own_collate:
+            seed_cpu(mix(self._seed, *_numbers(keys[0]), len(keys)))
+        return samples
+
+    def __getattr__(self, name: str) -> Any:
+        """A worker_init_fn looks for the user's own dataset in its worker."""
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _numbers(key: Key) -> tuple[int, int]:
+    epoch, index = key
+    return epoch, index if isinstance(index, int) else crc32(repr(index).encode())
 
 
 def draws_randomness(dataset: Any) -> bool:

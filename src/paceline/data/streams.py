@@ -8,7 +8,8 @@ can't be counted twice. Resuming reads and drops what was used, so it is exact o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count, islice
+from dataclasses import replace
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.batches import rows_of, samples_in
 from paceline.data.loader import Cut, Micro, Reading, micro_of, no_samples, own_or_stand_in
+from paceline.data.orders import drawn, length_of
 from paceline.data.slices import shares
-from paceline.runtime.seeds import mix
+from paceline.runtime.seeds import RandomStream, mix
 
 
 class SampleStream:
@@ -25,27 +27,41 @@ class SampleStream:
 
     steps_per_epoch = None
 
-    def __init__(self, dataset: Any, batch: int, part: Cut, seed: int, reading: Reading) -> None:
+    def __init__(
+        self, dataset: Any, batch: int, part: Cut, seed: int, reading: Reading, *, drop_last: bool = False
+    ) -> None:
         self._dataset, self._batch, self._part, self._seed = dataset, batch, part, seed
+        self._reading, self._drop_last = reading, drop_last
         self._collate = reading.collate or default_collate
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[Micro]:
         step = 0
         for epoch in range(epochs) if epochs is not None else count():
             before = step
-            # The worker's generators follow from this one, so that all ranks read one stream even where it shuffles.
-            generator = torch.Generator().manual_seed(mix(self._seed, epoch) >> 1)
-            cuts = _EpochOfCuts(self._cuts, epoch, step, first_step)
-            for micro in DataLoader(cuts, batch_size=None, num_workers=1, collate_fn=_unchanged, generator=generator):
+            for micro in self._epoch(epoch, step, first_step):
                 step = micro.step + micro.last
                 if micro.step >= first_step:
                     yield micro
             if step == before:
                 raise no_samples()
 
+    def _epoch(self, epoch: int, step: int, first_step: int) -> DataLoader[Micro]:
+        return DataLoader(
+            _EpochOfCuts(self._cuts, epoch, step, first_step),
+            batch_size=None,
+            num_workers=1,
+            collate_fn=_unchanged,
+            pin_memory=self._reading.pin_memory,
+            # The worker's generators follow from this one, so that all ranks read one stream even where it shuffles.
+            generator=torch.Generator().manual_seed(mix(self._seed, epoch) >> 1),
+            **dict(self._reading.options),
+        )
+
     def _cuts(self, epoch: int, step: int, first_step: int) -> Iterator[Micro]:
         samples = iter(self._dataset)
         for chunk in iter(lambda: list(islice(samples, self._batch)), []):
+            if self._drop_last and len(chunk) < self._batch:
+                return
             for share in shares(len(chunk), self._batch, self._part.groups, self._part.rank, self._part.ranks):
                 batch = self._collate(list(own_or_stand_in(chunk, share))) if step >= first_step else None
                 yield micro_of(batch, share, len(chunk), epoch, step, ())
@@ -66,24 +82,47 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-class BatchStream:
-    """Anything that iterates over ready global batches: each rank takes its rows of each."""
+class ReadyBatches:
+    """An iterable of ready global batches, whose size is known by looking at the first."""
 
-    def __init__(self, source: Iterable[Any], part: Cut) -> None:
-        self._source, self._part = source, part
+    def __init__(self, source: Iterable[Any], seed: int) -> None:
+        self._source = source
+        with RandomStream(seed):
+            items = iter(source)
+            try:
+                first = next(items)
+            except StopIteration:
+                raise no_samples() from None
+        self.batch = samples_in(first)
+        if items is source:  # a generator, which can be read once: the first batch is put back
+            self._source = chain([first], items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        length = length_of(self._source)
+        if length is None:
+            raise TypeError("these batches have no length")
+        return length
+
+
+class BatchStream:
+    """Ready global batches, of which each rank takes its rows."""
+
+    def __init__(self, source: Iterable[Any], batch: int, part: Cut, seed: int) -> None:
+        self._source, self._batch, self._part, self._seed = source, batch, part, seed
 
     @property
     def steps_per_epoch(self) -> int | None:
-        try:
-            return len(self._source)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        return length_of(self._source)
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[Micro]:
         step = 0
         for epoch in range(epochs) if epochs is not None else count():
             before = step
-            for batch in self._source:
+            # Every rank draws the same batches, also where the source shuffles.
+            for batch in drawn(self._source, self._seed, epoch):
                 if step >= first_step:
                     yield from self._cut(batch, epoch, step)
                 step += 1
@@ -92,7 +131,7 @@ class BatchStream:
 
     def _cut(self, batch: Any, epoch: int, step: int) -> Iterator[Micro]:
         total, part = samples_in(batch), self._part
-        for share in shares(total, total, part.groups, part.rank, part.ranks):
+        for share in shares(total, self._batch, part.groups, part.rank, part.ranks):
             start, stop = (share.start, share.stop) if share.samples else (share.group_start, share.group_start + 1)
             yield micro_of(rows_of(batch, start, stop), share, total, epoch, step, ())
 
@@ -100,8 +139,8 @@ class BatchStream:
 class OwnBatches:
     """A DataLoader whose DistributedSampler already picked this rank's samples: its batches, as they come."""
 
-    def __init__(self, loader: DataLoader[Any], ranks: int) -> None:
-        self._loader, self._ranks = loader, ranks
+    def __init__(self, loader: DataLoader[Any], sampler: Any, batch: int, part: Cut) -> None:
+        self._loader, self._sampler, self._batch, self._part = loader, sampler, batch, part
 
     @property
     def steps_per_epoch(self) -> int:
@@ -111,25 +150,15 @@ class OwnBatches:
         first_epoch, skip = divmod(first_step, self.steps_per_epoch)
         step = first_step
         for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
-            self._loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            self._sampler.set_epoch(epoch)
             for batch in islice(self._loader, skip, None):
-                yield self._micro(batch, epoch, step)
+                yield from self._cut(batch, epoch, step)
                 step += 1
             skip = 0
 
-    def _micro(self, batch: Any, epoch: int, step: int) -> Micro:
-        samples = samples_in(batch)
-        # DistributedSampler gives every rank equally many, so the product is nearly always right; `exact` tells the
-        # step to add up what really came.
-        return Micro(
-            batch=batch,
-            samples=samples,
-            start=0,
-            group_samples=samples,
-            step_samples=samples * self._ranks,
-            group=0,
-            last=True,
-            epoch=epoch,
-            step=step,
-            exact=False,
-        )
+    def _cut(self, batch: Any, epoch: int, step: int) -> Iterator[Micro]:
+        """This rank's own groups. What the other ranks hold is taken to be as much, and added up where it matters."""
+        own, ranks, rank = samples_in(batch), self._part.ranks, self._part.rank
+        for share in shares(own, -(-self._batch // ranks), self._part.groups, 0, 1):
+            micro = micro_of(rows_of(batch, share.start, share.stop), share, self._batch, epoch, step, ())
+            yield replace(micro, start=rank * share.samples, group_samples=ranks * share.samples, exact=False)

@@ -19,6 +19,9 @@ def pages() -> dict[str, str]:
 
 def page(code: str) -> str:
     known = pages()
+    family = [name for name in known if name.startswith(f"{code}.")]
+    if family:
+        return "\n".join(family)
     if code not in known:
         raise PacelineError("unknown-code", f"There is no error code {code!r}: {did_you_mean(code, known)}")
     return known[code]

@@ -12,18 +12,23 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    SignalException,
+    SubprocessContext,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from paceline.errors import LaunchError
@@ -81,6 +86,8 @@ class OneNode(RendezvousHandler):
 
 
 def _listen(port: int | None) -> socket.socket:
+    if port is not None and not 0 < port < 65536:
+        raise LaunchError("bad-number", f"{port} is no port.", fix="give one from 1 to 65535, or none")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,7 +117,13 @@ class Start:
 def run_forked(body: Callable[[], None], start: Start) -> None:
     """Run `body` in forked ranks until all are done; raises the first failure."""
     _refuse_open_gpu()
-    _run(lambda: run_rank(body, start.logs), (), start)
+    # multiprocessing closes the standard input of what it forks: rank 0 gets it back from a copy.
+    stdin = _copy_of_stdin()
+    try:
+        _run(lambda: run_rank(body, start.logs, stdin), (), start)
+    finally:
+        if stdin is not None:
+            os.close(stdin)
 
 
 def run_fresh(target: Target, start: Start) -> None:
@@ -118,6 +131,13 @@ def run_fresh(target: Target, start: Start) -> None:
     spec = start.logs / "target.json"
     spec.write_text(json.dumps({**target.to_json(), "logs": str(start.logs)}))
     _run(sys.executable, ("-u", "-m", "paceline.launcher.child", str(spec)), start)
+
+
+def _copy_of_stdin() -> int | None:
+    try:
+        return os.dup(0)
+    except OSError:
+        return None  # it was closed
 
 
 def _refuse_open_gpu() -> None:
@@ -137,12 +157,14 @@ def _run(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -
     result = _supervise(entry, args, start)
     if isinstance(result, SignalException):
         raise SystemExit(128 + result.sigval)
-    if result.is_failed():
-        raise failure.Failed(failure.first_failure(start.logs, _exit_codes(result)))
+    if result:
+        raise failure.Failed(failure.first_failure(start.logs, result))
 
 
-def _supervise(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -> Any:
-    """Run the agent to its end: its result, or the signal that ended it."""
+def _supervise(
+    entry: Callable[[], None] | str, args: tuple[str, ...], start: Start
+) -> dict[int, int] | SignalException:
+    """Run the agent to its end: nothing if all went well, else each rank's exit code; or the signal that ended it."""
     meeting = OneNode(start.port)
     spec = WorkerSpec(
         role="rank",
@@ -156,16 +178,29 @@ def _supervise(entry: Callable[[], None] | str, args: tuple[str, ...], start: St
         master_port=meeting.port,
         local_addr=LOOPBACK,
     )
-    logs = DefaultLogsSpecs(log_dir=str(start.logs / "elastic"))
-    with _rank_environment(start), _quiet_agent(), _signals_restored():
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-agent-") as scratch,
+        _rank_environment(start),
+        _quiet_agent(),
+        _signals_restored(),
+    ):
+        agent = LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
         try:
-            return LocalElasticAgent(spec, logs_specs=logs, start_method="fork").run()
+            return _exit_codes(agent) if agent.run().is_failed() else {}
         except SignalException as caught:
             return caught.with_traceback(None)
 
 
-def _exit_codes(result: Any) -> dict[int, int]:
-    return {rank: failed.exitcode for rank, failed in result.failures.items()}
+def _exit_codes(agent: LocalElasticAgent) -> dict[int, int]:
+    """How every rank ended. The agent's own result names one rank only, and not always the first."""
+    context = agent._pcontext
+    if isinstance(context, MultiprocessContext) and context._pc is not None:
+        codes = {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
+    elif isinstance(context, SubprocessContext):
+        codes = {rank: handler.proc.returncode for rank, handler in context.subprocess_handlers.items()}
+    else:
+        codes = {}
+    return {rank: code for rank, code in codes.items() if code is not None} or {0: 1}
 
 
 @contextmanager
@@ -190,7 +225,7 @@ def _rank_environment(start: Start) -> Iterator[None]:
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent logs every process that it ends; the first failure is what a person needs, and we show that."""
-    loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT_LOGGERS)]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

@@ -7,11 +7,14 @@ a new interpreter and never imports torch for itself.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import io
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -20,58 +23,85 @@ from pathlib import Path
 
 from paceline.launcher.failure import Failure, describe
 from paceline.launcher.target import Target
-from paceline.runtime import environment
+from paceline.runtime import environment, folder
+
+_PR_SET_PDEATHSIG = 1  # Linux's prctl: a signal to get when the parent ends
 
 
-def run_rank(body: Callable[[], None], logs: Path) -> None:
+def run_rank(body: Callable[[], None], logs: Path, stdin: int | None = None) -> None:
     """Run a rank's body with its output where it belongs; a failure is recorded, and ends the process."""
     place = environment.read_place() or environment.Place()
-    log = logs / f"rank-{place.rank}.log"
+    log = folder.rank_log(logs, place.rank)
     _forget_parent()
-    _direct_output(log if place.rank else None)
+    _direct_streams(log if place.rank else None, stdin if place.rank == 0 else None)
+    _reseed(place.rank)
+    code = 0
     try:
         body()
     except KeyboardInterrupt:
         os._exit(130)  # the launcher ends the run: nothing to report
-    except SystemExit as exit_request:
-        _leave_groups()
-        code = _exit_code(exit_request)
+    except SystemExit as request:
+        code = _exit_code(request)
         if code:
-            Failure(place.rank, time.time(), code, f"rank {place.rank} called sys.exit({code})\n").write(logs)
-            _flush()
-            os._exit(code)
+            words = f": {request.code}" if isinstance(request.code, str) else ""
+            Failure(place.rank, time.time(), code, f"rank {place.rank} called sys.exit({code}){words}\n").write(logs)
     except BaseException as error:
         failure = describe(error, place.rank)
         failure.write(logs)  # first, so that its time is before those of ranks that fail because of this one
-        _flush()
         with log.open("a") as file:
             file.write(failure.text)
-        os._exit(failure.exit_code)
-    else:
-        _leave_groups()
+        code = failure.exit_code
+    if code:
+        _flush()
+        os._exit(code)
+    _finish()
+
+
+def _finish() -> None:
+    """The end of an interpreter, in its order: threads, exit functions, streams. The process itself lives on until
+    the launcher has taken note, so what others could be waiting for is closed as if it were gone."""
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        gc.collect()
+        sys.modules["torch.distributed"].destroy_process_group()
+        gc.collect()
     _flush()
+
+
+def _reseed(rank: int) -> None:
+    """Forked ranks begin with one and the same random state; each gets its own, which follows from the parent's."""
+    if "torch" in sys.modules:
+        from paceline.runtime import seeds
+
+        seeds.seed_cpu(seeds.mix(sys.modules["torch"].initial_seed(), rank) >> 1)
 
 
 def _forget_parent() -> None:
     """What the parent does on signals and at its exit (removing temporary folders, say) is not for a forked rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
 
 
-def _direct_output(log: Path | None) -> None:
-    """Rank 0 keeps the screen; the others write to their log. Python's streams are made anew on the descriptors:
-    those of the parent may belong to a notebook or a test runner."""
+def _direct_streams(log: Path | None, stdin: int | None) -> None:
+    """Rank 0 keeps screen and keyboard; the others write to their log. Python's streams are made anew on the
+    descriptors: those of the parent may belong to a notebook or a test runner."""
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
-    sys.stdout = io.TextIOWrapper(os.fdopen(os.dup(1), "wb", 0), line_buffering=True, write_through=True)
-    sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(2), "wb", 0), line_buffering=True, write_through=True)
+    if stdin is not None:
+        os.dup2(stdin, 0)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    errors = getattr(sys.__stdout__, "errors", None)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        binary = os.fdopen(os.dup(number), "wb", 0)
+        setattr(sys, name, io.TextIOWrapper(binary, errors=errors, line_buffering=True, write_through=True))
 
 
 def _exit_code(request: SystemExit) -> int:
@@ -84,12 +114,6 @@ def _exit_code(request: SystemExit) -> int:
     return 1
 
 
-def _leave_groups() -> None:
-    """Close what paceline opened, if torch was ever imported."""
-    if "paceline.runtime.group" in sys.modules:
-        sys.modules["paceline.runtime.group"].leave()
-
-
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # the screen is gone: there is nobody left to tell
@@ -97,7 +121,9 @@ def _flush() -> None:
 
 
 def main() -> None:
-    """A rank in a fresh interpreter."""
+    """A rank in a fresh interpreter. It ends with its launcher, also when that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     spec = json.loads(Path(sys.argv[1]).read_text())
     target = Target(spec["kind"], spec["name"], tuple(spec["args"]))
     run_rank(target.run, Path(spec["logs"]))

@@ -29,11 +29,13 @@ class Console:
         _flush()
         self._screen = (os.dup(1), os.dup(2))
         readers, writers = _terminal() if os.isatty(1) else _pipes()
+        stop_reader, self._stop = os.pipe()
         self._copier = os.fork()
         if self._copier == 0:
-            for descriptor in set(writers):
+            for descriptor in {*writers, self._stop}:
                 os.close(descriptor)
-            _copy(dict(zip(readers, self._screen, strict=False)), self._log, terminal=len(readers) == 1)
+            _copy(dict(zip(readers, self._screen, strict=False)), stop_reader, self._log, terminal=len(readers) == 1)
+        os.close(stop_reader)
         for descriptor in readers:
             os.close(descriptor)
         os.dup2(writers[0], 1)
@@ -48,6 +50,8 @@ class Console:
         for number, descriptor in enumerate(self._screen, start=1):
             os.dup2(descriptor, number)
             os.close(descriptor)
+        # Not "until all writers are gone": a process that a rank left in the background may hold a descriptor for ever.
+        os.close(self._stop)
         os.waitpid(self._copier, 0)
 
 
@@ -76,8 +80,8 @@ def _copy_size(source: int, target: int) -> None:
     fcntl.ioctl(target, termios.TIOCSWINSZ, size)
 
 
-def _copy(routes: dict[int, int], log: Path, *, terminal: bool) -> None:
-    """Copy until all writers are gone. This is the small process: it never returns."""
+def _copy(routes: dict[int, int], stop: int, log: Path, *, terminal: bool) -> None:
+    """Copy until told to stop, and then what is still there. This is the small process: it never returns."""
     # Ctrl-C is for the ranks and the launcher; what they still say has to arrive.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -89,12 +93,14 @@ def _copy(routes: dict[int, int], log: Path, *, terminal: bool) -> None:
 
         signal.signal(signal.SIGWINCH, resized)
     with log.open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
-        for reader in routes:
+        for reader in (*routes, stop):
             selector.register(reader, selectors.EVENT_READ)
-        pending = b""
-        while selector.get_map():
-            for key, _ in selector.select():
+        pending, patience = b"", None
+        while ready := selector.select(patience):
+            for key, _ in ready:
                 data = _read(key.fd)
+                if key.fd == stop:
+                    patience = 0.0
                 if not data:
                     selector.unregister(key.fd)
                     continue

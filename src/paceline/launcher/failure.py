@@ -61,19 +61,24 @@ def describe(error: BaseException, rank: int) -> Failure:
 def _user_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the user's first line on: how the launcher got there helps nobody."""
     ours = (str(Path(errors.__file__).parent / "launcher"), "<frozen runpy>", "<frozen importlib")
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return trace
 
 
 def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
-    """The failure that came first; a rank that could leave no record (a signal) is known by its exit code only."""
-    records = []
-    for path in folder.glob("failure-*.json"):
-        records.append(Failure(**json.loads(path.read_text())))
-    if records:
+    """The failure that came first.
+
+    A rank that was ended by a signal, or left without a word, could leave no record: the others failed because it was
+    gone, so it goes before all of them. Ranks that the launcher itself ended (SIGTERM) are nobody's cause.
+    """
+    records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
+    silent = set(exit_codes) - {record.rank for record in records}
+    dead = [rank for rank in silent if exit_codes[rank] not in (0, -signal.SIGTERM, -signal.SIGINT)]
+    if records and not dead:
         return min(records, key=lambda record: record.time)
-    rank, code = min(exit_codes.items(), default=(0, 1))
+    rank = min(dead or silent or {0})
+    code = exit_codes.get(rank, 1)
     return Failure(rank, time.time(), code, f"rank {rank} ended with {_cause(code)}, without a traceback\n")
 
 

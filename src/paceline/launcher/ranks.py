@@ -12,8 +12,8 @@ def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) ->
     """The number of ranks and the reason. `on_cpu` is the choice where there is no GPU and no number."""
     gpus = _gpus(device)
     if asked is not None:
-        if asked < 1:
-            raise LaunchError("bad-number", f"{asked} ranks were asked for.", fix="ask for at least one")
+        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+            raise LaunchError("bad-number", f"{asked!r} ranks were asked for.", fix="give a whole number from 1 on")
         if gpus and asked > len(gpus):
             raise LaunchError(
                 "more-ranks-than-gpus",
@@ -25,7 +25,7 @@ def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) ->
     if gpus:
         return len(gpus), f"all GPUs: {', '.join(gpus)}"
     where = "device: cpu" if str(device) == "cpu" else "no GPU here"
-    return on_cpu, f"{where}: {on_cpu} CPU rank{'s' if on_cpu > 1 else ''}"
+    return on_cpu, where
 
 
 def _gpus(device: str | int | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.console import Console
 from paceline.launcher.failure import Failed, Failure, exit_status
 from paceline.launcher.ranks import choose_ranks
@@ -31,6 +33,7 @@ class Launch:
     device: str | int | None = None
     port: int | None = None
     fresh: bool = False
+    fallback: bool = False  # where ranks can't meet, go on as one
     env: Mapping[str, str] | None = None  # variables that every rank must have
 
 
@@ -49,13 +52,13 @@ def launch_target(target: Target, launch: Launch) -> int:
     return _launch(launch, run)
 
 
-def launch_body(body: Callable[[], None], launch: Launch, warm_up: Callable[[], None]) -> int:
-    """Run a function of paceline's own on ranks; `warm_up` imports, before the fork, what all of them need."""
+def launch_body(body: Callable[[], None], launch: Launch, prepare: Callable[[int], None]) -> int:
+    """Run a function of paceline's own on ranks; `prepare` does, before the fork, what need not be done by each."""
 
     def run(start: Start) -> None:
         from paceline.launcher import agent
 
-        warm_up()
+        prepare(start.ranks)
         agent.run_forked(body, start)
 
     return _launch(launch, run)
@@ -66,12 +69,16 @@ def _launch(launch: Launch, run: Callable[[Start], None]) -> int:
     _share_cores(launch.ranks or launch.on_cpu)
     with _logs(launch.run) as logs:
         try:
-            with Console(logs / "rank-0.log"):
+            with Console(folder.rank_log(logs, 0)):
                 _run_ranks(launch, logs, run)
             return 0
         except Failed as failed:
             _show(failed.failure, logs if launch.run else None)
             return exit_status(failed.failure)
+        except SystemExit:
+            where = f"; what there is lies in {folder.short(logs.parent)}" if launch.run else ""
+            print(f"\ninterrupted{where}", file=sys.stderr, flush=True)
+            raise
 
 
 def _run_ranks(launch: Launch, logs: Path, run: Callable[[Start], None]) -> None:
@@ -79,9 +86,15 @@ def _run_ranks(launch: Launch, logs: Path, run: Callable[[Start], None]) -> None
     from paceline.launcher.agent import Start
 
     ranks, reason = choose_ranks(launch.ranks, device=launch.device, on_cpu=launch.on_cpu)
-    if launch.ranks is None:
-        print(f"ranks: {ranks} ({reason})", flush=True)
-    run(Start(ranks, logs, launch.port))
+    where = f"; logs in {folder.short(logs)}" if launch.run else ""
+    print(f"ranks: {ranks} ({reason}){where}", file=sys.stderr, flush=True)
+    try:
+        run(Start(ranks, logs, launch.port))
+    except LaunchError as error:
+        if not launch.fallback or error.code != "launch.port-in-use":
+            raise
+        print(f"fallback: the ranks can't meet ({error.what}); going on as one rank", file=sys.stderr, flush=True)
+        run(Start(1, logs))
 
 
 def _share_cores(ranks: int) -> None:
@@ -98,11 +111,15 @@ def _logs(run: str | None) -> Iterator[Path]:
         return
     made = folder.create(run)
     os.environ[environment.RUN_FOLDER] = str(made)
-    yield made / "logs"
+    try:
+        yield made / "logs"
+    except PacelineError:  # nothing was started, so there is nothing to keep
+        shutil.rmtree(made)
+        raise
 
 
 def _show(failure: Failure, logs: Path | None) -> None:
     """The first failure, once, as the last thing on screen."""
-    where = f" (log: {logs / f'rank-{failure.rank}.log'})" if logs else ""
+    where = f" (log: {folder.short(folder.rank_log(logs, failure.rank))})" if logs else ""
     sys.stdout.flush()
     print(f"\nrank {failure.rank} failed first{where}:\n{failure.text.rstrip()}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ class Target:
 
     def check(self) -> None:
         """Find a missing script before any rank starts."""
-        if self.kind == "script" and not Path(self.name).is_file():
+        if self.kind == "script" and not Path(self.name).exists():
             raise LaunchError(
                 "no-script",
                 f"There is no script at {self.name}.",
@@ -36,8 +36,9 @@ class Target:
             sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(self.name).resolve().parent))
-            runpy.run_path(self.name, run_name="__main__")
+            if Path(self.name).is_file():  # a folder with a __main__.py puts itself there
+                sys.path.insert(0, str(Path(self.name).resolve().parent))
+            runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -39,6 +39,20 @@ def register_model(name: str) -> Callable[[AnyMaker], AnyMaker]:
 
 def get_model(name: str) -> Callable[..., nn.Module]:
     """A builder for the model of that name: call it with a Config, or with the model's own options."""
+    maker = _find(name)
+
+    def build(config: Config | None = None, **options: Any) -> nn.Module:
+        return maker(**_checked(name, maker, {**_from_config(name, config), **options}))
+
+    return build
+
+
+def check_model(name: str, options: dict[str, Any]) -> None:
+    """Whether there is such a model with such options, without building it."""
+    _checked(name, _find(name), options)
+
+
+def _find(name: str) -> Maker:
     # The embedded models register themselves when they are imported, and are imported when somebody asks.
     from paceline.models import gpt, mlp, resnet, vae  # noqa: F401
 
@@ -48,33 +62,27 @@ def get_model(name: str) -> Callable[..., nn.Module]:
             f"There is no model named {name!r}: {did_you_mean(name, _makers)}",
             fix="register your own with @paceline.register_model",
         )
-    maker = _makers[name]
-
-    def build(config: Config | None = None, **options: Any) -> nn.Module:
-        return maker(**_checked(name, maker, {**_from_config(name, config), **options}))
-
-    return build
+    return _makers[name]
 
 
 def _from_config(name: str, config: Config | None) -> dict[str, Any]:
-    if config is None:
+    if config is None or config.model is None:
         return {}
     if config.model.name != name:
-        if config.model.options() or config.origin("model.name") != "default":
-            raise ModelError(
-                "other-model",
-                f"The model {name!r} was asked for, but the recipe describes {config.model.name!r}.",
-                why="the recipe's options belong to another model",
-                fix=f"use get_model({config.model.name!r}), or set model.name={name}",
-            )
-        return {}
+        raise ModelError(
+            "other-model",
+            f"The model {name!r} was asked for, but the recipe describes {config.model.name!r}.",
+            why="the recipe's options belong to another model",
+            fix=f"use get_model({config.model.name!r}), or set model.name={name}",
+        )
     return config.model.options()
 
 
 def _checked(name: str, maker: Maker, options: dict[str, Any]) -> dict[str, Any]:
     known = inspect.signature(maker).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
-        if option not in known:
+        if option not in known and not takes_any:
             raise ModelError(
                 "unknown-option",
                 f"The model {name!r} has no option {option!r}: {did_you_mean(option, known)}",

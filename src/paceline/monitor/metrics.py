@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ class MetricsFile:
         self.path = path
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        lines = "".join(json.dumps(record) + "\n" for record in records)
+        lines = "".join(json.dumps({key: _json(value) for key, value in record.items()}) + "\n" for record in records)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(lines)
+
+
+def _json(value: Any) -> Any:
+    """JSON has no word for a number that is none (NaN, infinity): null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

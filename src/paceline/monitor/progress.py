@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Bar:
             BarColumn(bar_width=30),
             TextColumn("{task.completed}/{task.total}" if total else "{task.completed} steps"),
             TextColumn("loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[rate]} samples/s"),
-            TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=Console(),

@@ -125,8 +125,9 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group = None, async_op: bool 
 
 def all_gather(tensors: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Work | None:
     """Fill `tensors[r]` with rank r's `tensor`, on every rank."""
+    several = _several(group)
     _require_length("all_gather", tensors, group)
-    if not _several(group):
+    if not several:
         tensors[0].copy_(tensor)
         return _done(async_op)
     _compare("all_gather", tensor, "", group)
@@ -141,9 +142,10 @@ def gather(
     async_op: bool = False,
 ) -> Work | None:
     """Fill rank `dst`'s `tensors[r]` with rank r's `tensor`; the others give no list."""
+    several = _several(group, peer=dst)
     if rank() == dst:
         _require_length("gather", tensors, group)
-    if not _several(group, peer=dst):
+    if not several:
         assert tensors is not None
         tensors[0].copy_(tensor)
         return _done(async_op)
@@ -160,9 +162,10 @@ def scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Fill `tensor` on rank r with rank `src`'s `tensors[r]`; the others give no list."""
+    several = _several(group, peer=src)
     if rank() == src:
         _require_length("scatter", tensors, group)
-    if not _several(group, peer=src):
+    if not several:
         assert tensors is not None
         tensor.copy_(tensors[0])
         return _done(async_op)
@@ -175,9 +178,9 @@ def reduce_scatter(
     tensor: Tensor, tensors: list[Tensor], op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Combine every rank's `tensors[r]` into rank r's `tensor`."""
-    reduce_op = _reduce_op(op, tensor)
+    reduce_op, several = _reduce_op(op, tensor), _several(group)
     _require_length("reduce_scatter", tensors, group)
-    if not _several(group):
+    if not several:
         tensor.copy_(tensors[0])
         return _done(async_op)
     _compare("reduce_scatter", tensor, op, group)
@@ -187,9 +190,10 @@ def reduce_scatter(
 
 def all_to_all(received: list[Tensor], sent: list[Tensor], group: Group = None, async_op: bool = False) -> Work | None:
     """Fill `received[r]` with what rank r had in its `sent` for this rank."""
+    several = _several(group)
     _require_length("all_to_all", sent, group)
     _require_length("all_to_all", received, group)
-    if not _several(group):
+    if not several:
         received[0].copy_(sent[0])
         return _done(async_op)
     _compare("all_to_all", None, "", group)
@@ -257,19 +261,43 @@ def main_first() -> Iterator[None]:
     broadcast_object(True)
 
 
-def _several(group_: Group, peer: int = 0) -> bool:
+def _several(group_: Group, peer: int | None = None) -> bool:
     """Whether there is anyone to talk to; opens the launcher's group at the first call."""
-    size = torch_dist.get_world_size(group_) if torch_dist.is_initialized() else world()
-    if not 0 <= peer < world():
+    if not 0 <= (peer or 0) < world():
         raise WorldError("bad-rank", f"There is no rank {peer} in a world of {world()}.")
-    if size == 1:
+    if group_ is not None:
+        _require_member(rank(), group_)
+        if peer is not None:
+            _require_member(peer, group_)
+    if _size(group_) == 1:
         return False
     if not torch_dist.is_initialized():
         group.join()
     return True
 
 
+def _require_member(rank_: int, group_: Any) -> None:
+    """torch gives ranks outside a new group a marker instead of a group."""
+    members = torch_dist.get_process_group_ranks(group_) if isinstance(group_, torch_dist.ProcessGroup) else []
+    if rank_ not in members:
+        raise WorldError(
+            "not-in-group",
+            f"Rank {rank_} is not in the group of this call{f', ranks {members}' if members else ''}.",
+            fix="call it on the group's members only, with src and dst among them, as ranks of the world",
+        )
+
+
+def _size(group_: Group) -> int:
+    return torch_dist.get_world_size(group_) if torch_dist.is_initialized() else world()
+
+
 def _reduce_op(op: str, tensor: Tensor) -> Any:
+    if not isinstance(tensor, Tensor):
+        raise WorldError(
+            "not-a-tensor",
+            f"A collective got a {type(tensor).__name__}.",
+            fix="give a tensor; objects go through broadcast_object",
+        )
     if op not in _OPS:
         raise WorldError("bad-op", f"{op!r} is no reduction.", fix=f"one of {', '.join(_OPS)}")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -289,7 +317,7 @@ def _division(op: str, tensor: Tensor, group_: Group) -> Any:
 
 
 def _require_length(operation: str, tensors: Sequence[Tensor] | None, group_: Group) -> None:
-    size = torch_dist.get_world_size(group_) if torch_dist.is_initialized() else world()
+    size = _size(group_)
     if tensors is None or len(tensors) != size:
         given = "no list" if tensors is None else f"a list of {len(tensors)}"
         raise WorldError("bad-list", f"{operation} got {given} for {size} ranks.", fix="give one tensor for each rank")

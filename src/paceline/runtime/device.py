@@ -10,6 +10,8 @@ import torch
 from paceline.errors import WorldError
 from paceline.runtime.environment import Place
 
+_TRAINABLE = ("cpu", "cuda", "mps")
+
 
 def gpu_names() -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -20,15 +22,17 @@ def choose_device(wanted: str | int | torch.device | None, place: Place) -> torc
     count = torch.cuda.device_count()
     if wanted is None:
         return torch.device("cuda", place.local_rank % count) if count else torch.device("cpu")
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
+    if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 0:
         # `device=rank` is what DDP scripts write; without GPUs it can only mean "my place", which is the CPU.
         return _existing(torch.device("cuda", wanted), count) if count else torch.device("cpu")
     try:
         device = torch.device(wanted)
+        if device.type not in _TRAINABLE:
+            raise RuntimeError
     except (RuntimeError, TypeError):
         raise WorldError(
             "bad-device",
-            f"{wanted!r} is no device.",
+            f"{wanted!r} is no device to train on.",
             fix="give a rank number, a string such as 'cpu' or 'cuda:0', or a torch.device",
         ) from None
     if device.type == "cuda":

@@ -60,8 +60,21 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         ) from None
 
 
-def has_master(environment: Mapping[str, str] = os.environ) -> bool:
-    return "MASTER_ADDR" in environment and "MASTER_PORT" in environment
+def master(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Where the ranks meet, as address:port."""
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        return f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    return None
+
+
+def variables(place: Place) -> dict[str, str]:
+    """A place as a launcher writes it."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world),
+    }
 
 
 def run_folder(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -10,6 +10,9 @@ runs/gpt/            the first run of that name; the next ones are runs/gpt-2, r
 
 from __future__ import annotations
 
+import os
+import re
+from itertools import count
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -19,26 +22,50 @@ ROOT = Path("runs")
 
 def create(name: str) -> Path:
     """A new folder for a run: `name` under runs/, or a path. One that exists is never written into."""
-    wanted = Path(name)
-    if len(wanted.parts) == 1:
-        wanted = ROOT / wanted
-    number = 1
-    while True:
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        try:
+    wanted = _path(name)
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        if wanted.exists() and not wanted.is_dir():
+            raise _refusal(wanted, "there is a file of that name")
+        for number in count(1):
+            folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
             # An empty folder of that name was made for this run by somebody; a new one is claimed by making it.
-            if not _is_empty_folder(folder):
-                folder.mkdir(parents=True)
-            (folder / "logs").mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise LaunchError(
-                "run-folder",
-                f"The run folder {folder} can't be made: {error.strerror or error}.",
-                fix="set run: to a path that can be written, or run: false to write nothing",
-            ) from None
+            if _is_empty_folder(folder) or _made(folder):
+                (folder / "logs").mkdir()
+                return folder
+    except OSError as error:
+        raise _refusal(wanted, error.strerror or str(error)) from None
+    raise AssertionError("counting never ends")
+
+
+def is_run_of(folder: Path, name: str) -> bool:
+    """Whether a folder is one that `create(name)` makes."""
+    wanted = _path(name)
+    return folder.parent == wanted.parent and re.fullmatch(rf"{re.escape(wanted.name)}(-\d+)?", folder.name) is not None
+
+
+def _path(name: str) -> Path:
+    path = Path(name)
+    if path.name in ("", ".."):
+        raise _refusal(path, "that is no name for a folder")
+    # Absolute, because a script may change its working folder while it runs.
+    return (path if os.sep in name else ROOT / path).absolute()
+
+
+def _refusal(folder: Path, reason: str) -> LaunchError:
+    return LaunchError(
+        "run-folder",
+        f"The run folder {folder} can't be made: {reason}.",
+        fix="set run: to a path that can be written, or run: false to write nothing",
+    )
+
+
+def _made(folder: Path) -> bool:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _is_empty_folder(folder: Path) -> bool:
@@ -48,5 +75,11 @@ def _is_empty_folder(folder: Path) -> bool:
         return False
 
 
-def rank_log(folder: Path, rank: int) -> Path:
-    return folder / "logs" / f"rank-{rank}.log"
+def short(folder: str | Path) -> str:
+    """The folder as a person in the working folder would write it."""
+    path = Path(folder)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def rank_log(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"

@@ -7,7 +7,6 @@ opens is closed when the process ends, on an error too.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,8 +22,10 @@ from paceline.runtime.environment import Place
 # The first step compiles, warms allocators and waits for the slowest node's import.
 FIRST_STEP_SECONDS = 1800.0
 
-# Whether this process's group was opened here. The group itself is torch's global state, and so is its owner.
+# Whether this process's group was opened here, and whether it went on alone after a failed start. The group is
+# torch's global state, and so are these facts about it.
 _ours = False
+_alone = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class World:
 
 def current_place() -> Place:
     """From the open process group, else from the launcher's environment, else one rank alone."""
-    told = environment.read_place()
+    told = None if _alone else environment.read_place()
     if not torch_dist.is_initialized():
         return told or Place()
     rank, world = torch_dist.get_rank(), torch_dist.get_world_size()
@@ -88,6 +89,9 @@ def default_backend(device: torch.device) -> str:
 
 def _open(backend: str, timeout: float) -> None:
     torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    if backend == "nccl":
+        # NCCL meets at the first collective, not before: whether it can start is known only then.
+        torch_dist.all_reduce(torch.zeros(1, device="cuda"))
     global _ours
     _ours = True
     atexit.register(leave)
@@ -108,6 +112,8 @@ def _fall_back(backend: str, place: Place, device: torch.device, timeout: float,
         _say("fallback: the distributed start failed; rank 0 goes on alone, this rank ends", place)
         raise SystemExit(0)
     _say(f"fallback: the distributed start failed ({_first_line(error)}); going on as one rank", place)
+    global _alone
+    _alone = True
     return World(Place(), device, "")
 
 
@@ -120,7 +126,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _require_master(place: Place) -> None:
-    if not environment.has_master():
+    if environment.master() is None:
         raise WorldError(
             "bad-environment",
             f"RANK and WORLD_SIZE say that this is rank {place.rank} of {place.world}, "
@@ -131,7 +137,7 @@ def _require_master(place: Place) -> None:
 
 
 def _failed_start(backend: str, place: Place, error: Exception) -> WorldError:
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = environment.master()
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return WorldError(
             "port-in-use",
@@ -148,7 +154,9 @@ def _failed_start(backend: str, place: Place, error: Exception) -> WorldError:
 
 
 def shorten_timeout(seconds: float) -> None:
-    """After the first step: from now on a rank that does not come is missed sooner."""
+    """After the first step of a group of ours: from now on a rank that does not come is missed sooner."""
+    if not _ours:
+        return
     # torch has had this setter, with its underscore, since 2.2; it has no public twin.
     torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
 

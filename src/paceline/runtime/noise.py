@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.errors import ModelError
 from paceline.runtime.seeds import mix
 
 
@@ -26,6 +27,7 @@ class _Draw:
 
     key: int
     start: int
+    own: int
     rows: int
     calls: int = 0
 
@@ -34,9 +36,9 @@ _draw: ContextVar[_Draw | None] = ContextVar("paceline_noise", default=None)
 
 
 @contextmanager
-def drawing(seed: int, step: int, group: int, *, start: int, rows: int) -> Iterator[None]:
-    """Within this context `noise` belongs to a group of `rows` samples, of which this rank's begin at `start`."""
-    token = _draw.set(_Draw(mix(seed, step, group), start, rows))
+def drawing(seed: int, step: int, group: int, *, start: int, own: int, rows: int) -> Iterator[None]:
+    """Within this context `noise` belongs to `rows` samples; `own` of them, from `start` on, are this rank's."""
+    token = _draw.set(_Draw(mix(seed, step, group), start, own, rows))
     try:
         yield
     finally:
@@ -48,10 +50,18 @@ def noise(like: Tensor) -> Tensor:
     draw = _draw.get()
     if draw is None:
         return torch.randn_like(like)
+    # A rank without samples of its own still runs one, with weight zero; that one may lie past the last row.
+    own = draw.own or 1
+    if like.shape[:1] != (own,):
+        raise ModelError(
+            "noise-rows",
+            f"noise() was asked for the shape {tuple(like.shape)}, but this rank holds {own} samples.",
+            why="noise belongs to samples: rows that are not samples can't be the same on another number of ranks",
+            fix="draw with the samples as first dim, and reshape afterwards",
+        )
     generator = torch.Generator(like.device)
     generator.manual_seed(mix(draw.key, draw.calls))
     draw.calls += 1
-    # A rank without samples of its own still runs one, with weight zero: it may read past the last row.
-    rows = max(draw.rows, draw.start + like.shape[0])
+    rows = max(draw.rows, draw.start + own)
     whole = torch.randn((rows, *like.shape[1:]), generator=generator, dtype=like.dtype, device=like.device)
-    return whole[draw.start : draw.start + like.shape[0]]
+    return whole[draw.start : draw.start + own]

@@ -12,6 +12,9 @@ from paceline.errors import WorldError
 
 Group = torch_dist.ProcessGroup | None
 
+# In place of a length: the source had nothing to send, and the others must not wait for it.
+_FAILED = -1
+
 
 def encode(value: Any) -> bytes:
     try:
@@ -31,9 +34,18 @@ def decode(data: bytes) -> Any:
 
 def broadcast(value: Any, src: int, group: Group) -> Any:
     device = message_device(group)
-    mine = encode(value) if torch_dist.get_rank() == src else b""
-    size = torch.tensor([len(mine)], device=device)
+    mine, problem = b"", None
+    if torch_dist.get_rank() == src:
+        try:
+            mine = encode(value)
+        except WorldError as error:
+            problem = error
+    size = torch.tensor([_FAILED if problem else len(mine)], device=device)
     torch_dist.broadcast(size, src, group=group)
+    if problem:
+        raise problem
+    if size.item() == _FAILED:
+        raise WorldError("not-json", f"Rank {src}'s object can't travel between ranks; its own error says why.")
     data = _tensor(mine, int(size.item()), device)
     torch_dist.broadcast(data, src, group=group)
     return decode(bytes(data.cpu().numpy()))
@@ -41,7 +53,7 @@ def broadcast(value: Any, src: int, group: Group) -> Any:
 
 def all_gather(value: Any, group: Group) -> list[Any]:
     device = message_device(group)
-    mine = encode(value)
+    mine = encode(value)  # an error here is every rank's own: the others then wait for this one, as for any that fails
     sizes = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=device)
     sizes[torch_dist.get_rank(group)] = len(mine)
     torch_dist.all_reduce(sizes, group=group)

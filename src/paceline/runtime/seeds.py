@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy
 import torch
@@ -35,15 +36,41 @@ def seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+class RandomStream:
+    """Random numbers of one's own: inside the context the CPU generators are this stream's, outside everybody's.
+
+    It may be entered again and again, and goes on where it left off.
+    """
+
+    def __init__(self, seed: int) -> None:
+        with KeptRandomState():
+            seed_cpu(seed)
+            self._own = _state()
+
+    def __enter__(self) -> None:
+        self._others = _state()
+        _set_state(self._own)
+
+    def __exit__(self, *exc: object) -> None:
+        self._own = _state()
+        _set_state(self._others)
+
+
 class KeptRandomState:
     """The CPU generators as they were, given back at the end."""
 
     def __enter__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state()
-        self._torch = torch.default_generator.get_state()
+        self._before = _state()
 
     def __exit__(self, *exc: object) -> None:
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.default_generator.set_state(self._torch)
+        _set_state(self._before)
+
+
+def _state() -> tuple[Any, Any, Any]:
+    return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+
+
+def _set_state(state: tuple[Any, Any, Any]) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+    torch.default_generator.set_state(state[2])

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 
-from paceline.runtime import collectives
+from paceline.runtime import collectives, environment
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -79,7 +79,7 @@ def _be_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> i
     sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(1), "wb", 0), write_through=True)
     # The parent may have run a threaded operation, whose pool does not exist in this process.
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(number), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(number))
+    os.environ.update(environment.variables(environment.Place(rank, number, rank, number)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
         store = FileStore(str(folder / "store"), number)
@@ -99,18 +99,20 @@ def _wait(processes: dict[int, int], timeout: float) -> dict[int, int | None]:
     """Each rank's exit code, None for one that had to be ended. When one fails, the others get a moment to end."""
     codes: dict[int, int | None] = {}
     deadline = time.monotonic() + timeout
-    while len(codes) < len(processes) and time.monotonic() < deadline:
+    try:
+        while len(codes) < len(processes) and time.monotonic() < deadline:
+            for rank in processes.keys() - codes.keys():
+                done, status = os.waitpid(processes[rank], os.WNOHANG)
+                if done:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+                    if codes[rank]:
+                        deadline = min(deadline, time.monotonic() + 5.0)
+            time.sleep(0.002)
+    finally:  # also when pytest's own timeout interrupts the waiting
         for rank in processes.keys() - codes.keys():
-            done, status = os.waitpid(processes[rank], os.WNOHANG)
-            if done:
-                codes[rank] = os.waitstatus_to_exitcode(status)
-                if codes[rank]:
-                    deadline = min(deadline, time.monotonic() + 5.0)
-        time.sleep(0.002)
-    for rank in processes.keys() - codes.keys():
-        os.kill(processes[rank], signal.SIGKILL)
-        os.waitpid(processes[rank], 0)
-        codes[rank] = None
+            os.kill(processes[rank], signal.SIGKILL)
+            os.waitpid(processes[rank], 0)
+            codes[rank] = None
     return codes
 
 

@@ -9,44 +9,87 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from paceline.config import show
+from paceline.checkpoint.folder import Snapshot
+from paceline.config import derive, show
 from paceline.config.derive import Derived
 from paceline.config.recipe import Config
-from paceline.data.named import get_data
-from paceline.errors import CheckpointError, TrainError
-from paceline.models.registry import get_model
+from paceline.data.named import check_data, get_data
+from paceline.errors import CheckpointError, ConfigError, TrainError
+from paceline.models.registry import check_model, get_model
 from paceline.runtime import collectives, environment, folder, seeds
+from paceline.runtime.device import choose_device
+
+CONFIG = "config.yaml"
 
 
 def build_model(config: Config) -> nn.Module:
     """The recipe's model, with the same initial weights on every rank."""
+    if config.model is None:
+        raise _missing("model", "gpt")
     seeds.seed_everything(seeds.mix(config.seed, 0) >> 1)
     return get_model(config.model.name)(config)
 
 
 def build_data(config: Config) -> tuple[Any, Any]:
     """The recipe's training and evaluation sets."""
+    if config.data is None:
+        raise _missing("data", "stdlib-text")
     return get_data(config.data.name, **config.data.options())
 
 
-def require_same_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
-    strange = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
-    if strange:
+def check(config: Config, ranks: int) -> None:
+    """What can be known to be wrong before any rank starts."""
+    if config.model is None:
+        raise _missing("model", "gpt")
+    if config.data is None:
+        raise _missing("data", "stdlib-text")
+    check_model(config.model.name, config.model.options())
+    check_data(config.data.name, config.data.options())
+    derive.derive_batch(config, ranks)
+    choose_device(config.device, environment.Place())
+    if config.train.epochs is None and config.train.max_steps is None:
+        derive.derive_schedule(config, 1, None, None, None)
+
+
+def _missing(section: str, example: str) -> ConfigError:
+    return ConfigError(
+        "missing-section",
+        f"The recipe has no `{section}:` section.",
+        fix=f"name one, for instance {section}: {{name: {example}}}",
+    )
+
+
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """An optimizer of another model's parameters is an error; returns the trainable ones that it does not hold."""
+    trainable = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    everything = {id(parameter) for parameter in model.parameters()}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held - everything:
         raise TrainError(
             "other-parameters",
-            f"The optimizer holds {strange} parameters that are not the model's.",
+            f"The optimizer holds {len(held - everything)} parameters that are not the model's.",
             why="it would update weights that the loss does not depend on, and leave the model as it is",
             fix="build the optimizer from model.parameters() of the model that you give to the Trainer",
         )
+    return [name for parameter, name in trainable.items() if parameter not in held]
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Snapshot, source: str | Path) -> None:
+    """Weights and optimizer from a checkpoint."""
+    kind = type(optimizer).__name__
+    if snapshot.optimizer is not None and snapshot.optimizer_kind != kind:
+        raise CheckpointError(
+            "other-optimizer",
+            f"The checkpoint {source} holds the state of {snapshot.optimizer_kind}, but the optimizer is {kind}.",
+            fix="build the same optimizer; or save with include_optimizer=False and begin with a fresh one",
+        )
     try:
-        model.load_state_dict(dict(weights))
-    except RuntimeError as error:
+        model.load_state_dict(dict(snapshot.model))
+        if snapshot.optimizer is not None:
+            optimizer.load_state_dict(dict(snapshot.optimizer))
+    except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             "other-model",
             f"The checkpoint {source} does not fit this model: {error}",
@@ -60,13 +103,20 @@ def open_run(config: Config, model: nn.Module, is_main: bool) -> Path | None:
         return None
     path = None
     if is_main:
-        given = environment.run_folder()
-        name = config.run if isinstance(config.run, str) else type(model).__name__.lower()
-        path = given or str(folder.create(name))
+        name = config.run if isinstance(config.run, str) else None
+        path = str(_launchers_folder(name) or folder.create(name or type(model).__name__.lower()))
     path = collectives.broadcast_object(path)
     return Path(path)
 
 
+def _launchers_folder(name: str | None) -> Path | None:
+    """The launcher's folder: for the first Trainer of a launch, unless that one asks for another name."""
+    told = environment.run_folder()
+    if told is None or (Path(told) / CONFIG).exists() or not (name is None or folder.is_run_of(Path(told), name)):
+        return None
+    return Path(told)
+
+
 def write_run(run: Path, config: Config, rows: Mapping[str, Derived]) -> None:
-    (run / "config.yaml").write_text(show.effective(config) + "\n")
+    (run / CONFIG).write_text(show.effective(config) + "\n")
     (run / "derived.json").write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))

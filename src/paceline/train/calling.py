@@ -38,7 +38,7 @@ def choose_call(
         return _choose_for_dict(model, batch)
     if isinstance(batch, (tuple, list)):
         return _choose_for_sequence(model, batch)
-    return model, "model(batch)"
+    return lambda batch: model(batch), "model(batch)"
 
 
 def _require_pair(batch: Any) -> None:

@@ -6,6 +6,7 @@ samples in a batch skips it, since nothing in an evaluation waits for anybody.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from paceline.data.loader import Micro
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
+from paceline.runtime.seeds import mix
 from paceline.train.step import LossModule
 
 # A coordinate that no training step has, so that evaluation never reuses a step's noise.
@@ -23,7 +25,7 @@ _EVALUATION = -1
 @torch.no_grad()
 def evaluate(module: LossModule, micros: Iterator[Micro], device: torch.device, seed: int) -> float:
     """The mean loss over all samples of all ranks."""
-    was_training = module.training
+    training = [part for part in module.modules() if part.training]
     module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     try:
@@ -31,14 +33,16 @@ def evaluate(module: LossModule, micros: Iterator[Micro], device: torch.device, 
             if micro.samples:
                 totals += _sum_and_weight(module, micro, seed)
     finally:
-        module.train(was_training)
+        for part in training:  # one by one: the user may have frozen some
+            part.training = True
     collectives.all_reduce(totals)
     total, weight = totals.tolist()
-    return total / weight if weight else 0.0
+    return total / weight if weight else math.nan
 
 
 def _sum_and_weight(module: LossModule, micro: Micro, seed: int) -> Tensor:
-    with drawing(seed, _EVALUATION, micro.step, start=micro.start, rows=micro.group_samples):
+    where = mix(micro.step, micro.group)
+    with drawing(seed, _EVALUATION, where, start=micro.start, own=micro.samples, rows=micro.group_samples):
         value, weight = module(micro.batch)
     if weight is None:
         value, weight = value * micro.samples, float(micro.samples)

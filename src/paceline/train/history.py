@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,8 @@ class History:
     @property
     def best(self) -> Record | None:
         """The evaluation with the lowest loss."""
-        return min(self.evaluations, key=lambda record: float(record["loss"]), default=None)
+        finite = [record for record in self.evaluations if math.isfinite(record["loss"])]
+        return min(finite, key=lambda record: float(record["loss"]), default=None)
 
     def to_json(self) -> dict[str, Any]:
         return {"steps": self.steps, "evaluations": self.evaluations, "run": self.run}

@@ -34,13 +34,16 @@ class Job:
     evaluate: Callable[[], float] | None
     max_steps: int | None
     log_every: int
-    eval_every: int | None
+    eval_every: int | None  # None: whenever an epoch ends
     on_step: Callable[[int, int], None]  # told the steps done and the epoch, after each step
 
 
 def run(job: Job) -> None:
-    step, evaluated, micro = 0, 0, None
+    step, epoch, evaluated = 0, None, 0
     for micro in job.micros:
+        if job.eval_every is None and epoch not in (None, micro.epoch):  # an epoch whose length nobody knew has ended
+            evaluated = _evaluate(job, step, epoch)
+        epoch = micro.epoch
         job.stepper.add(micro)
         if not micro.last:
             continue
@@ -56,8 +59,8 @@ def run(job: Job) -> None:
         if step == job.max_steps:
             break
     job.recorder.flush()
-    if micro is not None and evaluated != step:
-        _evaluate(job, step, micro.epoch)
+    if epoch is not None and evaluated != step:
+        _evaluate(job, step, epoch)
 
 
 def _set_lr(job: Job, step: int) -> float:
@@ -69,7 +72,7 @@ def _set_lr(job: Job, step: int) -> float:
     return float(groups[0]["lr"])
 
 
-def _evaluate(job: Job, step: int, epoch: int) -> int:
+def _evaluate(job: Job, step: int, epoch: int | None) -> int:
     job.recorder.flush()
     if job.evaluate is not None:
         job.recorder.evaluation({"step": step, "epoch": epoch, "loss": job.evaluate()})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from paceline.config.recipe import Config
+from paceline.runtime import folder
 from paceline.train import build
 from paceline.train.history import History
 from paceline.train.trainer import Trainer
@@ -38,7 +39,7 @@ def summary(trainer: Trainer, history: History, val: Any) -> str:
     if sample:
         lines.append(f"\nthe model writes:\n{sample}")
     if history.run:
-        lines.append(f"\nrun folder: {history.run}")
+        lines.append(f"\nrun folder: {folder.short(history.run)}")
     return "\n".join(lines)
 
 

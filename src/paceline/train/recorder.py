@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Recorder:
         rate = samples / (now - self._since)
         self._since = now
         for pending, (total, weight, norm) in zip(self._pending, table.tolist(), strict=True):
-            pending.record["loss"] = total / weight if weight else 0.0
+            pending.record["loss"] = total / weight if weight else math.nan
             if pending.finished.grad_norm is not None:
                 pending.record["grad_norm"] = norm / collectives.world()  # every rank's is the whole norm
         self._write([pending.record for pending in self._pending], rate)

@@ -8,7 +8,6 @@ samples, the real Σweight travels beside the last backward, and the exact facto
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,6 @@ from paceline.data.loader import Micro
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.train.calling import Call, read_loss
-
-Wrap = Callable[[nn.Module], nn.Module]
 
 
 class LossModule(nn.Module):
@@ -68,7 +65,7 @@ class Stepper:
     ) -> None:
         self._module, self._wrapped, self._optimizer = module, wrapped, optimizer
         self._ranks, self._seed, self._clip_norm = ranks, seed, clip_norm
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._start_over()
 
     def _start_over(self) -> None:
@@ -82,7 +79,14 @@ class Stepper:
     def add(self, micro: Micro) -> None:
         """Forward and backward of one micro-batch; gradients are reduced with the step's last one."""
         with self._reduction_only_at_end(micro):
-            with drawing(self._seed, micro.step, micro.group, start=micro.start, rows=micro.group_samples):
+            with drawing(
+                self._seed,
+                micro.step,
+                micro.group,
+                start=micro.start,
+                own=micro.samples,
+                rows=micro.group_samples,
+            ):
                 value, weight = self._wrapped(micro.batch)
             seed = self._note(micro, value, weight)
             if micro.last and self._by_data:
@@ -127,7 +131,7 @@ class Stepper:
         if self._clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._module.zero_grad(set_to_none=True)  # also of parameters that no optimizer holds
         finished = Finished(self._sum, self._weight, norm)
         self._start_over()
         return finished

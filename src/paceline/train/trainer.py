@@ -10,6 +10,7 @@ in plain python it is one rank.
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -82,12 +83,16 @@ class Trainer:
         self.model, wrapper = unwrap(model)
         if wrapper:
             self._say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
-        self.model.to(self.world.device)
-        policy.prepare_model(self.model, config.precision)
+        self._loss_fn, self._criterion = loss_fn, criterion
+        for part in (self.model, criterion):
+            if isinstance(part, nn.Module):
+                part.to(self.world.device)
+                policy.prepare_model(part, config.precision)
         self._own_optimizer = optimizer is None
         self.optimizer = optimizer or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
-        build.require_same_parameters(self.model, self.optimizer)
-        self._loss_fn, self._criterion = loss_fn, criterion
+        left_out = build.check_parameters(self.model, self.optimizer)
+        if left_out:
+            self._say(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
         self._module = LossModule(self.model)
         self._wrapped = replicate(self._module, self.world.size, self.world.device)
         # From here on the ranks draw differently (dropout), the model being the same on all of them.
@@ -95,6 +100,8 @@ class Trainer:
         self.step_count = 0
         self.epoch = 0
         self._run: Path | None = None
+        self._micro_batch: int | None = None
+        self._first_step_done = False
 
     @property
     def is_main_process(self) -> bool:
@@ -108,26 +115,32 @@ class Trainer:
             data, val = build.build_data(self.config)
         if epochs is None and max_steps is None:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
-        batch = derive.derive_batch(self.config, self.world.size, adopt.loader_batch(data))
+        data = adopt.look_at(data, self.config.seed)
+        val = None if val is None else adopt.look_at(val, self.config.seed)
+        batch = derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
+        self._micro_batch = int(batch.micro_batch.value)
         loader = self._loader(data, batch.size, batch.groups)
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._open_run({**batch.rows(), **self._schedule_rows(schedule)}))
         total = _total_steps(loader.steps_per_epoch, epochs, max_steps)
         silent = self.config.quiet or not self.is_main_process
+        if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
+            self.model.train()
         with choose_display(total, self.step_count, silent=silent) as display:
             file = MetricsFile(self._run / "metrics.jsonl") if self._run and self.is_main_process else None
             recorder = Recorder(history, file, display, self.world.device)
-            self.model.train()
             loop.run(self._job(loader, batch, schedule, recorder, val, epochs, max_steps))
-        self._save_at_end()
+        if self._run is not None and history.steps:
+            self.save_checkpoint(self._run / "checkpoints" / f"step-{self.step_count:06d}")
         return history
 
     def evaluate(self, data: Any) -> float:
         """The mean loss over `data`, each sample counted once."""
-        plan = derive.derive_batch(self.config, self.world.size)
+        data = adopt.look_at(data, self.config.seed)
+        ranks = self.world.size
+        batch = adopt.batch_of(data, ranks) or derive.derive_batch(self.config, ranks).size
         # A loader for evaluation may have a batch size of its own; micro-batches stay no larger than training's.
-        batch = adopt.loader_batch(data) or plan.size
-        groups = -(-batch // (int(plan.micro_batch.value) * plan.data_ranks))
+        groups = -(-batch // (self._micro_batch * ranks)) if self._micro_batch else 1
         micros = self._loader(data, batch, groups, evaluating=True).micros(0, 1)
         return evaluate.evaluate(self._module, self._ready(micros), self.world.device, self.config.seed)
 
@@ -141,18 +154,22 @@ class Trainer:
         """Rank 0 writes and waits for nobody, so it may be called on all ranks or on rank 0 alone."""
         if not self.is_main_process:
             return
-        optimizer = self.optimizer.state_dict() if include_optimizer else None
-        snapshot = checkpoints.Snapshot(self.step_count, self.model.state_dict(), optimizer, metadata or {})
+        snapshot = checkpoints.Snapshot(
+            step=self.step_count,
+            epoch=self.epoch,
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict() if include_optimizer else None,
+            optimizer_kind=type(self.optimizer).__name__,
+            metadata=metadata or {},
+        )
         checkpoints.write(Path(folder), snapshot)
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Take over weights, optimizer and step; the metadata comes back. A matter of all ranks."""
         collectives.barrier()  # rank 0 may still be writing it
         snapshot = checkpoints.read(Path(folder))
-        build.load_weights(self.model, snapshot.model, folder)
-        if snapshot.optimizer is not None:
-            self.optimizer.load_state_dict(dict(snapshot.optimizer))
-        self.step_count = snapshot.step
+        build.restore(self.model, self.optimizer, snapshot, folder)
+        self.step_count, self.epoch = snapshot.step, snapshot.epoch
         return dict(snapshot.metadata)
 
     def _job(
@@ -189,13 +206,16 @@ class Trainer:
         )
 
     def _on_step(self, step: int, epoch: int) -> None:
-        if self.step_count == 0 and self.world.backend:
+        if not self._first_step_done:
             group.shorten_timeout(self.config.timeout)
+            self._first_step_done = True
         self.step_count, self.epoch = step, epoch
 
     def _schedule(self, plan: derive.SchedulePlan) -> Schedule | None:
         for parameters in self.optimizer.param_groups:
-            parameters.setdefault("initial_lr", float(plan.lr.value) if self._own_optimizer else parameters["lr"])
+            if self._own_optimizer:
+                parameters["initial_lr"] = float(plan.lr.value)
+            parameters.setdefault("initial_lr", parameters["lr"])
         settings = self.config.schedule
         if not self._own_optimizer and settings.name == "constant" and settings.warmup == 0:
             return None
@@ -229,21 +249,14 @@ class Trainer:
             yield micro
 
     def _open_run(self, rows: dict[str, derive.Derived]) -> str | None:
+        self._say(show.table(rows))
         if self._run is None:
             self._run = build.open_run(self.config, self.model, self.world.is_main)
-        if self.is_main_process:
-            self._say(show.table(rows))
-            if self._run is not None:
-                build.write_run(self._run, self.config, rows)
-        if self.world.size == 1 and not environment.was_launched():
-            self._say(f"one rank; to start more: paceline launch -n 2 {Path(sys.argv[0]).name}")
+            if self.world.size == 1 and not environment.was_launched():
+                self._say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
+        if self._run is not None and self.is_main_process:
+            build.write_run(self._run, self.config, rows)
         return str(self._run) if self._run else None
-
-    def _save_at_end(self) -> None:
-        if self._run is not None:
-            target = self._run / "checkpoints" / f"step-{self.step_count:06d}"
-            if not target.exists():
-                self.save_checkpoint(target)
 
     def _say(self, text: str) -> None:
         if self.is_main_process and not self.config.quiet:

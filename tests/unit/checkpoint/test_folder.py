@@ -15,14 +15,15 @@ def snapshot() -> Snapshot:
     optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.8, 0.9))
     weight.sum().backward()
     optimizer.step()
-    return Snapshot(5, {"w": weight.detach(), "same": weight.detach()}, optimizer.state_dict(), {"a": [1]})
+    weights = {"w": weight.detach(), "same": weight.detach()}
+    return Snapshot(5, 2, weights, optimizer.state_dict(), "AdamW", {"a": [1]})
 
 
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     before = snapshot()
     write(tmp_path / "c", before)
     after = read(tmp_path / "c")
-    assert (after.step, after.metadata) == (5, {"a": [1]})
+    assert (after.step, after.epoch, after.optimizer_kind, after.metadata) == (5, 2, "AdamW", {"a": [1]})
     assert torch.equal(after.model["w"], before.model["w"])
     assert before.optimizer is not None and after.optimizer is not None
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
@@ -40,7 +41,7 @@ def test_a_committed_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        write(tmp_path / "c", Snapshot(1, {"w": torch.ones(1)}, None, {"a": object()}))
+        write(tmp_path / "c", Snapshot(1, 0, {"w": torch.ones(1)}, metadata={"a": object()}))
     assert caught.value.code == "checkpoint.not-saved"
     assert list(tmp_path.iterdir()) == []
 

@@ -44,6 +44,7 @@ def test_a_loaders_batch_size_is_the_global_batch() -> None:
         (2, {"batch": 64, "micro_batch": 8, "accumulate": 3}, None),
         (2, {"batch": 64, "batch_per_rank": 8}, None),
         (2, {"batch": 64}, 32),
+        (2, {"batch_per_rank": 3}, 32),
     ],
 )
 def test_values_that_disagree_have_a_code(ranks: int, values: dict[str, int], loader_batch: int | None) -> None:
@@ -61,7 +62,7 @@ def test_every_derived_value_has_a_reason() -> None:
     config = Config.from_dict({"batch": 64, "schedule": {"name": "cosine", "warmup": 0.1}})
     rows = {**derive_batch(config, 2).rows(), **derive_schedule(config, 64, 10, 3, None).rows()}
     assert set(rows) == {
-        "world", "strategy", "layout", "batch", "micro_batch", "accumulate", "learning rate", "steps", "warm-up",
+        "world", "strategy", "layout", "batch", "micro_batch", "accumulate", "learning rate", "horizon", "warm-up",
     }  # fmt: skip
     assert all(row.reason for row in rows.values())
 

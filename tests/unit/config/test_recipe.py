@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from paceline.config import show
+from paceline.config import files, show
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
 from paceline.train.settings import Settings
@@ -19,6 +18,11 @@ def code_of(values: object = None, overrides: list[str] | None = None, path: Pat
         else:
             Config.from_dict(values or {}, overrides or [])  # type: ignore[arg-type]
     return f"{caught.value.code}: {caught.value}"
+
+
+def read_text(text: str, folder: Path) -> dict[str, object]:
+    (folder / "shown.yaml").write_text(text)
+    return files.read(folder / "shown.yaml")
 
 
 def test_yaml_and_toml_give_the_same_config(tmp_path: Path) -> None:
@@ -42,6 +46,19 @@ def test_an_override_that_is_none_has_a_code(override: str) -> None:
     assert "config.bad-override" in code_of({"batch": 8}, [override])
 
 
+def test_an_empty_section_is_an_empty_section() -> None:
+    assert Config.from_dict({"train": None}, ["train.epochs=3"]).train.epochs == 3
+    assert Config.from_dict({"schedule": None}).schedule.name == "constant"
+
+
+def test_numbers_become_text_where_they_are_for_the_environment() -> None:
+    assert Config.from_dict({"env": {"A": 3}}, ["env.B=4"]).env == {"A": "3", "B": "4"}
+
+
+def test_python_code_may_write_tuples() -> None:
+    assert Config.from_dict({"optimizer": {"betas": (0.9, 0.95)}}).optimizer.betas == [0.9, 0.95]
+
+
 def test_unknown_keys_are_refused_with_the_nearest_known() -> None:
     assert "did you mean 'batch'?" in code_of({"bach": 8})
     assert "did you mean 'epochs'?" in code_of({"train": {"epoch": 8}})
@@ -58,7 +75,10 @@ def test_unknown_keys_are_refused_with_the_nearest_known() -> None:
         {"optimizer": {"name": "adams"}},
         {"schedule": {"warmup": -1}},
         {"schedule": 3},
-        {"env": {"A": 3}},
+        {"schedule": {"warmup": 1.5}},
+        {"optimizer": {"lr": float("inf")}},
+        {"model": "gpt"},
+        {"env": {"A": True}},
         {"port": 70000},
     ],
 )
@@ -72,7 +92,9 @@ def test_a_missing_file_has_a_code(tmp_path: Path) -> None:
     assert "config.missing-file" in code_of(path=tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize("text", ["", "- a\n- b\n", "a: [1\n", "3: x\n", "a: !!python/object:os.system {}\n"])
+@pytest.mark.parametrize(
+    "text", ["", "- a\n- b\n", "a: [1\n", "3: x\n", "a: !!python/object:os.system {}\n", "a: 1\na: 2\n"]
+)
 def test_a_malformed_file_has_a_code(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
@@ -85,14 +107,25 @@ def test_a_malformed_toml_has_a_code(tmp_path: Path) -> None:
     assert "config.malformed" in code_of(path=path)
 
 
+@pytest.mark.parametrize("override", ["seed=2024-13-45", "batch=[1"])
+def test_an_override_that_can_not_be_read_has_a_code(override: str) -> None:
+    assert "config.malformed" in code_of({}, [override])
+
+
+def test_a_config_made_in_python_has_codes_too() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'batch'"):
+        Config(bach=3)  # type: ignore[call-arg]
+
+
 def test_a_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().batch = 3  # type: ignore[misc]
 
 
-def test_show_reads_back_as_the_same_config() -> None:
-    config = Config.from_dict({"model": {"name": "vae", "latent": 3}, "env": {"A": "x: y"}}, ["batch=4"])
-    again = Config.from_dict(yaml.safe_load(show.effective(config)))
+def test_show_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    odd = {"A": "x: y", "NO": "1e-3", "B": "on"}
+    config = Config.from_dict({"model": {"name": "vae", "latent": 3}, "env": odd}, ["batch=4"])
+    again = Config.from_dict(read_text(show.effective(config), tmp_path))
     assert again.to_dict() == config.to_dict()
 
 

@@ -70,8 +70,8 @@ def test_cifar10_is_cropped_and_flipped_by_the_samples_own_randomness(tmp_path: 
 
     write_cifar(tmp_path / "cifar-10-batches-bin")
     train, test = paceline.get_data("cifar10", folder=str(tmp_path))
-    samples = SeededSamples(train, seed=0)
-    assert samples.draws and not SeededSamples(test, seed=0).draws
+    samples = SeededSamples(train, seed=0, own_collate=False)
+    assert samples.draws and not SeededSamples(test, seed=0, own_collate=False).draws
     assert torch.equal(samples[(0, 3)]["inputs"], samples[(0, 3)]["inputs"])
     assert not torch.equal(samples[(0, 3)]["inputs"], samples[(1, 3)]["inputs"])
     assert samples[(0, 3)]["inputs"].shape == (3, 32, 32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import dist, noise
-from paceline.errors import WorldError
+from paceline.errors import ModelError, WorldError
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.noise import drawing
 
@@ -59,6 +59,7 @@ def test_moving_collectives_copy() -> None:
         (lambda: dist.all_gather([], torch.ones(2)), "world.bad-list"),
         (lambda: dist.scatter(torch.ones(2)), "world.bad-list"),
         (lambda: dist.broadcast_object(object()), "world.not-json"),
+        (lambda: dist.all_reduce(3.0), "world.not-a-tensor"),
     ],
 )
 def test_bad_calls_have_codes(call: object, code: str) -> None:
@@ -83,7 +84,7 @@ def test_a_place_that_can_not_be_has_a_code(bad: dict[str, str]) -> None:
 
 def test_noise_of_a_group_is_the_same_however_it_is_cut() -> None:
     def draw(start: int, rows: int) -> torch.Tensor:
-        with drawing(0, 5, 1, start=start, rows=6):
+        with drawing(0, 5, 1, start=start, own=rows, rows=6):
             return torch.cat([noise(torch.empty(rows, 3)), noise(torch.empty(rows, 3))], dim=1)
 
     whole = draw(0, 6)
@@ -93,10 +94,16 @@ def test_noise_of_a_group_is_the_same_however_it_is_cut() -> None:
 
 def test_noise_differs_between_steps_groups_and_seeds() -> None:
     def draw(seed: int, step: int, group: int) -> tuple[float, ...]:
-        with drawing(seed, step, group, start=0, rows=4):
+        with drawing(seed, step, group, start=0, own=4, rows=4):
             return tuple(noise(torch.empty(4)).tolist())
 
     assert len({draw(0, 0, 0), draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)}) == 4
+
+
+def test_noise_whose_rows_are_not_the_samples_has_a_code() -> None:
+    with pytest.raises(ModelError) as caught, drawing(0, 0, 0, start=0, own=4, rows=8):
+        noise(torch.empty(12, 3))
+    assert caught.value.code == "model.noise-rows"
 
 
 def test_noise_outside_a_step_is_drawn_from_the_global_generator() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 import tiny
@@ -58,6 +58,103 @@ def test_training_equals_the_hand_written_loop() -> None:
     assert (trainer.step_count, trainer.epoch, trainer.is_main_process) == (10, 1, True)
 
 
+def test_an_optimizer_over_a_part_of_the_model_leaves_the_rest_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-6)
+    trainer = paceline.Trainer(model, optimizer, criterion=nn.MSELoss(), batch=40, clip_norm=1e9, run=False)
+    norms = [record["grad_norm"] for record in trainer.train(points(), max_steps=6).steps]
+    assert torch.equal(model[0].weight, before)
+    assert norms[-1] == pytest.approx(norms[0], rel=1e-3)  # gradients that nobody uses do not pile up
+    assert "0.weight, 0.bias" in capsys.readouterr().out
+
+
+def test_a_second_call_and_a_resume_use_the_learning_rate_that_they_print(tmp_path: Path) -> None:
+    def one_step(lr: float, resume: bool) -> float:
+        trainer = paceline.Trainer(linear(), {"name": "sgd", "lr": lr}, criterion=nn.MSELoss(), run=False, quiet=True)
+        if resume:
+            trainer.load_checkpoint(tmp_path / "c")
+        rate = trainer.train(points(), max_steps=2 if resume else 1).steps[0]["lr"]
+        if not resume:
+            trainer.save_checkpoint(tmp_path / "c")
+        return float(rate)
+
+    assert one_step(0.1, resume=False) == 0.1
+    assert one_step(0.01, resume=True) == 0.01
+
+
+def test_a_checkpoint_of_another_optimizer_or_model_has_a_code(tmp_path: Path) -> None:
+    paceline.Trainer(linear(), {"name": "sgd"}, run=False, quiet=True).save_checkpoint(tmp_path / "c")
+    with pytest.raises(PacelineError) as optimizer:
+        paceline.Trainer(linear(), {"name": "adamw"}, run=False).load_checkpoint(tmp_path / "c")
+    with pytest.raises(PacelineError) as model:
+        paceline.Trainer(nn.Linear(4, 1), {"name": "sgd"}, run=False).load_checkpoint(tmp_path / "c")
+    assert (optimizer.value.code, model.value.code) == ("checkpoint.other-optimizer", "checkpoint.other-model")
+
+
+def test_evaluation_gives_back_the_mode_of_every_part() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[1].eval()
+    trainer = paceline.Trainer(model, criterion=nn.MSELoss(), batch=8, run=False, quiet=True)
+    trainer.train(points(), points(), epochs=1)
+    assert [part.training for part in model] == [True, False, True]
+    model.eval()
+    trainer.evaluate(points())
+    assert not model.training
+
+
+def test_a_criterion_with_weights_follows_the_models_numbers() -> None:
+    data = TensorDataset(torch.randn(8, 3), torch.tensor([0, 1] * 4))
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    trainer = paceline.Trainer(nn.Linear(3, 2), criterion=criterion, precision="fp64", batch=8, run=False, quiet=True)
+    assert len(trainer.train(data, max_steps=2).steps) == 2
+
+
+def test_a_stream_is_evaluated_once_an_epoch() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([points()[index] for index in range(20)])
+
+    trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, run=False, quiet=True)
+    history = trainer.train(Stream(), points(), epochs=3)
+    assert [record["step"] for record in history.evaluations] == [3, 6, 9]
+
+
+def test_ready_batches_know_their_size_before_training_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = points().tensors
+    trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), micro_batch=5, run=False)
+    batches = ((x[start : start + 20], y[start : start + 20]) for start in (0, 20))
+    assert len(trainer.train(batches, epochs=1).steps) == 2
+    assert "20" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  batch"))
+
+
+def test_two_trainers_under_one_launcher_do_not_share_a_folder(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = in_folder / "runs" / "script"
+    (given / "logs").mkdir(parents=True)
+    monkeypatch.setenv("PACELINE_RUN", str(given))
+
+    def run(name: str | None) -> str | None:
+        trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, quiet=True, run=name)
+        return trainer.train(points(), max_steps=1).run
+
+    assert run("mine") == str(in_folder / "runs" / "mine")
+    assert run(None) == str(given)
+    assert run(None) == str(in_folder / "runs" / "linear")
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_file_and_never_the_best(tmp_path: Path) -> None:
+    def bad(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0]).mean() * float("nan")
+
+    trainer = paceline.Trainer(linear(), loss_fn=bad, batch=8, quiet=True, run=str(tmp_path / "r"))
+    history = trainer.train(points(), points(), max_steps=1)
+    lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["loss"] is None for line in lines)
+    assert history.best is None
+
+
 def test_a_recipe_runs_from_python_as_the_command_line_runs_it(in_folder: Path) -> None:
     recipe = {key: value for key, value in tiny.recipe("mlp", batch=10).items() if key not in {"run", "quiet"}}
     (in_folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
@@ -73,7 +170,7 @@ def test_a_run_leaves_its_recipe_derived_values_metrics_and_checkpoint(in_folder
     config = paceline.Config.from_dict(values)
     history = paceline.Trainer.from_config(config).train()
     run = Path(history.run or "")
-    assert run == Path("runs/mlp")
+    assert run == in_folder / "runs" / "mlp"
     assert paceline.Config.from_file(run / "config.yaml").to_dict() == config.to_dict()
     assert json.loads((run / "derived.json").read_text())["batch"] == {"value": 10, "reason": "as set"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -82,7 +179,7 @@ def test_a_run_leaves_its_recipe_derived_values_metrics_and_checkpoint(in_folder
     assert [line["loss"] for line in lines if "evaluation" in line] == [r["loss"] for r in history.evaluations]
     assert (run / "checkpoints" / "step-000020" / "model.safetensors").is_file()
     again = paceline.Trainer.from_config(config).train()
-    assert again.run == "runs/mlp-2"
+    assert again.run == str(in_folder / "runs" / "mlp-2")
 
 
 def test_run_false_writes_nothing(in_folder: Path) -> None:
