@@ -1,0 +1,51 @@
+"""Every line of example code runs: fenced Python blocks of the docs, and the examples."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(BLOCKS) >= 5 and len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_of_the_docs_runs(block: str, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(block)
+    done = subprocess.run(
+        [sys.executable, "block.py"], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_on_two_ranks(example: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "launch", "-n", "2", str(example)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "->" in done.stdout
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    links = [
+        (page, target)
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    ]
+    assert links
+    assert [f"{page.name}: {target}" for page, target in links if not (page.parent / target).exists()] == []
