@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from paceline.data.named import register_data
+from paceline import register_data
 
 
 class Patterns(Dataset[dict[str, torch.Tensor]]):

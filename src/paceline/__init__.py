@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.config.recipe import Config
-    from paceline.data.named import get_data
+    from paceline.data.named import get_data, register_data
     from paceline.launcher.function import launch
     from paceline.models.loss import Loss
     from paceline.models.registry import get_model, register_model
@@ -35,6 +35,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "get_model": ("paceline.models.registry", "get_model"),
     "launch": ("paceline.launcher.function", "launch"),
     "noise": ("paceline.runtime.noise", "noise"),
+    "register_data": ("paceline.data.named", "register_data"),
     "register_model": ("paceline.models.registry", "register_model"),
     "testing": ("paceline.testing", None),
 }
@@ -50,6 +51,7 @@ __all__ = [
     "get_model",
     "launch",
     "noise",
+    "register_data",
     "register_model",
 ]
 

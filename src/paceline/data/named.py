@@ -8,55 +8,23 @@ the recipe may give.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
-from paceline.errors import DataError, did_you_mean
+from paceline.config.registry import Registry
+from paceline.errors import DataError
 
 Pair = tuple[Any, Any]
-Maker = Callable[..., Pair]
-
-_makers: dict[str, Maker] = {}
 
 
-def register_data(name: str) -> Callable[[Maker], Maker]:
-    """Make a function available as `data: {name: …}`."""
+def _load_embedded() -> None:
+    from paceline.data import cifar, shapes, text  # noqa: F401
 
-    def register(maker: Maker) -> Maker:
-        _makers[name] = maker
-        return maker
 
-    return register
+_registry: Registry[Pair] = Registry("dataset", DataError, _load_embedded, "paceline.register_data")
+register_data = _registry.register
+find_data = _registry.find
 
 
 def get_data(name: str, **options: Any) -> Pair:
     """The training and evaluation sets of a named dataset."""
-    return check_data(name, options)(**options)
-
-
-def check_data(name: str, options: dict[str, Any]) -> Maker:
-    """Whether there is such a dataset with such options, without reading it; returns what makes it."""
-    maker = _find(name)
-    known = inspect.signature(maker).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for option in options:
-        if option not in known and not takes_any:
-            raise DataError(
-                "unknown-option",
-                f"The dataset {name!r} has no option {option!r}: {did_you_mean(option, known)}",
-            )
-    return maker
-
-
-def _find(name: str) -> Maker:
-    # The embedded sets register themselves when they are imported, and are imported when somebody asks.
-    from paceline.data import cifar, shapes, text  # noqa: F401
-
-    if name not in _makers:
-        raise DataError(
-            "unknown-name",
-            f"There is no dataset named {name!r}: {did_you_mean(name, _makers)}",
-            fix="register your own with paceline.data.named.register_data",
-        )
-    return _makers[name]
+    return find_data(name, options)(**options)

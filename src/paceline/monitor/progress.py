@@ -68,7 +68,26 @@ class Bar:
         self._progress.console.print(text, markup=False, highlight=False)
 
 
-class Lines:
+class Silent:
+    """For ranks other than 0, and for those who asked for quiet."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def step(self, step: int) -> None:
+        pass
+
+    def show(self, standing: Standing) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class Lines(Silent):
     """A line at the first log point, then at most one every few seconds: a log file is read by people too."""
 
     SECONDS = 5.0
@@ -77,15 +96,6 @@ class Lines:
         self._total = total
         self._of = f"/{total}" if total else ""
         self._next = 0.0
-
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def step(self, step: int) -> None:
-        pass
 
     def show(self, standing: Standing) -> None:
         if time.monotonic() < self._next and standing.step != self._total:
@@ -99,25 +109,6 @@ class Lines:
 
     def note(self, text: str) -> None:
         print(text, flush=True)
-
-
-class Silent:
-    """For ranks other than 0, and for those who asked for quiet."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def step(self, step: int) -> None:
-        pass
-
-    def show(self, standing: Standing) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
 
 def choose_display(total: int | None, done: int, *, silent: bool) -> Display:

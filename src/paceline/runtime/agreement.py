@@ -20,12 +20,10 @@ def require_same_call(
 ) -> None:
     """Every rank must have come with the same collective; else name each rank with what it brought."""
     what = f"{operation}({_describe(tensor)}{', ' if tensor is not None and detail else ''}{detail})"
-    mine = what.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b" ")
-    device = objects.message_device(group)
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    sent = objects.as_tensor(what.encode()[:_DESCRIPTION_BYTES], _DESCRIPTION_BYTES, objects.message_device(group))
     received = [torch.empty_like(sent) for _ in range(torch_dist.get_world_size(group))]
     torch_dist.all_gather(received, sent, group=group)
-    calls = [bytes(data.cpu().numpy()).decode(errors="replace").strip() for data in received]
+    calls = [bytes(data.cpu().numpy()).decode(errors="replace").rstrip("\0") for data in received]
     if len(set(calls)) > 1:
         raise WorldError(
             "different-collectives",

@@ -46,7 +46,7 @@ def broadcast(value: Any, src: int, group: Group) -> Any:
         raise problem
     if size.item() == _FAILED:
         raise WorldError("not-json", f"Rank {src}'s object can't travel between ranks; its own error says why.")
-    data = _tensor(mine, int(size.item()), device)
+    data = as_tensor(mine, int(size.item()), device)
     torch_dist.broadcast(data, src, group=group)
     return decode(bytes(data.cpu().numpy()))
 
@@ -59,7 +59,7 @@ def all_gather(value: Any, group: Group) -> list[Any]:
     torch_dist.all_reduce(sizes, group=group)
     longest = int(sizes.max().item())
     gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    torch_dist.all_gather(gathered, _tensor(mine, longest, device), group=group)
+    torch_dist.all_gather(gathered, as_tensor(mine, longest, device), group=group)
     return [decode(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
@@ -70,9 +70,13 @@ def message_device(group: Group) -> torch.device:
     return torch.device("cpu")
 
 
-def _tensor(data: bytes, size: int, device: torch.device) -> torch.Tensor:
-    """The bytes, filled up to `size`, on the device."""
+def as_tensor(data: bytes, size: int, device: torch.device) -> torch.Tensor:
+    """The bytes, filled up to `size`, on the device.
+
+    A copy: gloo's own thread may be the last to let go of what it sends, and memory that belongs to a Python object can
+    be freed by Python's threads only, which at the end of a process there are none of.
+    """
     padded = bytearray(data.ljust(size, b"\0"))
     if not padded:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    return torch.frombuffer(padded, dtype=torch.uint8).clone().to(device)

@@ -15,9 +15,9 @@ from paceline.checkpoint.folder import Snapshot
 from paceline.config import derive, show
 from paceline.config.derive import Derived
 from paceline.config.recipe import Config
-from paceline.data.named import check_data, get_data
+from paceline.data.named import find_data, get_data
 from paceline.errors import CheckpointError, ConfigError, TrainError
-from paceline.models.registry import check_model, get_model
+from paceline.models.registry import find_model, get_model
 from paceline.runtime import collectives, environment, folder, seeds
 from paceline.runtime.device import choose_device
 
@@ -45,8 +45,8 @@ def check(config: Config, ranks: int) -> None:
         raise _missing("model", "gpt")
     if config.data is None:
         raise _missing("data", "stdlib-text")
-    check_model(config.model.name, config.model.options())
-    check_data(config.data.name, config.data.options())
+    find_model(config.model.name, config.model.options())
+    find_data(config.data.name, config.data.options())
     derive.derive_batch(config, ranks)
     choose_device(config.device, environment.Place())
     if config.train.epochs is None and config.train.max_steps is None:
