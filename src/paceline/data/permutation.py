@@ -20,7 +20,7 @@ from paceline.runtime.seeds import mix
 Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
-# Four rounds pass the tests of uniformity; eight leave a margin and cost 0.05 µs a sample (benchmarks/data_order.py).
+# Four rounds pass the tests of uniformity; eight leave a margin and cost 0.08 µs a sample (benchmarks/data_order.py).
 _ROUNDS = 8
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
