@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help train test lint docs bench clean
+.PHONY: help train test lint gpu docs bench clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
 	@echo "make test    lint, types, import rules and every test"
 	@echo "make lint    lint, types and import rules only"
+	@echo "make gpu     the tests that need a GPU"
 	@echo "make docs    run every line of code in the docs"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
 
@@ -33,6 +34,9 @@ lint: $(READY)
 
 test: lint
 	@$(BIN)/python -m pytest $(ARGS)
+
+gpu: $(READY)
+	@PACELINE_GPU_TESTS=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
 
 docs: $(READY)
 	@$(BIN)/python -m pytest tests/docs $(ARGS)

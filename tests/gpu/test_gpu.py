@@ -16,7 +16,7 @@ import paceline
 import tiny
 from paceline.errors import PacelineError
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="this machine has no GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
 
 
 def train(device: str, **changes: Any) -> paceline.History:

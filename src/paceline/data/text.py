@@ -46,7 +46,8 @@ class TextEvaluation(TextWindows):
         return torch.tensor(list(b"\n    def "))
 
     def decode(self, tokens: Tensor) -> str:
-        return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+        """The text of byte tokens; a model with a larger vocabulary may write others, which stand for nothing."""
+        return bytes(token if token < 256 else ord("?") for token in tokens.tolist()).decode("utf-8", errors="replace")
 
     def baselines(self) -> dict[str, float]:
         return {"bigram": bigram_loss(self._training_text, self.text)}

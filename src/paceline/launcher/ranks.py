@@ -19,7 +19,8 @@ def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) ->
                 "more-ranks-than-gpus",
                 f"{asked} ranks were asked for, but this machine shows {len(gpus)}: {', '.join(gpus)}.",
                 why="two ranks on one GPU share its memory and speed, and NCCL refuses them",
-                fix=f"ask for {len(gpus)} or fewer, or for CPU ranks with device: cpu",
+                fix=f"ask for {len(gpus)} or fewer; or for CPU ranks: device: cpu in a recipe, --cpu for a script, "
+                "CUDA_VISIBLE_DEVICES= in the environment elsewhere",
             )
         return asked, "as asked"
     if gpus:
