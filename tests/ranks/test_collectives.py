@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -93,8 +95,8 @@ def test_another_operation_is_named() -> None:
 
 
 @ranks(2)
-def test_main_goes_first(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "prepared"
+def test_main_goes_first(tmp_path: Path) -> None:
+    path = tmp_path / "prepared"
     with dist.main_first():
         assert dist.is_main() or path.exists()
         path.touch()
