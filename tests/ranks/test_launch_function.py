@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,24 +56,31 @@ def test_a_result_of_another_type_is_named() -> None:
         paceline.launch(lambda: {1: 2}, ranks=1)
 
 
+AFTER_THREADS = """
+import torch, paceline
+torch.set_num_threads(max(2, torch.get_num_threads()))
+torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+layer = torch.nn.Linear(100, 100)
+layer(torch.randn(64, 100)).sum().backward()
+
+def step():
+    layer(torch.randn(256, 100)).sum().backward()
+    tensor = torch.randn(600, 600) @ torch.randn(600, 600)
+    paceline.dist.all_reduce(tensor)
+    return 1.0
+
+for _ in range(20):
+    assert paceline.launch(step, ranks=2) == 1.0
+print("twenty of twenty")
+"""
+
+
 def test_it_works_after_the_parent_ran_threads_and_autograd_twenty_times_of_twenty() -> None:
-    def after_threads() -> None:
-        torch.set_num_threads(2)
-        torch.randn(1000, 1000) @ torch.randn(1000, 1000)
-        layer = torch.nn.Linear(100, 100)
-        layer(torch.randn(64, 100)).sum().backward()
-
-        def step() -> float:
-            layer(torch.randn(256, 100)).sum().backward()
-            tensor = torch.randn(600, 600) @ torch.randn(600, 600)
-            dist.all_reduce(tensor)
-            return 1.0
-
-        for _ in range(20):
-            assert paceline.launch(step, ranks=2) == 1.0
-
-    # In a process of its own: the other tests' parent should stay free of thread pools.
-    paceline.launch(after_threads, ranks=1)
+    """In an interpreter of its own, with as many threads as it likes."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", AFTER_THREADS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "twenty of twenty\n", done.stderr
 
 
 def test_ranks_draw_different_random_numbers() -> None:
@@ -178,7 +186,5 @@ def note():
 atexit.register(note)
 paceline.launch(lambda: None, ranks=2)
 """
-    import subprocess
-
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert (tmp_path / "exits").read_text() == "x"
