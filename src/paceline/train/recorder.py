@@ -61,6 +61,8 @@ class Recorder:
         self._display.show(Standing(last["step"], last["epoch"], last["loss"], last["lr"], rate))
 
     def evaluation(self, record: Record) -> None:
+        """Note an evaluation; its time does not count against training's speed."""
+        self._since = time.perf_counter()
         self._history.evaluations.append(record)
         if self._file is not None:
             self._file.append([{"evaluation": True, **record, "time": round(time.time(), 3)}])
