@@ -87,6 +87,7 @@ class ReadyBatches:
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._source = source
+        self.in_memory = isinstance(source, (list, tuple))
         with RandomStream(seed):
             items = iter(source)
             try:
@@ -110,7 +111,7 @@ class ReadyBatches:
 class BatchStream:
     """Ready global batches, of which each rank takes its rows."""
 
-    def __init__(self, source: Iterable[Any], batch: int, part: Cut, seed: int) -> None:
+    def __init__(self, source: ReadyBatches, batch: int, part: Cut, seed: int) -> None:
         self._source, self._batch, self._part, self._seed = source, batch, part, seed
 
     @property
@@ -121,8 +122,9 @@ class BatchStream:
         step = 0
         for epoch in range(epochs) if epochs is not None else count():
             before = step
-            # Every rank draws the same batches, also where the source shuffles.
-            for batch in drawn(self._source, self._seed, epoch):
+            # Every rank draws the same batches, also where the source shuffles; a list draws nothing.
+            source = self._source
+            for batch in source if source.in_memory else drawn(source, self._seed, epoch):
                 if step >= first_step:
                     yield from self._cut(batch, epoch, step)
                 step += 1
