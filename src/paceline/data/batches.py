@@ -47,7 +47,8 @@ def apply(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
     """Some samples of a ready batch: rows of what is as long as the batch, all of what is not (a class weight)."""
-    return _rows(batch, start, stop, samples_in(batch))
+    length = samples_in(batch)
+    return batch if (start, stop) == (0, length) else _rows(batch, start, stop, length)
 
 
 def _rows(batch: Any, start: int, stop: int, length: int) -> Any:

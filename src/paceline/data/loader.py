@@ -24,7 +24,7 @@ from paceline.errors import DataError
 from paceline.runtime.seeds import KeptRandomState
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Micro:
     """What one rank puts through the model at once, and where that lies in the run."""
 
@@ -105,7 +105,9 @@ class IndexedLoader:
                     batch = next(batches)
                 except StopIteration:
                     return
-            yield replace(planned.popleft(), batch=batch)
+            micro = planned.popleft()
+            micro.batch = batch
+            yield micro
 
     def _plan(self, first_step: int, epochs: int | None) -> Iterator[Micro]:
         """Every micro-batch to come, still without its data."""

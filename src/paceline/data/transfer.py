@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,20 +11,35 @@ from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import Micro
 
 
-def to_device(micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor]) -> Iterator[Micro]:
-    """Each micro-batch on `device`, in the numbers that `cast` gives."""
+def to_device(
+    micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor] | None
+) -> Iterator[Micro]:
+    """Each micro-batch on `device`, in the numbers that `cast` gives (None: those it has)."""
     if device.type == "cuda":
         return _prefetched(micros, device, cast)
-    return (replace(micro, batch=apply(micro.batch, lambda tensor: cast(tensor.to(device)))) for micro in micros)
+    return _moved(micros, device, cast)
 
 
-def _prefetched(micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor]) -> Iterator[Micro]:
+def _moved(micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor] | None) -> Iterator[Micro]:
+    for micro in micros:
+        if cast is not None or any(tensor.device != device for tensor in tensors_in(micro.batch)):
+            micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), cast))
+        yield micro
+
+
+def _changed(tensor: Tensor, cast: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return tensor if cast is None else cast(tensor)
+
+
+def _prefetched(
+    micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor] | None
+) -> Iterator[Micro]:
     side = torch.cuda.Stream(device)
 
     def copied(micro: Micro) -> Micro:
         with torch.cuda.stream(side):
-            batch = apply(micro.batch, lambda tensor: cast(tensor.to(device, non_blocking=True)))
-        return replace(micro, batch=batch)
+            micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device, non_blocking=True), cast))
+        return micro
 
     ahead: Micro | None = None
     for micro in micros:

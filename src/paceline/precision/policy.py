@@ -6,6 +6,8 @@ differ by in float32 is rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,8 +17,10 @@ def prepare_model(model: nn.Module, precision: str) -> None:
         model.double()
 
 
-def prepare_tensor(tensor: Tensor, precision: str) -> Tensor:
-    """An input in the model's numbers; whole numbers stay what they are."""
-    if precision == "fp64" and tensor.is_floating_point():
-        return tensor.to(torch.float64)
-    return tensor
+def input_cast(precision: str) -> Callable[[Tensor], Tensor] | None:
+    """What turns an input into the model's numbers; None where it has them already. Whole numbers stay as they are."""
+    return _to_double if precision == "fp64" else None
+
+
+def _to_double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor

@@ -9,10 +9,7 @@ it is `torch.randn_like`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,28 +18,26 @@ from paceline.errors import ModelError
 from paceline.runtime.seeds import mix
 
 
-@dataclass
-class _Draw:
-    """Where in the global micro-batch this rank's rows lie, and the generator of the next call."""
+class drawing:
+    """Within this context noise belongs to a group of `rows` samples, of which this rank has `own` from `start` on.
 
-    key: int
-    start: int
-    own: int
-    rows: int
-    calls: int = 0
+    A class, and its key computed only when somebody draws: this is entered for every micro-batch.
+    """
+
+    __slots__ = ("_token", "calls", "coordinates", "own", "rows", "start")
+
+    def __init__(self, seed: int, step: int, group: int, *, start: int, own: int, rows: int) -> None:
+        self.coordinates = (seed, step, group)
+        self.start, self.own, self.rows, self.calls = start, own, rows, 0
+
+    def __enter__(self) -> None:
+        self._token = _draw.set(self)
+
+    def __exit__(self, *exc: object) -> None:
+        _draw.reset(self._token)
 
 
-_draw: ContextVar[_Draw | None] = ContextVar("paceline_noise", default=None)
-
-
-@contextmanager
-def drawing(seed: int, step: int, group: int, *, start: int, own: int, rows: int) -> Iterator[None]:
-    """Within this context `noise` belongs to `rows` samples; `own` of them, from `start` on, are this rank's."""
-    token = _draw.set(_Draw(mix(seed, step, group), start, own, rows))
-    try:
-        yield
-    finally:
-        _draw.reset(token)
+_draw: ContextVar[drawing | None] = ContextVar("paceline_noise", default=None)
 
 
 def noise(like: Tensor) -> Tensor:
@@ -60,7 +55,7 @@ def noise(like: Tensor) -> Tensor:
             fix="draw with the samples as first dim, and reshape afterwards",
         )
     generator = torch.Generator(like.device)
-    generator.manual_seed(mix(draw.key, draw.calls))
+    generator.manual_seed(mix(*draw.coordinates, draw.calls))
     draw.calls += 1
     rows = max(draw.rows, draw.start + own)
     whole = torch.randn((rows, *like.shape[1:]), generator=generator, dtype=like.dtype, device=like.device)

@@ -66,6 +66,7 @@ class Stepper:
         self._module, self._wrapped, self._optimizer = module, wrapped, optimizer
         self._ranks, self._seed, self._clip_norm = ranks, seed, clip_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
         self._start_over()
 
     def _start_over(self) -> None:
@@ -131,7 +132,8 @@ class Stepper:
         if self._clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._optimizer.step()
-        self._module.zero_grad(set_to_none=True)  # also of parameters that no optimizer holds
+        for parameter in self._everything:
+            parameter.grad = None
         finished = Finished(self._sum, self._weight, norm)
         self._start_over()
         return finished

@@ -241,8 +241,7 @@ class Trainer:
 
     def _ready(self, micros: Any) -> Any:
         """Micro-batches on the device; the first of them decides how the model is called."""
-        cast = functools.partial(policy.prepare_tensor, precision=self.config.precision)
-        for micro in to_device(micros, self.world.device, cast):
+        for micro in to_device(micros, self.world.device, policy.input_cast(self.config.precision)):
             if self._module.call is None:
                 self._module.call, rule = choose_call(self.model, micro.batch, self._loss_fn, self._criterion)
                 self._say(f"loss: {rule}")
