@@ -34,27 +34,22 @@ def _changed(tensor: Tensor, cast: Callable[[Tensor], Tensor] | None) -> Tensor:
 def _prefetched(
     micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor] | None
 ) -> Iterator[Micro]:
-    side = torch.cuda.Stream(device)
-
-    def copied(micro: Micro) -> Micro:
+    side, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    ahead: tuple[Micro, torch.cuda.Event] | None = None
+    for micro in micros:
         with torch.cuda.stream(side):
             micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device, non_blocking=True), cast))
-        return micro
-
-    ahead: Micro | None = None
-    for micro in micros:
-        following = copied(micro)
+            copied = side.record_event()
         if ahead is not None:
-            yield _arrived(ahead, side, device)
-        ahead = following
+            yield _arrived(*ahead, compute)
+        ahead = (micro, copied)
     if ahead is not None:
-        yield _arrived(ahead, side, device)
+        yield _arrived(*ahead, compute)
 
 
-def _arrived(micro: Micro, side: torch.cuda.Stream, device: torch.device) -> Micro:
-    """Compute waits for the copy, and the allocator learns that compute uses the memory."""
-    compute = torch.cuda.current_stream(device)
-    compute.wait_stream(side)
+def _arrived(micro: Micro, copied: torch.cuda.Event, compute: torch.cuda.Stream) -> Micro:
+    """Compute waits for this copy, not for the next, and the allocator learns that compute uses the memory."""
+    compute.wait_event(copied)
     for tensor in tensors_in(micro.batch):
         tensor.record_stream(compute)
     return micro
