@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -143,6 +144,63 @@ def test_a_killed_rank_is_named_not_those_that_missed_it(tmp_path: Path) -> None
     for options in ([], ["--fresh"]):
         done = paceline("launch", "-n", "3", *options, write(tmp_path, script), cwd=tmp_path)
         assert (done.returncode, "rank 1 ended with signal SIGKILL" in done.stderr) == (137, True), done.stderr
+
+
+def test_a_rank_that_answers_the_launchers_signal_is_not_the_cause(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    open("ready", "w").close()
+    time.sleep(100)
+while not os.path.exists("ready"):
+    time.sleep(0.01)
+raise ValueError("the real cause")
+"""
+    done = paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
+    assert done.stderr.rstrip().endswith("ValueError: the real cause")
+    assert "rank 1 failed first" in done.stderr
+
+
+def test_exit_functions_run_also_when_a_rank_fails(tmp_path: Path) -> None:
+    for end in ("sys.exit(3)", "1 / 0"):
+        script = write(tmp_path, f"import atexit, sys; atexit.register(print, 'tidied'); {end}")
+        assert "tidied" in paceline("launch", "-n", "1", script, cwd=tmp_path).stdout
+
+
+def test_streams_that_are_closed_are_no_obstacle(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; sys.stdin.read(); print('said'); open('done', 'w').close()")
+    command = f"exec {' '.join(PACELINE)} launch -n 1 script.py <&- >&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=110)
+    assert done.returncode == 0 and (tmp_path / "done").exists()
+    assert "said" in (tmp_path / "runs/script/logs/rank-0.log").read_text()
+
+
+def test_in_a_terminal_a_bar_stays_live_and_its_last_state_is_logged(tmp_path: Path) -> None:
+    script = """
+import sys
+assert sys.stdout.isatty()
+for frame in range(3000):
+    sys.stdout.write(f"\\r\\x1b[2Kframe {frame} " + "." * 1000)
+print("\\nend")
+"""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*PACELINE, "launch", "-n", "1", write(tmp_path, script)], cwd=tmp_path, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    screen = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # Linux's way to say that the other side is closed
+            break
+        screen += data
+    os.close(ours)
+    assert process.wait(timeout=100) == 0
+    assert b"frame 17 " in screen and b"frame 2999 " in screen
+    logged = (tmp_path / "runs/script/logs/rank-0.log").read_text().splitlines()
+    assert logged[-1] == "end" and logged[-2].startswith("frame 2999 ") and len(logged) == 3
 
 
 @pytest.mark.parametrize(
@@ -286,6 +344,27 @@ def test_fallback_goes_on_and_says_so(tmp_path: Path, key: str) -> None:
     assert done.returncode == 0, done.stderr
     assert ("going on as one rank" if key == "port" else "going on with gloo") in done.stderr
     assert f"replicate={1 if key == 'port' else 2}" in done.stdout
+
+
+def test_fallback_goes_on_alone_when_the_others_never_come(tmp_path: Path) -> None:
+    script = """
+import torch, paceline
+data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+trainer = paceline.Trainer(
+    torch.nn.Linear(2, 1), criterion=torch.nn.MSELoss(), batch=4, run=False, fallback=True, timeout=2.0
+)
+print("world", trainer.world.size, "steps", len(trainer.train(data, epochs=1).steps))
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, write(tmp_path, script)], cwd=tmp_path, env={**os.environ, **alone},
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert "world 1 steps 2" in done.stdout, done.stderr
+    assert "going on as one rank" in done.stderr
 
 
 def test_explain_shows_a_codes_page(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import paceline
 from paceline import dist
 from paceline.errors import PacelineError
+from paceline.testing import ranks
 
 
 def total(scale: float = 1.0) -> dict[str, Any]:
@@ -175,6 +176,13 @@ def test_cpu_ranks_are_never_limited_by_cores() -> None:
 def test_rank_zero_is_shown_and_the_others_are_not(capfd: pytest.CaptureFixture[str]) -> None:
     paceline.launch(lambda: print(f"hello from {dist.rank()}"), ranks=2)
     assert capfd.readouterr().out == "hello from 0\n"
+
+
+@ranks(1)
+def test_a_launch_from_inside_a_process_group_is_refused() -> None:
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(dist.world, ranks=2)
+    assert caught.value.code == "launch.group-already-open"
 
 
 def test_a_parents_work_at_exit_is_not_done_by_ranks(tmp_path: Path) -> None:

@@ -119,6 +119,32 @@ def trainer_alone(data: TensorDataset, batches: list[list[int]]) -> nn.Linear:
     return model
 
 
+@pytest.mark.parametrize("claim", ["replicas", "rank"])
+def test_a_distributed_sampler_that_does_not_fit_the_world_has_a_code(claim: str) -> None:
+    def train() -> None:
+        data = points()
+        replicas, rank = (1, 0) if claim == "replicas" else (2, 0)
+        sampler = DistributedSampler(data, num_replicas=replicas, rank=rank)
+        trainer(batch=None).train(DataLoader(data, batch_size=4, sampler=sampler), epochs=1)
+
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(train, ranks=2)
+    assert caught.value.code == "data.wrong-sampler"
+
+
+@ranks(2)
+def test_running_statistics_are_one_models_in_evaluation_and_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    own = paceline.Trainer(model, criterion=nn.MSELoss(), batch=8, run=False, quiet=True)
+    own.train(points(), epochs=1)
+    statistics = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(statistics, model[1].running_mean)
+    assert torch.equal(*statistics)
+    x, y = points(10).tensors
+    model.eval()
+    assert own.evaluate(points(10)) == pytest.approx(nn.functional.mse_loss(model(x), y).item(), rel=1e-5)
+
+
 @ranks(2)
 def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
     def nothing(model: nn.Module, batch: Any) -> paceline.Loss:

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
             save_file(_plain(tensors), partial / "optimizer.safetensors")
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         _commit(partial, folder)
-    except (OSError, TypeError, SafetensorError) as error:
+    except (OSError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
             "not-saved",
             f"The checkpoint {folder} could not be written: {error}.",
@@ -72,6 +73,12 @@ def write(folder: Path, snapshot: Snapshot) -> None:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def free_name(folder: Path) -> Path:
+    """The folder itself, or with a number behind it: a run that went back and came to the same step again."""
+    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -39,8 +40,19 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """An error with a code is its text, not a traceback."""
+    _open_closed_streams()
     try:
         app()
     except PacelineError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _open_closed_streams() -> None:
+    """A command started with a closed descriptor (`>&-`) would hand that number to the next file it opens."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

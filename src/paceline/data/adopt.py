@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,14 +75,46 @@ def batch_of(data: Any, ranks: int) -> int | None:
     return size * ranks if size and _is_distributed(data) else size
 
 
+def claim(data: Any) -> dict[str, int] | None:
+    """What a DistributedSampler takes for granted about the world, to be compared between the ranks."""
+    if not isinstance(data, DataLoader) or not _is_distributed(data):
+        return None
+    sampler = _sampler(data)
+    return {"replicas": sampler.num_replicas, "rank": sampler.rank, "batches": len(data)}
+
+
+def require_true_claims(claims: Sequence[dict[str, int] | None]) -> None:
+    """Each rank's claim, in the order of ranks: samplers that do not share out the data between them are an error."""
+    if None in claims and any(claims):
+        raise _wrong_sampler("some ranks have a DistributedSampler and some have not")
+    for rank, own in enumerate(claims):
+        if own is None:
+            continue
+        if own["replicas"] != len(claims) or own["rank"] != rank:
+            raise _wrong_sampler(
+                f"rank {rank}'s is for rank {own['rank']} of {own['replicas']}, in a world of {len(claims)}"
+            )
+        if claims[0] is not None and own["batches"] != claims[0]["batches"]:
+            raise _wrong_sampler(f"rank 0 has {claims[0]['batches']} batches an epoch, rank {rank} {own['batches']}")
+
+
+def _wrong_sampler(what: str) -> DataError:
+    return DataError(
+        "wrong-sampler",
+        f"The DistributedSampler does not fit this world: {what}.",
+        why="ranks would train on each other's samples, or wait for batches that never come",
+        fix="give the dataset, or a DataLoader without DistributedSampler: the Trainer shares it out exactly",
+    )
+
+
 def adopt(data: Any, wish: Wish, say: Callable[[str], None]) -> Loader:
     """The loader for `data`; `say` gets a line where the choice is one that the user should know."""
     if isinstance(data, ReadyBatches):
         say("data: taken as ready global batches, cut by rank")
         return BatchStream(data, wish.batch, wish.part, wish.seed)
-    reading = Reading(workers=wish.workers, pin_memory=wish.pin_memory)
     if isinstance(data, DataLoader):
         return _adopt_loader(data, wish, say)
+    reading = Reading(workers=wish.workers, pin_memory=wish.pin_memory)
     if isinstance(data, IterableDataset):
         return _stream(data, wish, reading, say)
     return _indexed(data, wish, reading)

@@ -6,6 +6,7 @@ rank or worker reads it, and another way in the next epoch. A collate function t
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 from zlib import crc32
 
@@ -47,7 +48,10 @@ class SeededSamples(Dataset[Any]):
 
 def _numbers(key: Key) -> tuple[int, int]:
     epoch, index = key
-    return epoch, index if isinstance(index, int) else crc32(repr(index).encode())
+    try:
+        return epoch, operator.index(index)
+    except TypeError:  # a name, say
+        return epoch, crc32(repr(index).encode())
 
 
 def draws_randomness(dataset: Any) -> bool:

@@ -58,6 +58,8 @@ class SampleStream:
         )
 
     def _cuts(self, epoch: int, step: int, first_step: int) -> Iterator[Micro]:
+        if callable(getattr(self._dataset, "set_epoch", None)):
+            self._dataset.set_epoch(epoch)  # in the worker, which every epoch starts anew
         samples = iter(self._dataset)
         for chunk in iter(lambda: list(islice(samples, self._batch)), []):
             if self._drop_last and len(chunk) < self._batch:
@@ -123,13 +125,19 @@ class BatchStream:
         for epoch in range(epochs) if epochs is not None else count():
             before = step
             # Every rank draws the same batches, also where the source shuffles; a list draws nothing.
-            source = self._source
-            for batch in source if source.in_memory else drawn(source, self._seed, epoch):
+            for batch in self._batches(epoch):
                 if step >= first_step:
                     yield from self._cut(batch, epoch, step)
                 step += 1
             if step == before:
                 raise no_samples()
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        if self._source.in_memory:
+            yield from self._source
+        else:
+            for [batch] in drawn(self._source, self._seed, epoch, 1):
+                yield batch
 
     def _cut(self, batch: Any, epoch: int, step: int) -> Iterator[Micro]:
         total, part = samples_in(batch), self._part

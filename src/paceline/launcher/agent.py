@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -97,7 +98,7 @@ def _listen(port: int | None) -> socket.socket:
         listener.close()
         raise LaunchError(
             "port-in-use",
-            f"Port {port} can't be opened: {error.strerror}.",
+            f"{f'Port {port}' if port else 'A port on loopback'} can't be opened: {error.strerror}.",
             why="another program listens there, or it needs rights",
             fix="choose another port, or leave it out: a free one is found",
         ) from None
@@ -116,7 +117,7 @@ class Start:
 
 def run_forked(body: Callable[[], None], start: Start) -> None:
     """Run `body` in forked ranks until all are done; raises the first failure."""
-    _refuse_open_gpu()
+    _refuse_what_can_not_be_forked()
     # multiprocessing closes the standard input of what it forks: rank 0 gets it back from a copy.
     stdin = _copy_of_stdin()
     try:
@@ -130,7 +131,7 @@ def run_fresh(target: Target, start: Start) -> None:
     """Run a target in new interpreters: for variables that act when torch is imported, and for programs."""
     spec = start.logs / "target.json"
     spec.write_text(json.dumps({**target.to_json(), "logs": str(start.logs)}))
-    _run(sys.executable, ("-u", "-m", "paceline.launcher.child", str(spec)), start)
+    _run(sys.executable, ("-u", "-P", "-m", "paceline.launcher.child", str(spec)), start)
 
 
 def _copy_of_stdin() -> int | None:
@@ -140,9 +141,16 @@ def _copy_of_stdin() -> int | None:
         return None  # it was closed
 
 
-def _refuse_open_gpu() -> None:
+def _refuse_what_can_not_be_forked() -> None:
     import torch
 
+    if torch.distributed.is_initialized():
+        raise LaunchError(
+            "group-already-open",
+            "This process is in a process group, so ranks can't be forked from it.",
+            why="they would take themselves for members of that group, and wait for each other in it",
+            fix="call launch() before the group opens, or after it is closed",
+        )
     if torch.cuda.is_initialized():
         raise LaunchError(
             "gpu-already-open",
@@ -164,7 +172,8 @@ def _run(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -
 def _supervise(
     entry: Callable[[], None] | str, args: tuple[str, ...], start: Start
 ) -> dict[int, int] | SignalException:
-    """Run the agent to its end: nothing if all went well, else each rank's exit code; or the signal that ended it."""
+    """Run the agent to its end: nothing if all went well, else the exit codes of the ranks that failed before the
+    others were ended; or the signal that ended it all."""
     meeting = OneNode(start.port)
     spec = WorkerSpec(
         role="rank",
@@ -184,23 +193,37 @@ def _supervise(
         _quiet_agent(),
         _signals_restored(),
     ):
-        agent = LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
+        agent = _Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
+        agent.died_first = {}
         try:
-            return _exit_codes(agent) if agent.run().is_failed() else {}
+            result = agent.run()
         except SignalException as caught:
             return caught.with_traceback(None)
+        if not result.is_failed():
+            return {}
+        return agent.died_first or {rank: failed.exitcode for rank, failed in result.failures.items()}
 
 
-def _exit_codes(agent: LocalElasticAgent) -> dict[int, int]:
-    """How every rank ended. The agent's own result names one rank only, and not always the first."""
-    context = agent._pcontext
+class _Agent(LocalElasticAgent):
+    """torch's agent, which also notes who was dead before it began to end the others.
+
+    Its own result names one rank only, the lowest: a killed rank 1 would show up as rank 0's lost connection.
+    """
+
+    died_first: dict[int, int]
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        self.died_first = {rank: code for rank, code in _exit_codes(self._pcontext).items() if code}
+        return super()._monitor_workers(worker_group)
+
+
+def _exit_codes(context: Any) -> dict[int, int | None]:
+    """How each rank ended, None for those that run."""
     if isinstance(context, MultiprocessContext) and context._pc is not None:
-        codes = {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
-    elif isinstance(context, SubprocessContext):
-        codes = {rank: handler.proc.returncode for rank, handler in context.subprocess_handlers.items()}
-    else:
-        codes = {}
-    return {rank: code for rank, code in codes.items() if code is not None} or {0: 1}
+        return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
+    if isinstance(context, SubprocessContext):
+        return {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
+    return {}
 
 
 @contextmanager
@@ -245,6 +268,8 @@ def _signals_restored() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
+            if handler is None:
+                continue  # set by other than Python code, which no one here could replace
             try:
                 signal.signal(number, handler)
             except ValueError:

@@ -26,6 +26,7 @@ from paceline.launcher.target import Target
 from paceline.runtime import environment, folder
 
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: a signal to get when the parent ends
+_EXIT_SECONDS = 10.0
 
 
 def run_rank(body: Callable[[], None], logs: Path, stdin: int | None = None) -> None:
@@ -52,9 +53,18 @@ def run_rank(body: Callable[[], None], logs: Path, stdin: int | None = None) -> 
             file.write(failure.text)
         code = failure.exit_code
     if code:
-        _flush()
-        os._exit(code)
+        _fail(code)
     _finish()
+
+
+def _fail(code: int) -> None:
+    """The end of a rank that failed: its exit functions run, but may not hold it up (a group may be hard to close)."""
+    watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+    watchdog.daemon = True
+    watchdog.start()
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
 
 
 def _finish() -> None:
@@ -85,6 +95,8 @@ def _forget_parent() -> None:
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    if "paceline.runtime.group" in sys.modules:
+        sys.modules["paceline.runtime.group"].forget()
 
 
 def _direct_streams(log: Path | None, stdin: int | None) -> None:

@@ -8,6 +8,7 @@ pseudo-terminal, so that progress bars stay live; the log keeps the last state o
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import pty
 import re
@@ -15,9 +16,11 @@ import selectors
 import signal
 import sys
 import termios
+import time
 from pathlib import Path
 from types import FrameType
 
+_DRAIN_SECONDS = 2.0
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
 
 
@@ -95,18 +98,20 @@ def _copy(routes: dict[int, int], stop: int, log: Path, *, terminal: bool) -> No
     with log.open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
         for reader in (*routes, stop):
             selector.register(reader, selectors.EVENT_READ)
-        pending, patience = b"", None
-        while ready := selector.select(patience):
+        pending, patience, end = b"", None, math.inf
+        while (ready := selector.select(patience)) and time.monotonic() < end:
             for key, _ in ready:
                 data = _read(key.fd)
                 if key.fd == stop:
-                    patience = 0.0
+                    patience, end = 0.0, time.monotonic() + _DRAIN_SECONDS
                 if not data:
                     selector.unregister(key.fd)
                     continue
                 _write(routes[key.fd], data)
                 if terminal:
                     *lines, pending = (pending + data).split(b"\n")
+                    # A bar redraws its line for hours without ever ending it: only the last state is kept.
+                    pending = pending[pending.rstrip(b"\r").rfind(b"\r") + 1 :]
                     file.write(b"".join(_plain(line) + b"\n" for line in lines))
                 else:
                     file.write(data)

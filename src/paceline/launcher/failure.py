@@ -67,17 +67,16 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
-    """The failure that came first.
+    """The failure that came first, given the exit codes of ranks that had failed before the others were ended.
 
-    A rank that was ended by a signal, or left without a word, could leave no record: the others failed because it was
-    gone, so it goes before all of them. Ranks that the launcher itself ended (SIGTERM) are nobody's cause.
+    One of them that left no record was ended by a signal, or left without a word: those that did leave one failed
+    because it was gone. Else the earliest record counts.
     """
     records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
     silent = set(exit_codes) - {record.rank for record in records}
-    dead = [rank for rank in silent if exit_codes[rank] not in (0, -signal.SIGTERM, -signal.SIGINT)]
-    if records and not dead:
+    if records and not silent:
         return min(records, key=lambda record: record.time)
-    rank = min(dead or silent or {0})
+    rank = min(silent, default=0)
     code = exit_codes.get(rank, 1)
     return Failure(rank, time.time(), code, f"rank {rank} ended with {_cause(code)}, without a traceback\n")
 

@@ -99,7 +99,8 @@ def _run_ranks(launch: Launch, logs: Path, run: Callable[[Start], None]) -> None
 
 def _share_cores(ranks: int) -> None:
     """A fair share of the cores for each rank, unless somebody decided otherwise; torchrun would give it one."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
 @contextmanager

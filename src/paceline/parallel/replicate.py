@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.runtime import collectives
+
 
 def replicate(step: nn.Module, ranks: int, device: torch.device) -> nn.Module:
     """The step, with its gradients averaged over `ranks`; one rank needs no wrapping."""
@@ -15,6 +17,13 @@ def replicate(step: nn.Module, ranks: int, device: torch.device) -> nn.Module:
         return step
     options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
     return DistributedDataParallel(step, gradient_as_bucket_view=True, **options)
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Rank 0's buffers (a BatchNorm's running statistics) on every rank: DDP does that before a forward, not after the
+    last one, and an evaluation has to be of one model."""
+    for buffer in model.buffers():
+        collectives.broadcast(buffer)
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:

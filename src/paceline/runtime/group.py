@@ -75,7 +75,7 @@ def join(
     _require_master(place)
     name = backend or default_backend(chosen)
     try:
-        _open(name, max(timeout, FIRST_STEP_SECONDS))
+        _open(name, timeout)
     except Exception as error:
         if not fallback:
             raise _failed_start(name, place, error) from error
@@ -88,7 +88,9 @@ def default_backend(device: torch.device) -> str:
 
 
 def _open(backend: str, timeout: float) -> None:
+    """Ranks have `timeout` to meet; once they have, the first step has longer."""
     torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    _set_timeout(max(timeout, FIRST_STEP_SECONDS))
     if backend == "nccl":
         # NCCL meets at the first collective, not before: whether it can start is known only then.
         torch_dist.all_reduce(torch.zeros(1, device="cuda"))
@@ -103,7 +105,7 @@ def _fall_back(backend: str, place: Place, device: torch.device, timeout: float,
     if backend != "gloo":
         _say(f"fallback: {backend} could not start ({_first_line(error)}); going on with gloo", place)
         try:
-            _open("gloo", max(timeout, FIRST_STEP_SECONDS))
+            _open("gloo", timeout)
         except Exception as second:
             error = second
         else:
@@ -155,10 +157,19 @@ def _failed_start(backend: str, place: Place, error: Exception) -> WorldError:
 
 def shorten_timeout(seconds: float) -> None:
     """After the first step of a group of ours: from now on a rank that does not come is missed sooner."""
-    if not _ours:
-        return
+    if _ours:
+        _set_timeout(seconds)
+
+
+def _set_timeout(seconds: float) -> None:
     # torch has had this setter, with its underscore, since 2.2; it has no public twin.
     torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
+
+
+def forget() -> None:
+    """A forked process knows nothing of what its parent opened."""
+    global _ours, _alone
+    _ours = _alone = False
 
 
 def leave() -> None:

@@ -29,7 +29,7 @@ from paceline.monitor.metrics import MetricsFile
 from paceline.monitor.progress import choose_display
 from paceline.optim.build import build_optimizer
 from paceline.optim.schedule import Schedule
-from paceline.parallel.replicate import replicate, unwrap
+from paceline.parallel.replicate import replicate, share_buffers, unwrap
 from paceline.precision import policy
 from paceline.runtime import agreement, collectives, environment, group, seeds
 from paceline.train import build, evaluate, loop
@@ -117,6 +117,7 @@ class Trainer:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         data = adopt.look_at(data, self.config.seed)
         val = None if val is None else adopt.look_at(val, self.config.seed)
+        adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data)))
         batch = derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
         self._micro_batch = int(batch.micro_batch.value)
         loader = self._loader(data, batch.size, batch.groups)
@@ -130,12 +131,14 @@ class Trainer:
             file = MetricsFile(self._run / "metrics.jsonl") if self._run and self.is_main_process else None
             recorder = Recorder(history, file, display, self.world.device)
             loop.run(self._job(loader, batch, schedule, recorder, val, epochs, max_steps))
+        share_buffers(self.model)
         if self._run is not None and history.steps:
-            self.save_checkpoint(self._run / "checkpoints" / f"step-{self.step_count:06d}")
+            self.save_checkpoint(checkpoints.free_name(self._run / "checkpoints" / f"step-{self.step_count:06d}"))
         return history
 
     def evaluate(self, data: Any) -> float:
-        """The mean loss over `data`, each sample counted once."""
+        """The mean loss over `data`, each sample counted once. A matter of all ranks."""
+        share_buffers(self.model)
         data = adopt.look_at(data, self.config.seed)
         ranks = self.world.size
         batch = adopt.batch_of(data, ranks) or derive.derive_batch(self.config, ranks).size

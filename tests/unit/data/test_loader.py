@@ -182,6 +182,30 @@ def test_another_sampler_is_one_stream_of_indices_for_all_ranks() -> None:
     assert alone[:3] != alone[3:]
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_a_batch_sampler_may_yield_arrays(kind: Any) -> None:
+    class Arrays(Sampler[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield kind([0, 2, 4])
+            yield kind([6])
+
+    loader = DataLoader(Numbers(10), batch_sampler=Arrays())
+    assert [sorted(step) for step in samples_by_step(loader, 2, batch=3)] == [[0, 2, 4], [6]]
+
+
+def test_an_iterable_dataset_is_told_the_epoch() -> None:
+    class Told(Stream):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from torch.arange(3) + 10 * self.epoch
+
+    assert samples_by_step(Told(3), 1, batch=3, epochs=2) == [[0, 1, 2], [10, 11, 12]]
+
+
 def test_a_sampler_inside_a_plain_batch_sampler_is_honoured() -> None:
     batches = BatchSampler(SubsetRandomSampler([1, 2, 3, 4, 5]), 2, drop_last=True)
     steps = samples_by_step(DataLoader(Numbers(12), batch_sampler=batches), 1, batch=2)

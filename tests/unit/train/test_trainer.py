@@ -209,6 +209,17 @@ def test_a_checkpoint_resumes_as_if_training_had_not_stopped(tmp_path: Path) -> 
     )
 
 
+def test_a_run_that_goes_back_keeps_both_checkpoints_of_a_step(tmp_path: Path) -> None:
+    trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, quiet=True, run=str(tmp_path / "r"))
+    trainer.train(points(), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "early")
+    trainer.train(points(), max_steps=4)
+    trainer.load_checkpoint(tmp_path / "early")
+    trainer.train(points(), max_steps=4)
+    names = sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir())
+    assert names == ["step-000002", "step-000004", "step-000004-2"]
+
+
 def test_training_that_is_already_done_does_nothing() -> None:
     trainer = paceline.Trainer.from_config(paceline.Config.from_dict(tiny.recipe("mlp", batch=10)))
     trainer.train()
