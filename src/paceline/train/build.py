@@ -15,6 +15,7 @@ from paceline.checkpoint.folder import Snapshot
 from paceline.config import derive, show
 from paceline.config.derive import Derived
 from paceline.config.recipe import Config
+from paceline.config.sections import Named
 from paceline.data.named import find_data, get_data
 from paceline.errors import CheckpointError, ConfigError, TrainError
 from paceline.models.registry import find_model, get_model
@@ -26,39 +27,36 @@ CONFIG = "config.yaml"
 
 def build_model(config: Config) -> nn.Module:
     """The recipe's model, with the same initial weights on every rank."""
-    if config.model is None:
-        raise _missing("model", "gpt")
+    section = _named(config.model, "model", "gpt")
     seeds.seed_everything(seeds.mix(config.seed, 0) >> 1)
-    return get_model(config.model.name)(config)
+    return get_model(section.name)(config)
 
 
 def build_data(config: Config) -> tuple[Any, Any]:
     """The recipe's training and evaluation sets."""
-    if config.data is None:
-        raise _missing("data", "stdlib-text")
-    return get_data(config.data.name, **config.data.options())
+    section = _named(config.data, "data", "stdlib-text")
+    return get_data(section.name, **section.options())
 
 
 def check(config: Config, ranks: int) -> None:
     """What can be known to be wrong before any rank starts."""
-    if config.model is None:
-        raise _missing("model", "gpt")
-    if config.data is None:
-        raise _missing("data", "stdlib-text")
-    find_model(config.model.name, config.model.options())
-    find_data(config.data.name, config.data.options())
+    model, data = _named(config.model, "model", "gpt"), _named(config.data, "data", "stdlib-text")
+    find_model(model.name, model.options())
+    find_data(data.name, data.options())
     derive.derive_batch(config, ranks)
     choose_device(config.device, environment.Place())
     if config.train.epochs is None and config.train.max_steps is None:
         derive.derive_schedule(config, 1, None, None, None)
 
 
-def _missing(section: str, example: str) -> ConfigError:
-    return ConfigError(
-        "missing-section",
-        f"The recipe has no `{section}:` section.",
-        fix=f"name one, for instance {section}: {{name: {example}}}",
-    )
+def _named(section: Named | None, key: str, example: str) -> Named:
+    if section is None:
+        raise ConfigError(
+            "missing-section",
+            f"The recipe has no `{key}:` section.",
+            fix=f"name one, for instance {key}: {{name: {example}}}",
+        )
+    return section
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -63,7 +63,7 @@ class Stepper:
         seed: int,
         clip_norm: float | None,
     ) -> None:
-        self._module, self._wrapped, self._optimizer = module, wrapped, optimizer
+        self._wrapped, self._optimizer = wrapped, optimizer
         self._ranks, self._seed, self._clip_norm = ranks, seed, clip_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
