@@ -145,6 +145,29 @@ def test_running_statistics_are_one_models_in_evaluation_and_afterwards() -> Non
     assert own.evaluate(points(10)) == pytest.approx(nn.functional.mse_loss(model(x), y).item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_parameters_that_the_loss_does_not_use_are_named_on_several_ranks(number: int) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    def train() -> int:
+        own = paceline.Trainer(Part(), criterion=nn.MSELoss(), batch=8, run=False, quiet=True)
+        return len(own.train(points(), epochs=1).steps)
+
+    if number == 1:
+        assert paceline.launch(train, ranks=1) == 3
+        return
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(train, ranks=number)
+    assert caught.value.code == "train.unused-parameters"
+    assert "spare.weight, spare.bias" in str(caught.value)
+
+
 @ranks(2)
 def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
     def nothing(model: nn.Module, batch: Any) -> paceline.Loss:

@@ -19,6 +19,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from paceline.data.loader import Micro
+from paceline.errors import TrainError
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.train.calling import Call, read_loss
@@ -67,6 +68,9 @@ class Stepper:
         self._ranks, self._seed, self._clip_norm = ranks, seed, clip_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
+        self._unchecked: nn.Module | None = (
+            module.model
+        )  # until the first step has shown which parameters get gradients
         self._start_over()
 
     def _start_over(self) -> None:
@@ -126,6 +130,8 @@ class Stepper:
     def update(self) -> Finished:
         """The optimizer step for what was added."""
         assert self._sum is not None
+        if self._unchecked is not None:
+            self._require_gradients(self._unchecked)
         if self._by_data:
             self._scale_by_weight()
         norm = None
@@ -137,6 +143,19 @@ class Stepper:
         finished = Finished(self._sum, self._weight, norm)
         self._start_over()
         return finished
+
+    def _require_gradients(self, model: nn.Module) -> None:
+        """On several ranks a parameter that the loss does not use leaves its whole bucket unreduced: DDP would say so
+        at the next step, without names, and this step's update would already be wrong."""
+        without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if without and self._ranks > 1:
+            raise TrainError(
+                "unused-parameters",
+                f"The loss does not depend on {', '.join(without[:8])}{' and others' if len(without) > 8 else ''}.",
+                why="on several ranks the reduction is complete only when every trainable parameter got a gradient",
+                fix="use them in forward, or freeze them with requires_grad_(False)",
+            )
+        self._unchecked = None
 
     def _scale_by_weight(self) -> None:
         assert self._total is not None and self._pending is not None
