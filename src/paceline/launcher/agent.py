@@ -112,7 +112,6 @@ class Start:
     ranks: int
     logs: Path
     port: int | None = None
-    env: tuple[tuple[str, str], ...] = ()
 
 
 def run_forked(body: Callable[[], None], start: Start) -> None:
@@ -189,7 +188,7 @@ def _supervise(
     )
     with (
         tempfile.TemporaryDirectory(prefix="paceline-agent-") as scratch,
-        _rank_environment(start),
+        _rank_environment(),
         _quiet_agent(),
         _signals_restored(),
     ):
@@ -227,10 +226,9 @@ def _exit_codes(context: Any) -> dict[int, int | None]:
 
 
 @contextmanager
-def _rank_environment(start: Start) -> Iterator[None]:
+def _rank_environment() -> Iterator[None]:
     """What ranks find in their environment besides torchrun's variables; this process's own is given back."""
-    wanted = dict(start.env)
-    wanted[environment.LAUNCHED] = "1"
+    wanted = {environment.LAUNCHED: "1"}
     if sys.platform == "linux":
         wanted.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     before = {name: os.environ.get(name) for name in wanted}
