@@ -103,20 +103,11 @@ def test_a_distributed_samplers_ranks_add_up_to_the_global_batch() -> None:
     own = trainer(batch=None)
     history = own.train(loader, epochs=1)
     assert len(history.steps) == 3
-    reference = trainer_alone(data, [[*range(start, start + 8)] for start in (0, 8, 16)])
-    assert torch.allclose(own.model.weight, reference.weight, rtol=1e-5)
-
-
-def trainer_alone(data: TensorDataset, batches: list[list[int]]) -> nn.Linear:
     torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for indices in batches:
-        x, y = data[indices]
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return model
+    reference = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.0)
+    tiny.hand_written_loop(reference, optimizer, data, [[*range(start, start + 8)] for start in (0, 8, 16)])
+    assert torch.allclose(own.model.weight, reference.weight, rtol=1e-5)
 
 
 @pytest.mark.parametrize("claim", ["replicas", "rank"])

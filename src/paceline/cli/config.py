@@ -7,29 +7,25 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli import recipe
+
 app = typer.Typer(help="Show the effective recipe, or the schema of all recipes.", no_args_is_help=True)
 
 
 @app.command("show")
 def show(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it"),
-    ] = None,
+    arguments: recipe.Arguments = None,
     ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", help="derive for that many; else the recipe's, or 2 CPU ranks")
     ] = None,
 ) -> None:
     """Print the effective recipe with where each value came from, then what follows from it."""
-    from paceline.cli.train import DEFAULT_CPU_RANKS, split_arguments
     from paceline.config import derive
     from paceline.config import show as text
-    from paceline.config.recipe import Config
 
-    recipe, overrides = split_arguments(arguments or [])
-    config = Config.from_file(recipe, overrides) if recipe else Config.default(overrides)
+    config, _ = recipe.read(arguments, ranks)
     print(text.effective(config))
-    number = ranks or config.launch.ranks or DEFAULT_CPU_RANKS
+    number = config.launch.ranks or recipe.DEFAULT_CPU_RANKS
     print(f"\n# derived, for {number} rank{'s' if number > 1 else ''}:")
     batch = derive.derive_batch(config, number)
     rows = {**batch.rows(), "learning rate": derive.learning_rate(config, batch.size)}

@@ -32,24 +32,14 @@ def linear() -> nn.Linear:
     return nn.Linear(3, 1)
 
 
-def hand_written(batches: list[list[int]], lr: float) -> nn.Linear:
-    """The loop that an expert writes: what the Trainer has to equal."""
-    model, data = linear(), points()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for indices in batches:
-        x, y = data[indices]
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return model
-
-
 def test_training_equals_the_hand_written_loop() -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = paceline.Trainer(model, optimizer, criterion=nn.MSELoss(), batch=8, shuffle=False, run=False, quiet=True)
     history = trainer.train(points(), epochs=2)
-    reference = hand_written([list(range(start, start + 8)) for start in range(0, 40, 8)] * 2, 0.1)
+    reference = linear()
+    batches = [list(range(start, start + 8)) for start in range(0, 40, 8)] * 2
+    tiny.hand_written_loop(reference, torch.optim.SGD(reference.parameters(), lr=0.1), points(), batches)
     assert torch.allclose(model.weight, reference.weight, rtol=1e-6)
     assert [record["step"] for record in history.steps] == list(range(1, 11))
     assert [record["epoch"] for record in history.steps] == [0] * 5 + [1] * 5

@@ -1,0 +1,41 @@
+"""A recipe as it is written on the command line: a file, or none for the embedded one, and changes to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.config.recipe import Config
+
+DEFAULT_CPU_RANKS = 2
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it"),
+]
+
+
+def read(arguments: list[str] | None, ranks: int | None) -> tuple[Config, str]:
+    """The config that the arguments describe, and a name for its run."""
+    from paceline.config.recipe import Config
+
+    path, overrides = _split(arguments or [])
+    if ranks is not None:
+        overrides = [*overrides, f"launch.ranks={ranks}"]
+    if path is None:
+        return Config.default(overrides), "gpt"
+    return Config.from_file(path, overrides), Path(path).stem
+
+
+def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe, if one of the arguments is one, and the overrides."""
+    recipes = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
+    if len(recipes) > 1:
+        raise ConfigError(
+            "bad-override", f"{recipes[0]} and {recipes[1]} are two recipes.", fix="changes are written key=value"
+        )
+    return next(iter(recipes), None), [argument for argument in arguments if argument not in recipes]
