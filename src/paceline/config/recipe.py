@@ -15,7 +15,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
 
 from paceline.config import files, problems
-from paceline.config.sections import Data, Launch, Model, Optimizer, Schedule, Section, Train, number_as_text
+from paceline.config.sections import (
+    Best,
+    Data,
+    Ddp,
+    EarlyStop,
+    Ema,
+    Launch,
+    Model,
+    Optimizer,
+    Profile,
+    Scaler,
+    Schedule,
+    Section,
+    Train,
+    as_list,
+    as_section,
+    number_as_text,
+)
 
 
 class Config(Section):
@@ -27,16 +44,43 @@ class Config(Section):
     schedule: Schedule = Field(Schedule(), description="how the learning rate moves over the steps")
     train: Train = Field(Train(), description="when training ends: what train() takes")
     launch: Launch = Field(Launch(), description="how ranks are started")
+    ddp: Ddp = Field(Ddp(), description="how gradients are averaged")
+    scaler: Scaler = Field(Scaler(), description="fp16's loss scale")
+    ema: Annotated[Ema | None, BeforeValidator(as_section("decay"))] = Field(
+        None, description="an average of the weights over the steps: a decay, or a section"
+    )
+    save_best: Annotated[Best | None, BeforeValidator(as_section("metric"))] = Field(
+        None, description="keep the best evaluation's checkpoint: a metric's name, or a section"
+    )
+    early_stop: Annotated[EarlyStop | None, BeforeValidator(as_section("patience"))] = Field(
+        None, description="end when evaluations no longer improve: a patience, or a section"
+    )
+    profile: Profile | None = Field(None, description="trace some steps")
 
     batch: PositiveInt | None = Field(None, description="samples in one optimizer step, over all ranks")
     batch_per_rank: PositiveInt | None = Field(None, description="batch / data ranks, for those who think that way")
-    micro_batch: PositiveInt | None = Field(None, description="samples that one data rank puts through at once")
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
+        None, description="samples that one data rank puts through at once; auto: as many as fit (GPU)"
+    )
     accumulate: PositiveInt | None = Field(None, description="micro-batches a data rank takes in one step")
 
-    strategy: Literal["auto", "single", "ddp"] = Field("auto", description="how ranks share the model")
-    precision: Literal["fp32", "fp64"] = Field("fp32", description="the numbers that the model computes in")
+    strategy: Literal["auto", "single", "dp", "ddp"] = Field("auto", description="how ranks share the model")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field("fp32", description="what the model computes in")
+    tf32: bool = Field(False, description="fp32 matrix products in tf32 on GPUs: faster, 10 bits of mantissa")
+    compile: bool = Field(False, description="torch.compile the model")
+    deterministic: bool = Field(False, description="the same bits twice; slower on GPUs")
+    preflight: bool = Field(True, description="before the first step, a step of weight zero that checks the ranks")
+    unused_parameters: Literal["error", "allow"] = Field(
+        "error", description="what a trainable parameter without a gradient is on several ranks"
+    )
+    sync_batchnorm: bool = Field(True, description="BatchNorm's statistics over all ranks' samples")
+    nonfinite: Literal["raise", "skip", "stop"] = Field("raise", description="on a NaN or infinite loss or gradient")
     seed: int = Field(0, ge=0, description="of the initial weights, the order of the data and all noise")
     clip_norm: PositiveFloat | None = Field(None, description="the largest norm that a step's gradient may have")
+    clip_value: PositiveFloat | None = Field(None, description="the largest absolute value in a step's gradient")
+    scheduler_interval: Literal["epoch", "step"] = Field(
+        "epoch", description="when a torch scheduler given to the Trainer steps"
+    )
     shuffle: bool = Field(True, description="another order of the samples in every epoch")
     workers: int = Field(0, ge=0, description="processes a rank that read data")
 
@@ -57,6 +101,11 @@ class Config(Section):
     log_every: PositiveInt = Field(10, description="steps between two log points")
     quiet: bool = Field(False, description="no table, bar or lines; warnings and errors still show")
     eval_every: PositiveInt | None = Field(None, description="steps between two evaluations; else once an epoch")
+    save_every: PositiveInt | None = Field(None, description="steps between two checkpoints")
+    save_last: bool = Field(True, description="a checkpoint at the end, where there is a run folder")
+    loggers: Annotated[list[Literal["csv", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)] = Field(
+        [], description="further places for the metrics, beside metrics.jsonl"
+    )
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -100,4 +149,4 @@ class Config(Section):
         return self.model_dump()
 
 
-_SECTIONS = {"optimizer", "schedule", "train", "launch"}
+_SECTIONS = {"optimizer", "schedule", "train", "launch", "ddp", "scaler"}

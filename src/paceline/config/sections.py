@@ -6,14 +6,26 @@ checks them when it is built, so that a model of yours needs no change in this f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Python code writes tuples where YAML writes lists."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def as_section(key: str) -> Callable[[Any], Any]:
+    """`ema: 0.999` is short for `ema: {decay: 0.999}`; true and false stand for the defaults and for none."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, bool):
+            return {} if value else None
+        return {key: value} if isinstance(value, (int, float, str)) else value
+
+    return read
 
 
 def _steps_or_fraction(value: int | float) -> int | float:
@@ -53,26 +65,78 @@ class Data(Named):
 
 
 class Optimizer(Section):
-    name: Literal["sgd", "adam", "adamw"] = Field("adamw", description="fused where torch can")
+    name: Literal["sgd", "adam", "adamw", "adafactor", "muon"] = Field("adamw", description="fused where torch can")
     lr: PositiveFloat = Field(1e-3, description="the highest learning rate, before lr_rule")
     lr_rule: Literal["none", "linear", "sqrt"] = Field(
         "none", description="how the learning rate follows batch / reference_batch"
     )
     reference_batch: PositiveInt | None = Field(None, description="the batch for which `lr` was chosen")
-    weight_decay: float = Field(0.0, ge=0.0, description="on matrices only, not on norms and biases (adam, adamw)")
-    momentum: float = Field(0.0, ge=0.0, lt=1.0, description="sgd only")
-    betas: Annotated[list[float], BeforeValidator(_as_list)] = Field(
-        [0.9, 0.999], min_length=2, max_length=2, description="adam and adamw"
+    weight_decay: float = Field(0.0, ge=0.0, description="on matrices only, not on norms and biases")
+    momentum: float | None = Field(None, ge=0.0, lt=1.0, description="sgd (else 0) and muon (else 0.95)")
+    betas: Annotated[list[float], BeforeValidator(as_list)] = Field(
+        [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw, and muon's adamw part"
     )
 
 
 class Schedule(Section):
-    name: Literal["constant", "linear", "cosine"] = Field("constant", description="the way down after the warm-up")
-    warmup: Annotated[int | float, AfterValidator(_steps_or_fraction)] = Field(
-        0, ge=0, description="steps; or, below 1, a fraction of all steps"
+    name: Literal["constant", "linear", "cosine", "step", "wsd", "plateau"] = Field(
+        "constant", description="the way down after the warm-up"
     )
-    floor: float = Field(0.0, ge=0.0, le=1.0, description="the last learning rate, as a fraction of the highest")
+    unit: Literal["steps", "epochs"] = Field("steps", description="what warmup, steps, every and at are counted in")
+    warmup: Annotated[int | float, AfterValidator(_steps_or_fraction)] = Field(
+        0, ge=0, description="units; or, below 1, a fraction of all steps"
+    )
+    warmup_from: float = Field(0.0, ge=0.0, le=1.0, description="where it starts, as a fraction of the highest")
+    floor: float = Field(0.0, ge=0.0, le=1.0, description="the lowest learning rate, as a fraction of the highest")
     steps: PositiveInt | None = Field(None, description="the horizon; else the epochs, else max_steps")
+    every: PositiveInt | None = Field(None, description="step: multiply by factor every so many units")
+    at: Annotated[list[PositiveInt], BeforeValidator(as_list)] = Field([], description="step: or at these units")
+    factor: float = Field(0.1, gt=0.0, lt=1.0, description="step and plateau: what the rate is multiplied by")
+    decay: float = Field(0.2, gt=0.0, le=1.0, description="wsd: the last part of the horizon, in which it falls")
+    patience: int = Field(2, ge=0, description="plateau: evaluations without an improvement that are waited for")
+    threshold: float = Field(1e-4, ge=0.0, description="plateau: the relative change that counts as one")
+    metric: str = Field("loss", description="plateau: which number of the evaluation")
+    mode: Literal["min", "max"] | None = Field(None, description="plateau: which is better; None: min for losses")
+
+
+class Ema(Section):
+    decay: float = Field(0.999, gt=0.0, lt=1.0, description="what stays of the average at each step")
+    warmup: bool = Field(True, description="begin with a shorter memory: decay is at most (1 + step) / (10 + step)")
+
+
+class Scaler(Section):
+    initial: PositiveFloat = Field(65536.0, description="the first scale")
+    growth: float = Field(2.0, gt=1.0, description="its factor after growth_interval steps without overflow")
+    backoff: float = Field(0.5, gt=0.0, lt=1.0, description="its factor after an overflow")
+    growth_interval: PositiveInt = Field(2000, description="steps")
+    static: bool = Field(False, description="keep the first scale; a step that overflows is still skipped")
+
+
+class Ddp(Section):
+    bucket_mb: PositiveFloat = Field(25.0, description="megabytes of gradients that are reduced together")
+    static_graph: bool = Field(False, description="the same parameters are used in the same order in every step")
+    gradient_as_bucket_view: bool = Field(True, description="gradients lie in the buckets: one copy less")
+    broadcast_buffers: bool = Field(True, description="rank 0's buffers for all before each forward")
+
+
+class Best(Section):
+    metric: str = Field("loss", description="which number of the evaluation")
+    mode: Literal["min", "max"] | None = Field(
+        None, description="which is better; None: min for names with loss, error or perplexity, else max"
+    )
+
+
+class EarlyStop(Best):
+    patience: PositiveInt = Field(3, description="evaluations without an improvement")
+    min_delta: float = Field(0.0, ge=0.0, description="the change that counts as one")
+
+
+class Profile(Section):
+    steps: Annotated[list[PositiveInt], BeforeValidator(as_list)] = Field(
+        [10, 15], min_length=2, max_length=2, description="from this step up to, not including, that one"
+    )
+    shapes: bool = Field(False, description="note the shapes of inputs")
+    memory: bool = Field(False, description="note allocations")
 
 
 class Train(Section):

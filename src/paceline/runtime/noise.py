@@ -1,4 +1,4 @@
-"""Noise that is the same on any number of ranks.
+"""Where the samples that a model sees lie in the global batch, and noise that follows from it.
 
     latent = mean + scale * paceline.noise(mean)
 
@@ -10,6 +10,7 @@ it is `torch.randn_like`.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,35 +19,59 @@ from paceline.errors import ModelError
 from paceline.runtime.seeds import mix
 
 
-class drawing:
-    """Within this context noise belongs to a group of `rows` samples, of which this rank has `own` from `start` on.
+class Samples(Protocol):
+    """What has to be known of the samples in the model: a loader's micro-batch is one of these."""
 
-    A class, and its key computed only when somebody draws: this is entered for every micro-batch.
+    samples: int  # this rank's own; 0 when it only joins in with a stand-in
+    start: int  # where they begin in their group
+    group_samples: int  # in the group, over all ranks
+    group: int
+    step: int
+
+
+class drawing:
+    """Within this context noise belongs to `here`, the samples that are in the model; None: to nobody.
+
+    A loop enters it once and sets `here` and `calls` for each micro-batch: two assignments, where a context for each
+    would cost microseconds.
     """
 
-    __slots__ = ("_token", "calls", "coordinates", "own", "rows", "start")
+    __slots__ = ("_seed", "_token", "calls", "here")
 
-    def __init__(self, seed: int, step: int, group: int, *, start: int, own: int, rows: int) -> None:
-        self.coordinates = (seed, step, group)
-        self.start, self.own, self.rows, self.calls = start, own, rows, 0
+    def __init__(self, seed: int, here: Samples | None = None) -> None:
+        self._seed, self.here, self.calls = seed, here, 0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> drawing:
         self._token = _draw.set(self)
+        return self
 
     def __exit__(self, *exc: object) -> None:
         _draw.reset(self._token)
+
+    def key(self, here: Samples) -> int:
+        """Another one at each call for the same samples."""
+        self.calls += 1
+        return mix(self._seed, here.step, here.group, self.calls - 1)
 
 
 _draw: ContextVar[drawing | None] = ContextVar("paceline_noise", default=None)
 
 
+def own_samples() -> int | None:
+    """How many of the samples in the model are this rank's own: 0 for a stand-in, which counts nothing in a statistic;
+    None outside a step, where all of them are."""
+    draw = _draw.get()
+    return None if draw is None or draw.here is None else draw.here.samples
+
+
 def noise(like: Tensor) -> Tensor:
     """Standard normal noise of the shape, dtype and device of `like`, whose first dim is the samples."""
     draw = _draw.get()
-    if draw is None:
+    here = None if draw is None else draw.here
+    if draw is None or here is None:
         return torch.randn_like(like)
     # A rank without samples of its own still runs one, with weight zero; that one may lie past the last row.
-    own = draw.own or 1
+    own = here.samples or 1
     if like.shape[:1] != (own,):
         raise ModelError(
             "noise-rows",
@@ -55,8 +80,7 @@ def noise(like: Tensor) -> Tensor:
             fix="draw with the samples as first dim, and reshape afterwards",
         )
     generator = torch.Generator(like.device)
-    generator.manual_seed(mix(*draw.coordinates, draw.calls))
-    draw.calls += 1
-    rows = max(draw.rows, draw.start + own)
+    generator.manual_seed(draw.key(here))
+    rows = max(here.group_samples, here.start + own)
     whole = torch.randn((rows, *like.shape[1:]), generator=generator, dtype=like.dtype, device=like.device)
-    return whole[draw.start : draw.start + own]
+    return whole[here.start : here.start + own]

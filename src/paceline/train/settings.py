@@ -5,19 +5,35 @@ A test holds this list and `Config` together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 
 class Settings(TypedDict, total=False):
     schedule: dict[str, Any]
+    ddp: dict[str, Any]
+    scaler: dict[str, Any]
+    ema: float | bool | dict[str, Any] | None
+    save_best: str | bool | dict[str, Any] | None
+    early_stop: int | bool | dict[str, Any] | None
+    profile: dict[str, Any] | None
     batch: int | None
     batch_per_rank: int | None
-    micro_batch: int | None
+    micro_batch: int | Literal["auto"] | None
     accumulate: int | None
-    strategy: Literal["auto", "single", "ddp"]
-    precision: Literal["fp32", "fp64"]
+    strategy: Literal["auto", "single", "dp", "ddp"]
+    precision: Literal["fp32", "bf16", "fp16", "fp64"]
+    tf32: bool
+    compile: bool
+    deterministic: bool
+    preflight: bool
+    unused_parameters: Literal["error", "allow"]
+    sync_batchnorm: bool
+    nonfinite: Literal["raise", "skip", "stop"]
     seed: int
     clip_norm: float | None
+    clip_value: float | None
+    scheduler_interval: Literal["epoch", "step"]
     shuffle: bool
     workers: int
     backend: Literal["nccl", "gloo", "mpi"] | None
@@ -26,4 +42,7 @@ class Settings(TypedDict, total=False):
     run: str | bool | None
     log_every: int
     eval_every: int | None
+    save_every: int | None
+    save_last: bool
+    loggers: Sequence[str]
     quiet: bool
