@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,11 +60,12 @@ def broken_train(recipe: dict[str, Any], world: int) -> paceline.History:
     """The mean of each rank's mean: what plain DDP does, and what the loss contract is there to prevent."""
     from paceline.train.step import Stepper
 
-    def mean_of_means(self: Any, micro: Any, value: Any, weight: Any) -> float:
-        self._add(value.detach() * micro.samples, float(micro.samples))
-        return 1.0 if micro.samples else 0.0
+    exact = Stepper.backward
 
-    Stepper._note = mean_of_means  # type: ignore[method-assign]  # in a rank's own process
+    def mean_of_means(self: Any, micro: Any, value: Any, weight: Any) -> Any:
+        return exact(self, replace(micro, step_samples=max(1, micro.samples) * world), value, weight)
+
+    Stepper.backward = mean_of_means  # type: ignore[method-assign]  # in a rank's own process
     return train(recipe, world)
 
 

@@ -87,7 +87,7 @@ class Recording(nn.Module):
 @ranks(3)
 def test_ranks_see_every_sample_once_and_stand_ins_weigh_nothing() -> None:
     model = Recording()
-    own = paceline.Trainer(model, {"name": "sgd", "lr": 1e-3}, batch=5, run=False, quiet=True)
+    own = paceline.Trainer(model, {"name": "sgd", "lr": 1e-3}, batch=5, run=False, quiet=True, preflight=False)
     history = own.train(Seen(), epochs=1)
     together = [x for seen in dist.all_gather_object(model.seen) for x in seen]
     assert set(together) == set(range(22))

@@ -3,6 +3,7 @@
     step-000120/
       state.json             step, epoch, metadata, the optimizer's settings
       model.safetensors      the model's state dict
+      ema.safetensors        the averaged weights, where the run has them
       optimizer.safetensors  the optimizer's tensors, named state/<parameter>/<entry>
 
 It is written beside its final place and renamed when whole, so a folder of that name is always complete.
@@ -35,8 +36,10 @@ class Snapshot:
     step: int
     epoch: int
     model: Mapping[str, Tensor]
+    ema: Mapping[str, Tensor] | None = None
     optimizer: Mapping[str, Any] | None = None
     optimizer_kind: str = ""
+    state: Mapping[str, Any] = field(default_factory=dict)  # plain values of scaler, schedule, best results
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,8 +61,11 @@ def write(folder: Path, snapshot: Snapshot) -> None:
             "step": snapshot.step,
             "epoch": snapshot.epoch,
             "optimizer_kind": snapshot.optimizer_kind,
+            "state": dict(snapshot.state),
             "metadata": dict(snapshot.metadata),
         }
+        if snapshot.ema is not None:
+            save_file(_plain(snapshot.ema), partial / "ema.safetensors")
         if snapshot.optimizer is not None:
             tensors, state["optimizer"] = _split_optimizer(snapshot.optimizer)
             save_file(_plain(tensors), partial / "optimizer.safetensors")
@@ -118,10 +124,13 @@ def read(folder: Path) -> Snapshot:
         optimizer = None
         if "optimizer" in state:
             optimizer = _join_optimizer(load_file(folder / "optimizer.safetensors"), state["optimizer"])
+        average = folder / "ema.safetensors"
         return Snapshot(
             step=int(state["step"]),
             epoch=int(state["epoch"]),
             model=model,
+            ema=load_file(average) if average.exists() else None,
+            state=state["state"],
             optimizer=optimizer,
             optimizer_kind=state["optimizer_kind"],
             metadata=state["metadata"],

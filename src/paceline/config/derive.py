@@ -64,9 +64,21 @@ class SchedulePlan:
     lr: Derived
     steps: Derived  # the horizon; 0 where it is not known and not needed
     warmup: Derived
+    fall: Derived | None = None  # wsd: the step at which the way down begins
+    every: Derived | None = None  # step: cut after every so many steps …
+    cuts: tuple[Derived, ...] = ()  # … or after these, in ascending order
 
     def rows(self) -> dict[str, Derived]:
-        return {"learning rate": self.lr, "horizon": self.steps, "warm-up": self.warmup}
+        """Only what bears on this run: no warm-up of zero steps, no horizon where it is not known."""
+        rows = {"learning rate": self.lr, "horizon": self.steps, "warm-up": self.warmup}
+        rows = {name: row for name, row in rows.items() if row.value}
+        if self.fall is not None:
+            rows["falls from"] = self.fall
+        if self.every is not None:
+            rows["cut every"] = self.every
+        if self.cuts:
+            rows["cuts at"] = Derived(", ".join(str(cut.value) for cut in self.cuts), self.cuts[0].reason)
+        return rows
 
 
 def derive_strategy(config: Config, world: int) -> Derived:
@@ -89,7 +101,7 @@ def derive_batch(config: Config, world: int, loader_batch: int | None = None) ->
     strategy = derive_strategy(config, world)
     ranks = world
     batch = _global_batch(config, ranks, loader_batch)
-    micro, accumulate = config.micro_batch, config.accumulate
+    micro, accumulate = _micro_batch(config), config.accumulate
     size = int(batch.value)
     if micro is not None and accumulate is not None:
         if ceil(size / (accumulate * ranks)) != micro:
@@ -115,6 +127,11 @@ def derive_batch(config: Config, world: int, loader_batch: int | None = None) ->
     return BatchPlan(world, strategy, ranks, batch, derived_micro, derived_groups)
 
 
+def _micro_batch(config: Config) -> int | None:
+    """`auto` is replaced by a number before training; until then nothing is known of it."""
+    return None if config.micro_batch == "auto" else config.micro_batch
+
+
 def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Derived:
     if config.batch is not None and config.batch_per_rank is not None:
         raise ConfigError(
@@ -137,12 +154,11 @@ def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Deriv
         return _per_rank(config.batch_per_rank, ranks, f"{config.batch_per_rank} a rank × {_count(ranks, 'data rank')}")
     if loader_batch is not None:
         return Derived(loader_batch, "the data's own: a DataLoader's batch size is the global batch")
-    if config.micro_batch is not None:
+    micro = _micro_batch(config)
+    if micro is not None:
         groups = config.accumulate or 1
         return _per_rank(
-            config.micro_batch * groups,
-            ranks,
-            f"micro_batch {config.micro_batch} × {_count(groups, 'group')} × {_count(ranks, 'data rank')}",
+            micro * groups, ranks, f"micro_batch {micro} × {_count(groups, 'group')} × {_count(ranks, 'data rank')}"
         )
     return Derived(DEFAULT_BATCH, "the default: no batch was set")
 
@@ -164,13 +180,22 @@ def _disagreement(size: int, micro: int, accumulate: int, ranks: int) -> ConfigE
 def derive_schedule(
     config: Config, batch: int, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None
 ) -> SchedulePlan:
+    """Everything that a schedule needs, in optimizer steps, whatever unit the recipe counts in."""
     steps = _horizon(config, steps_per_epoch, epochs, max_steps)
-    return SchedulePlan(learning_rate(config, batch), steps, _warmup(config, int(steps.value)))
+    every, cuts = _cuts(config, steps_per_epoch)
+    return SchedulePlan(
+        lr=learning_rate(config, batch),
+        steps=steps,
+        warmup=_warmup(config, int(steps.value), steps_per_epoch),
+        fall=_fall(config, int(steps.value)),
+        every=every,
+        cuts=cuts,
+    )
 
 
 def _horizon(config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None) -> Derived:
     if config.schedule.steps is not None:
-        return Derived(config.schedule.steps, "schedule.steps")
+        return _in_steps(config, "steps", config.schedule.steps, steps_per_epoch)
     if epochs is not None and steps_per_epoch is not None:
         return Derived(epochs * steps_per_epoch, f"{_count(epochs, 'epoch')} × {_count(steps_per_epoch, 'step')}")
     if max_steps is not None:
@@ -181,13 +206,57 @@ def _horizon(config: Config, steps_per_epoch: int | None, epochs: int | None, ma
             "Nothing says when training ends.",
             fix="give epochs or max_steps: trainer.train(data, epochs=3), or train.epochs=3",
         )
-    if config.schedule.name != "constant" or 0 < config.schedule.warmup < 1:
+    if config.schedule.name in {"linear", "cosine", "wsd"} or 0 < config.schedule.warmup < 1:
         raise ConfigError(
             "no-horizon",
             f"The schedule {config.schedule.name!r} needs to know the number of steps, but the data has no length.",
             fix="set schedule.steps or max_steps",
         )
     return Derived(0, f"{epochs} epochs of data that has no length: until it ends")
+
+
+def _in_steps(config: Config, key: str, number: int, steps_per_epoch: int | None) -> Derived:
+    """A setting of the schedule, converted from the unit that the recipe counts in."""
+    if config.schedule.unit == "steps":
+        return Derived(number, f"schedule.{key}")
+    if steps_per_epoch is None:
+        raise ConfigError(
+            "no-horizon",
+            f"schedule.{key} is counted in epochs, but the data has no length.",
+            why="how many steps an epoch has is known only at its end",
+            fix="set schedule.unit: steps",
+        )
+    sign = f"{_count(number, 'epoch')} × {_count(steps_per_epoch, 'step')}"
+    return Derived(number * steps_per_epoch, f"schedule.{key}: {sign}")
+
+
+def _fall(config: Config, steps: int) -> Derived | None:
+    if config.schedule.name != "wsd":
+        return None
+    part = config.schedule.decay
+    return Derived(steps - max(1, round(part * steps)), f"the last {part:g} of {steps} steps")
+
+
+def _cuts(config: Config, steps_per_epoch: int | None) -> tuple[Derived | None, tuple[Derived, ...]]:
+    """Where the `step` schedule cuts: after every so many steps, or after given ones."""
+    schedule = config.schedule
+    if schedule.name != "step":
+        return None, ()
+    if schedule.every is None and not schedule.at:
+        raise ConfigError(
+            "no-cuts",
+            "The schedule 'step' does not say when to cut the learning rate.",
+            fix="set schedule.every, e.g. 30, or schedule.at, e.g. [30, 60]",
+        )
+    if schedule.every is not None and schedule.at:
+        raise ConfigError(
+            "contradiction",
+            f"schedule.every ({schedule.every}) and schedule.at ({schedule.at}) are both set.",
+            fix="keep one of them",
+        )
+    if schedule.every is not None:
+        return _in_steps(config, "every", schedule.every, steps_per_epoch), ()
+    return None, tuple(_in_steps(config, "at", number, steps_per_epoch) for number in sorted(schedule.at))
 
 
 def learning_rate(config: Config, batch: int) -> Derived:
@@ -208,10 +277,12 @@ def learning_rate(config: Config, batch: int) -> Derived:
     return Derived(optimizer.lr * factor, f"{optimizer.lr:g} × {how}: lr_rule {optimizer.lr_rule}")
 
 
-def _warmup(config: Config, steps: int) -> Derived:
+def _warmup(config: Config, steps: int, steps_per_epoch: int | None) -> Derived:
     warmup = config.schedule.warmup
-    if warmup >= 1 or warmup == 0:
-        return Derived(int(warmup), "schedule.warmup" if warmup else "none set")
+    if warmup == 0:
+        return Derived(0, "none set")
+    if warmup >= 1:
+        return _in_steps(config, "warmup", int(warmup), steps_per_epoch)
     return Derived(max(1, round(warmup * steps)), f"{warmup:g} of {steps} steps")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -43,6 +44,15 @@ def apply(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, (list, tuple)):
         return _like(batch, [apply(value, change) for value in batch])
     return batch
+
+
+def digest(batch: Any) -> int:
+    """A checksum of the bits in a batch's tensors."""
+    total = 0
+    for tensor in tensors_in(batch):
+        bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        total = crc32(bits.numpy().tobytes(), total)
+    return total
 
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:

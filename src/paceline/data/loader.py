@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.batches import apply
-from paceline.data.orders import Order
+from paceline.data.orders import FormulaOrder, Order
 from paceline.data.samples import SeededSamples
 from paceline.data.slices import Share, shares
 from paceline.errors import DataError
@@ -58,9 +58,18 @@ class Loader(Protocol):
     """Micro-batches from a given step on, epoch after epoch, until nobody asks for more."""
 
     @property
+    def repeatable(self) -> bool:
+        """Whether asking for a step again gives the same samples again."""
+        ...
+
+    @property
     def steps_per_epoch(self) -> int | None: ...
 
     def micros(self, first_step: int, epochs: int | None) -> Iterator[Micro]: ...
+
+    def fingerprint(self) -> Any:
+        """Numbers that are the same on every rank where the data is; None where nothing is known of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,15 @@ class IndexedLoader:
         self._order, self._part, self._reading = order, part, reading
 
     @property
+    def repeatable(self) -> bool:
+        return isinstance(self._order, FormulaOrder)
+
+    @property
     def steps_per_epoch(self) -> int | None:
         return self._order.steps_per_epoch
+
+    def fingerprint(self) -> Any:
+        return self._samples.fingerprint()
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[Micro]:
         planned: deque[Micro] = deque()

@@ -10,11 +10,14 @@ import operator
 from typing import Any
 from zlib import crc32
 
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from paceline.data.batches import digest
 from paceline.runtime.seeds import mix, seed_cpu
 
 Key = tuple[int, Any]
+
+_ROWS = 16  # of a tensor, enough to tell two apart
 
 
 class SeededSamples(Dataset[Any]):
@@ -26,6 +29,9 @@ class SeededSamples(Dataset[Any]):
         self._reading_draws = draws_randomness(dataset)
         self._own_collate = own_collate
         self.draws = self._reading_draws or own_collate
+
+    def fingerprint(self) -> Any:
+        return fingerprint(self._dataset)
 
     def __getitem__(self, key: Key) -> Any:
         if self._reading_draws:
@@ -52,6 +58,18 @@ def _numbers(key: Key) -> tuple[int, int]:
         return epoch, operator.index(index)
     except TypeError:  # a name, say
         return epoch, crc32(repr(index).encode())
+
+
+def fingerprint(dataset: Any) -> Any:
+    """What tells two datasets apart without reading a sample: reading may be slow, or be counted by somebody."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, Subset):
+        return [kind, crc32(repr(list(dataset.indices)).encode()), fingerprint(dataset.dataset)]
+    if isinstance(dataset, ConcatDataset):
+        return [kind, *(fingerprint(part) for part in dataset.datasets)]
+    if isinstance(dataset, TensorDataset):
+        return [kind, len(dataset), *(digest(tensor[:_ROWS]) for tensor in dataset.tensors)]
+    return [kind, len(dataset) if hasattr(dataset, "__len__") else None]
 
 
 def draws_randomness(dataset: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from paceline.data.batches import rows_of, samples_in
+from paceline.data.batches import digest, rows_of, samples_in
 from paceline.data.loader import Cut, Micro, Reading, micro_of, no_samples, own_or_stand_in
 from paceline.data.orders import drawn, length_of
 from paceline.data.slices import shares
@@ -26,6 +26,7 @@ class SampleStream:
     """An IterableDataset of samples: cut and collated in one worker process, which also keeps its randomness apart."""
 
     steps_per_epoch = None
+    repeatable = False
 
     def __init__(
         self, dataset: Any, batch: int, part: Cut, seed: int, reading: Reading, *, drop_last: bool = False
@@ -44,6 +45,9 @@ class SampleStream:
                     yield micro
             if step == before:
                 raise no_samples()
+
+    def fingerprint(self) -> Any:
+        return None
 
     def _epoch(self, epoch: int, step: int, first_step: int) -> DataLoader[Micro]:
         return DataLoader(
@@ -96,6 +100,7 @@ class ReadyBatches:
                 first = next(items)
             except StopIteration:
                 raise no_samples() from None
+        self.fingerprint = digest(first)
         self.batch = samples_in(first)
         if items is source:  # a generator, which can be read once: the first batch is put back
             self._source = chain([first], items)
@@ -117,8 +122,16 @@ class BatchStream:
         self._source, self._batch, self._part, self._seed = source, batch, part, seed
 
     @property
+    def repeatable(self) -> bool:
+        return self._source.in_memory
+
+    @property
     def steps_per_epoch(self) -> int | None:
         return length_of(self._source)
+
+    def fingerprint(self) -> Any:
+        """Of a global batch, of which each rank takes its part."""
+        return self._source.fingerprint
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[Micro]:
         step = 0
@@ -152,9 +165,14 @@ class OwnBatches:
     def __init__(self, loader: DataLoader[Any], sampler: Any, batch: int, part: Cut) -> None:
         self._loader, self._sampler, self._batch, self._part = loader, sampler, batch, part
 
+    repeatable = False
+
     @property
     def steps_per_epoch(self) -> int:
         return len(self._loader)
+
+    def fingerprint(self) -> Any:
+        return None
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[Micro]:
         first_epoch, skip = divmod(first_step, self.steps_per_epoch)

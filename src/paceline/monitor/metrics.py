@@ -1,4 +1,8 @@
-"""`metrics.jsonl`: one JSON object a line, appended at log points. Readers need nothing but this file."""
+"""`metrics.jsonl`: one JSON object a line, appended at log points. Readers need nothing but this file.
+
+The file stays open between two appends, and every append reaches the operating system: a rank that is killed loses
+nothing that was written before. JSON has no word for NaN and infinity; they become null.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,54 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+# Refuses NaN, so that only a record that holds one pays for the search.
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 
 class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file: TextIO | None = None
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        lines = "".join(json.dumps({key: _json(value) for key, value in record.items()}) + "\n" for record in records)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(lines)
+        lines = "".join([_line(record) for record in records])
+        if self._file is None:
+            self._file = open_to_append(self.path)
+        self._file.write(lines)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Can be called twice; an append afterwards opens the file again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
-def _json(value: Any) -> Any:
-    """JSON has no word for a number that is none (NaN, infinity): null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of lines. The half line that a killed writer left is ended, so that it spoils no other."""
+    torn = False
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as file:
+            file.seek(-1, 2)
+            torn = file.read(1) != b"\n"
+    lines = path.open("a", encoding="utf-8", newline="")
+    if torn:
+        lines.write("\n")
+    return lines
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    try:
+        return _encode(record) + "\n"
+    except ValueError:
+        return _encode(_finite(record)) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value

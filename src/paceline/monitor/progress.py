@@ -1,14 +1,21 @@
-"""What a person sees while training runs: one live bar in a terminal, plain lines elsewhere."""
+"""What a person sees while training runs: one live line in a terminal, plain lines elsewhere.
+
+A display costs a training step one assignment: the loop sets `display.completed`, and the bar's own thread reads it
+four times a second. What takes work to know (losses, rates) comes at log points, as a `Standing`.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -20,56 +27,32 @@ class Standing:
     loss: float
     lr: float
     samples_per_second: float
+    tokens_per_second: float | None = None
+    data_wait: float = 0.0  # the fraction of the time since the last log point
+    memory: int | None = None  # bytes
+    extras: Mapping[str, float] = field(default_factory=dict)
 
 
 class Display(Protocol):
+    completed: int
+
     def __enter__(self) -> Display: ...
     def __exit__(self, *exc: object) -> None: ...
-    def step(self, step: int) -> None: ...
     def show(self, standing: Standing) -> None: ...
     def note(self, text: str) -> None: ...
 
 
-class Bar:
-    """One line that moves."""
-
-    def __init__(self, total: int | None, done: int) -> None:
-        self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.completed}/{task.total}" if total else "{task.completed} steps"),
-            TextColumn("loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[rate]} samples/s"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=Console(),
-        )
-        self._task = self._progress.add_task("", total=total, completed=done, epoch=1, loss="-", lr="-", rate="-")
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-
-    def step(self, step: int) -> None:
-        self._progress.update(self._task, completed=step)
-
-    def show(self, standing: Standing) -> None:
-        self._progress.update(
-            self._task,
-            epoch=standing.epoch + 1,
-            loss=f"{standing.loss:.4f}",
-            lr=f"{standing.lr:.2e}",
-            rate=f"{standing.samples_per_second:.0f}",
-        )
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+def choose_display(total: int | None, done: int, *, silent: bool) -> Display:
+    if silent:
+        return Silent(done)
+    return Bar(total, done) if sys.stdout.isatty() else Lines(total, done)
 
 
 class Silent:
     """For ranks other than 0, and for those who asked for quiet."""
+
+    def __init__(self, done: int) -> None:
+        self.completed = done
 
     def __enter__(self) -> Display:
         return self
@@ -77,9 +60,6 @@ class Silent:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def step(self, step: int) -> None:
-        pass
-
     def show(self, standing: Standing) -> None:
         pass
 
@@ -87,31 +67,150 @@ class Silent:
         pass
 
 
-class Lines(Silent):
-    """A line at the first log point, then at most one every few seconds: a log file is read by people too."""
+class Lines:
+    """A line at the first log point, one at the last, and at most one every few seconds between them."""
 
     SECONDS = 5.0
 
-    def __init__(self, total: int | None) -> None:
-        self._total = total
-        self._of = f"/{total}" if total else ""
+    def __init__(self, total: int | None, done: int) -> None:
+        self.completed = done
+        self._pace = _Pace(total, done)
         self._next = 0.0
+        self._held_back: Standing | None = None
+
+    def __enter__(self) -> Lines:
+        self._pace = _Pace(self._pace.total, self.completed)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._held_back is not None:
+            self._print(self._held_back)
 
     def show(self, standing: Standing) -> None:
-        if time.monotonic() < self._next and standing.step != self._total:
+        if time.monotonic() < self._next and standing.step != self._pace.total:
+            self._held_back = standing
             return
         self._next = time.monotonic() + self.SECONDS
-        print(
-            f"step {standing.step}{self._of}  epoch {standing.epoch + 1}  loss {standing.loss:.4f}  "
-            f"lr {standing.lr:.2e}  {standing.samples_per_second:.0f} samples/s",
-            flush=True,
-        )
+        self._print(standing)
 
     def note(self, text: str) -> None:
         print(text, flush=True)
 
+    def _print(self, standing: Standing) -> None:
+        self._held_back = None
+        facts = {"steps": f"step {self._pace.steps(standing.step)}", **_facts(standing)}
+        if self._pace.total:
+            facts["left"] = f"left {self._pace.left(standing.step)}"
+        print("  ".join(facts.values()), flush=True)
 
-def choose_display(total: int | None, done: int, *, silent: bool) -> Display:
-    if silent:
-        return Silent()
-    return Bar(total, done) if sys.stdout.isatty() else Lines(total)
+
+class Bar:
+    """One line that moves. Where the terminal is narrow, the facts that matter least are left out."""
+
+    REFRESHES = 4.0  # a second
+    WIDEST, NARROWEST = 30, 8
+    # In the order in which they go; logged values go before all of these, steps and loss never.
+    DISPENSABLE = ("memory", "lr", "epoch", "wait", "bar", "rate", "left")
+
+    def __init__(self, total: int | None, done: int, console: Console | None = None) -> None:
+        self.completed = done
+        self._pace = _Pace(total, done)
+        self._standing: Standing | None = None
+        self._live = Live(self, console=console or Console(), refresh_per_second=self.REFRESHES)
+
+    def __enter__(self) -> Bar:
+        self._pace = _Pace(self._pace.total, self.completed)
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def show(self, standing: Standing) -> None:
+        self._standing = standing
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        completed = self.completed  # the loop may move on while this is drawn
+        facts = self._fitting(completed, options.max_width)
+        line = Text(no_wrap=True, overflow="crop", end="")
+        for name, fact in facts.items():
+            line.append("  " if line.plain else "")
+            if name == "bar":
+                room = options.max_width - sum(len(fact) + 2 for name, fact in facts.items() if name != "bar")
+                line.append_text(self._drawn(completed, min(room, self.WIDEST), ascii_only=options.ascii_only))
+            else:
+                line.append(fact)
+        yield line
+
+    def _fitting(self, completed: int, width: int) -> dict[str, str]:
+        facts = {"epoch": "", "bar": " " * self.NARROWEST, "steps": self._pace.steps(completed), "loss": "loss -"}
+        facts |= _facts(self._standing) if self._standing else {}
+        extras = facts.keys() - {"steps", "loss", *self.DISPENSABLE}
+        facts["left"] = f"left {self._pace.left(completed)}"
+        if not self._pace.total:
+            del facts["bar"], facts["left"]
+        facts = {name: fact for name, fact in facts.items() if fact}
+        for name in (*sorted(extras, reverse=True), *self.DISPENSABLE):
+            if sum(map(len, facts.values())) + 2 * (len(facts) - 1) <= width:
+                break
+            facts.pop(name, None)
+        return facts
+
+    def _drawn(self, completed: int, width: int, *, ascii_only: bool) -> Text:
+        full = width * min(completed, self._pace.total or 1) // (self._pace.total or 1)
+        done, open_ = ("#", ".") if ascii_only else ("━", "─")
+        return Text.assemble((done * full, "green"), (open_ * (width - full), "bright_black"))
+
+
+class _Pace:
+    """How far training is, and how long the rest takes at the speed since the display was opened."""
+
+    def __init__(self, total: int | None, done: int) -> None:
+        self.total = total
+        self._done = done
+        self._since = time.monotonic()
+
+    def steps(self, completed: int) -> str:
+        return f"{completed}/{self.total}" if self.total else f"{completed} steps"
+
+    def left(self, completed: int) -> str:
+        if not self.total or completed <= self._done:
+            return "-"
+        a_step = (time.monotonic() - self._since) / (completed - self._done)
+        seconds = math.ceil(a_step * max(self.total - completed, 0))
+        hours, minutes = seconds // 3600, seconds // 60 % 60
+        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+def _facts(standing: Standing) -> dict[str, str]:
+    """What is known at a log point, in words; the order is the one on the screen."""
+    tokens = standing.tokens_per_second
+    facts = {
+        "epoch": f"epoch {standing.epoch + 1}",
+        "loss": f"loss {_number(standing.loss)}",
+        "lr": f"lr {standing.lr:.3g}",
+        "rate": f"{_short(standing.samples_per_second)} samples/s" if tokens is None else f"{_short(tokens)} tokens/s",
+        "wait": f"data wait {standing.data_wait:.0%}",
+    }
+    if standing.memory is not None:
+        facts["memory"] = _bytes(standing.memory)
+    return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in standing.extras.items()}
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def _short(value: float) -> str:
+    """12,345 as 12.3k."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.config.sections import Ddp
 from paceline.runtime import collectives
 
 
-def replicate(step: nn.Module, ranks: int, device: torch.device) -> nn.Module:
+def replicate(
+    step: nn.Module, ranks: int, device: torch.device, settings: Ddp, *, allow_unused: bool = False
+) -> nn.Module:
     """The step, with its gradients averaged over `ranks`; one rank needs no wrapping."""
     if ranks == 1:
         return step
     options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
-    return DistributedDataParallel(step, gradient_as_bucket_view=True, **options)
+    if not settings.broadcast_buffers:
+        # torch 2.13 renamed it, and warns about the old name.
+        new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        options["forward_sync_buffers" if new else "broadcast_buffers"] = False
+    return DistributedDataParallel(
+        step,
+        bucket_cap_mb=settings.bucket_mb,
+        static_graph=settings.static_graph,
+        gradient_as_bucket_view=settings.gradient_as_bucket_view,
+        find_unused_parameters=allow_unused and not settings.static_graph,
+        **options,
+    )
 
 
 def share_buffers(model: nn.Module) -> None:

@@ -1,7 +1,11 @@
 """Which numbers a model computes in.
 
-`fp32` is torch's default; `fp64` is for proofs: two layouts that agree in float64 do the same algebra, and what they
-differ by in float32 is rounding.
+| precision | weights | matrix products                    | for                                                     |
+|-----------|---------|------------------------------------|---------------------------------------------------------|
+| fp32      | float32 | float32, or tf32 with `tf32: true` | the default                                             |
+| bf16      | float32 | bfloat16, by autocast              | GPUs since Ampere, new CPUs                             |
+| fp16      | float32 | float16, by autocast, loss scaled  | older GPUs                                              |
+| fp64      | float64 | float64                            | proofs: what differs only in float32 is rounding        |
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(model: nn.Module, precision: str) -> None:
@@ -24,3 +30,15 @@ def input_cast(precision: str) -> Callable[[Tensor], Tensor] | None:
 
 def _to_double(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast | None:
+    """The context that a forward runs in; it may be entered again and again."""
+    dtype = _HALF.get(precision)
+    return None if dtype is None else torch.autocast(device.type, dtype)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """torch's switch, for the whole process; convolutions have one of their own."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,11 +16,23 @@ from paceline.config import derive, show
 from paceline.config.derive import Derived
 from paceline.config.recipe import Config
 from paceline.config.sections import Named
+from paceline.data.batches import tensors_in
+from paceline.data.loader import Micro
 from paceline.data.named import find_data, get_data
 from paceline.errors import CheckpointError, ConfigError, TrainError
 from paceline.models.registry import find_model, get_model
+from paceline.monitor.events import RankEvents
+from paceline.monitor.loggers import open_loggers
+from paceline.monitor.metrics import MetricsFile
 from paceline.runtime import collectives, environment, folder, seeds
 from paceline.runtime.device import choose_device
+from paceline.runtime.group import World
+from paceline.train.recorder import Sinks
+
+if TYPE_CHECKING:  # engine.py asks here for models and checks
+    from paceline.train.engine import Engine
+    from paceline.train.outcome import Outcome
+    from paceline.train.rates import Rates
 
 CONFIG = "config.yaml"
 
@@ -74,8 +86,49 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [name for parameter, name in trainable.items() if parameter not in held]
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Snapshot, source: str | Path) -> None:
-    """Weights and optimizer from a checkpoint."""
+def plain_state(engine: Engine, rates: Rates, outcome: Outcome) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors."""
+    return {
+        "scaler": engine.scaler.state_dict(),
+        "plateau": None if rates.plateau is None else rates.plateau.state_dict(),
+        "scheduler": None if rates.scheduler is None else _plain_values(rates.scheduler.state_dict()),
+        "outcome": outcome.state_dict(),
+    }
+
+
+def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler's own attributes; functions (LambdaLR) are the user's and are built again."""
+    return {key: value for key, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def restore(engine: Engine, rates: Rates, outcome: Outcome, snapshot: Snapshot, source: str | Path) -> None:
+    """Weights, optimizer and all that goes with them from a checkpoint."""
+    _restore_weights(engine.model, engine.optimizer, snapshot, source)
+    if engine.average is not None:
+        engine.average.load_state_dict(snapshot.ema or dict(engine.model.named_parameters()))
+    state = snapshot.state
+    if state:
+        if state["scaler"]:
+            engine.scaler.load_state_dict(state["scaler"])
+        if rates.plateau is not None and state["plateau"]:
+            rates.plateau.load_state_dict(state["plateau"])
+        if rates.scheduler is not None and state["scheduler"]:
+            rates.scheduler.load_state_dict(state["scheduler"])
+        outcome.load_state_dict(state["outcome"])
+    engine.position.step, engine.position.epoch = snapshot.step, snapshot.epoch
+
+
+def _restore_weights(
+    model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Snapshot, source: str | Path
+) -> None:
     kind = type(optimizer).__name__
     if snapshot.optimizer is not None and snapshot.optimizer_kind != kind:
         raise CheckpointError(
@@ -93,6 +146,31 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Snapsh
             f"The checkpoint {source} does not fit this model: {error}",
             fix="build the model with the options it was saved with (config.yaml in the run folder)",
         ) from None
+
+
+def open_sinks(config: Config, run: Path | None, world: World) -> Sinks:
+    """Where this rank's records go."""
+    if run is None:
+        return Sinks()
+    events = RankEvents(run / "events", world.place.rank)
+    if not world.is_main:
+        return Sinks(events=events)
+    loggers = open_loggers(config.loggers, run, config.to_dict())
+    return Sinks(MetricsFile(run / "metrics.jsonl"), events, loggers)
+
+
+def tokens_per_sample(batch: Any) -> int | None:
+    """For batches of token numbers: how many a sample has."""
+    first = next(tensors_in(batch), None)
+    whole_numbers = first is not None and first.dim() == 2 and not first.is_floating_point()
+    return first.shape[1] if first is not None and whole_numbers else None
+
+
+def of_one_step(micros: Iterable[Micro]) -> Iterator[Micro]:
+    for micro in micros:
+        yield micro
+        if micro.last:
+            return
 
 
 def open_run(config: Config, model: nn.Module, is_main: bool) -> Path | None:

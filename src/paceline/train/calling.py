@@ -6,20 +6,37 @@ Decided once, from the first batch, by a rule that is printed:
 - a tuple or list is spread where its length equals the number of arguments that forward requires;
 - a dict is spread where all its keys are forward's parameters;
 - else the model gets the batch as it is. What could be meant two ways is an error.
+
+A Hugging Face model's `.loss` over `labels` is a mean over tokens: it then weighs as many tokens as it counted.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import TrainError
 from paceline.models.loss import Loss
 
-Call = Callable[[Any], Any]
+IGNORED_LABEL = -100
+_TARGETS = ("targets", "labels", "target", "label")
+_OUTPUTS = ("outputs", "logits", "output")
+
+
+@dataclass(frozen=True)
+class Call:
+    """How this model is called on this data."""
+
+    rule: str
+    loss: Callable[[Any], Any]  # a batch to what the loss is read from
+    outputs: Callable[[Any], Any]  # a batch to the model's outputs, its targets left out where there are any
+    criterion: Callable[..., Any] | None = None
 
 
 def choose_call(
@@ -27,18 +44,21 @@ def choose_call(
     batch: Any,
     loss_fn: Callable[[Any, Any], Any] | None,
     criterion: Callable[..., Any] | None,
-) -> tuple[Call, str]:
-    """A function from a batch to what the loss is read from, and the rule in words."""
+) -> Call:
+    outputs = _choose_outputs(model, batch)
     if loss_fn is not None:
-        return lambda batch: loss_fn(model, batch), "loss_fn(model, batch)"
+        return Call("loss_fn(model, batch)", lambda batch: loss_fn(model, batch), outputs)
     if criterion is not None:
         _require_pair(batch)
-        return lambda batch: criterion(model(batch[0]), batch[1]), "criterion(model(input), target)"
+        rule = "criterion(model(input), target)"
+        return Call(rule, lambda batch: criterion(model(batch[0]), batch[1]), outputs, criterion)
     if isinstance(batch, Mapping):
-        return _choose_for_dict(model, batch)
+        rule, call = _choose_for_dict(model, batch)
+        return Call(rule, call, outputs)
     if isinstance(batch, (tuple, list)):
-        return _choose_for_sequence(model, batch)
-    return lambda batch: model(batch), "model(batch)"
+        rule, call = _choose_for_sequence(model, batch)
+        return Call(rule, call, outputs)
+    return Call("model(batch)", model, outputs)
 
 
 def _require_pair(batch: Any) -> None:
@@ -50,12 +70,16 @@ def _require_pair(batch: Any) -> None:
         )
 
 
-def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Call, str]:
+def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Callable[[Any], Any]]:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [key for key in batch if takes_any or key in parameters]
     if len(known) == len(batch):
-        return lambda batch: model(**batch), f"model({', '.join(f'{key}=…' for key in batch)})"
+        rule = f"model({', '.join(f'{key}=…' for key in batch)})"
+        first = _first_counted_label(model, batch)
+        if first is None:
+            return rule, lambda batch: model(**batch)
+        return f"{rule}; a mean over tokens, weighed by the labels that count", _token_mean(model, first)
     if known:
         raise TrainError(
             "ambiguous-batch",
@@ -63,17 +87,42 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Call, 
             f"{', '.join(key for key in batch if key not in known)}.",
             fix="leave the others out of the samples, or give loss_fn=lambda model, batch: …",
         )
-    return _whole(model), "model(batch)"
+    return "model(batch)", _whole(model)
 
 
-def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[Call, str]:
+def _first_counted_label(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
+    """For a Hugging Face model of tokens: 1 where it shifts the labels by one, else 0; None for any other model."""
+    labels = batch.get("labels")
+    config = getattr(model, "config", None)
+    if not (isinstance(labels, Tensor) and labels.dim() == 2 and hasattr(config, "model_type")):
+        return None
+    names = " ".join(type(part).__name__ for part in (model, getattr(model, "base_model", None)))
+    if re.search("MaskedLM|TokenClassification|ConditionalGeneration", names):
+        return 0
+    return 1 if re.search("CausalLM|LMHead", names) else None
+
+
+def _token_mean(model: nn.Module, first: int) -> Callable[[Any], Any]:
+    def call(batch: Any) -> Loss:
+        labels = batch["labels"]
+        weight = (labels[:, first:] != IGNORED_LABEL).sum()
+        # A mean over no tokens would be 0/0, and its gradient NaN even at weight zero: then some token stands in.
+        labels = labels.clone()
+        labels[:, first] = torch.where(weight == 0, 0, labels[:, first])
+        mean = model(**{**batch, "labels": labels}).loss
+        return Loss(mean * weight, weight)
+
+    return call
+
+
+def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[str, Callable[[Any], Any]]:
     positional = [
         p for p in inspect.signature(model.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
     required = sum(p.default is p.empty for p in positional)
     if len(batch) == required:
-        return lambda batch: model(*batch), f"model(*batch), {required} arguments"
+        return f"model(*batch), {required} arguments", lambda batch: model(*batch)
     if required < len(batch) <= len(positional):
         raise TrainError(
             "ambiguous-batch",
@@ -81,10 +130,10 @@ def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[Call, str]:
             why="it could be spread over them, or be the first of them",
             fix="give samples as dicts with forward's names, or loss_fn=lambda model, batch: …",
         )
-    return _whole(model), "model(batch)"
+    return "model(batch)", _whole(model)
 
 
-def _whole(model: nn.Module) -> Call:
+def _whole(model: nn.Module) -> Callable[[Any], Any]:
     """The model on a container as it is; if it can't take that, the error says how the container got there."""
 
     def call(batch: Any) -> Any:
@@ -100,25 +149,61 @@ def _whole(model: nn.Module) -> Call:
     return call
 
 
+def _choose_outputs(model: nn.Module, batch: Any) -> Callable[[Any], Any]:
+    """For predictions: the inputs without their targets, where it is plain which those are."""
+    if isinstance(batch, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        wanted = [key for key in batch if key not in _TARGETS and (takes_any or key in parameters)]
+        if wanted:
+            return lambda batch: model(**{key: batch[key] for key in wanted})
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return lambda batch: model(batch[0])
+    return model
+
+
+def targets_in(batch: Any) -> Any:
+    """What outputs are compared with: the second of a pair, or what a dict calls so; None if there is none."""
+    if isinstance(batch, Mapping):
+        return next((batch[key] for key in _TARGETS if key in batch), None)
+    return batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+
+
+def outputs_in(result: Any) -> Any:
+    """The model's outputs, where it returns them beside the loss."""
+    if isinstance(result, Mapping):
+        return next((result[key] for key in _OUTPUTS if key in result), None)
+    return next((getattr(result, key) for key in _OUTPUTS if hasattr(result, key)), None)
+
+
 def _describe(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"a {type(batch).__name__} of {len(batch)}"
     return f"a {type(batch).__name__}"
 
 
-def read_loss(result: Any) -> tuple[Tensor, Tensor | float | None]:
-    """(sum, weight) from a Loss; (mean, None) from a scalar, or from a dict or object with `loss`."""
-    if isinstance(result, Loss):
-        return _scalar(result.sum), result.weight
-    inner = result.get("loss", result) if isinstance(result, Mapping) else getattr(result, "loss", result)
+def read_loss(result: Any) -> tuple[Tensor, Tensor | float | None, Mapping[str, Any] | None]:
+    """(sum, weight, metrics) from a Loss; (mean, None, …) from a scalar; either from a dict or object with `loss`."""
+    if type(result) is Loss:
+        return _scalar(result.sum), result.weight, None
+    if isinstance(result, Tensor):
+        return _scalar(result), None, None
+    inner, weight, metrics = (_part(result, name) for name in ("loss", "weight", "metrics"))
     if isinstance(inner, Loss):
-        return _scalar(inner.sum), inner.weight
-    return _scalar(inner), None
+        return _scalar(inner.sum), inner.weight, metrics
+    value = _scalar(result if inner is None else inner)
+    return (value, None, metrics) if weight is None else (value * weight, weight, metrics)
+
+
+def _part(result: Any, name: str) -> Any:
+    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
 
 
 def _scalar(value: Any) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(())
+        # Sums over many micro-batches need more bits than half precision has.
+        wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+        return wide if wide.dim() == 0 else wide.reshape(())
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise TrainError(
         "no-loss",

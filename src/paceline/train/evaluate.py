@@ -1,4 +1,4 @@
-"""Evaluation that counts each sample exactly once, on any number of ranks.
+"""Evaluation that counts each sample exactly once, on any number of ranks; and predictions, in the data's order.
 
 Each rank runs its own share without talking to the others; sums and weights are added up at the end. A rank without
 samples in a batch skips it, since nothing in an evaluation waits for anybody.
@@ -7,44 +7,204 @@ samples in a batch skips it, since nothing in an evaluation waits for anybody.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import Micro
+from paceline.errors import TrainError
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.runtime.seeds import mix
+from paceline.train.calling import outputs_in, read_loss, targets_in
 from paceline.train.step import LossModule
 
 # A coordinate that no training step has, so that evaluation never reuses a step's noise.
 _EVALUATION = -1
 
 
-@torch.no_grad()
-def evaluate(module: LossModule, micros: Iterator[Micro], device: torch.device, seed: int) -> float:
-    """The mean loss over all samples of all ranks."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    try:
+class Evaluation(float):
+    """The mean loss, which is a number; with the metrics beside it, by name: `evaluation["accuracy"]`."""
+
+    def __new__(cls, values: Mapping[str, float]) -> Evaluation:
+        self = super().__new__(cls, values["loss"])
+        self.values = dict(values)
+        return self
+
+    values: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def __reduce__(self) -> Any:
+        return Evaluation, (self.values,)
+
+
+def evaluate(
+    module: LossModule, micros: Iterable[Micro], device: torch.device, seed: int, metrics: Mapping[str, Any]
+) -> Evaluation:
+    """The mean loss, and the metrics, over all samples of all ranks."""
+    sums = _Sums(device)
+    collected = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+    for metric in collected.values():
+        metric.to(device)
+        metric.reset()
+    with _evaluating(module, seed) as draw:
         for micro in micros:
             if micro.samples:
-                totals += _sum_and_weight(module, micro, seed)
+                draw.here, draw.calls = micro, 0
+                _add(sums, module, micro, metrics)
+    values = sums.over_all_ranks()
+    for name, metric in collected.items():
+        values[name] = _compute(metric)
+    return Evaluation({"loss": values.pop("loss", math.nan), **values})
+
+
+@contextmanager
+def _evaluating(module: nn.Module, seed: int) -> Iterator[drawing]:
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        with torch.no_grad(), drawing(mix(seed, _EVALUATION)) as draw:
+            yield draw
     finally:
         for part in training:  # one by one: the user may have frozen some
             part.training = True
-    collectives.all_reduce(totals)
-    total, weight = totals.tolist()
-    return total / weight if weight else math.nan
 
 
-def _sum_and_weight(module: LossModule, micro: Micro, seed: int) -> Tensor:
-    where = mix(micro.step, micro.group)
-    with drawing(seed, _EVALUATION, where, start=micro.start, own=micro.samples, rows=micro.group_samples):
-        value, weight = module(micro.batch)
+class _Sums:
+    """Σ value × weight and Σ weight by name, on the device until the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, total: Any, weight: Any) -> None:
+        parts = [
+            torch.as_tensor(part, dtype=torch.float64, device=self._device).reshape(()) for part in (total, weight)
+        ]
+        pair = torch.stack(parts)
+        self._sums[name] = pair if name not in self._sums else self._sums[name] + pair
+
+    def over_all_ranks(self) -> dict[str, float]:
+        """The means. A rank that had no samples knows no names: so these travel as objects."""
+        own = {name: pair.tolist() for name, pair in self._sums.items()}
+        total: dict[str, list[float]] = {}
+        for rank in collectives.all_gather_object(own):
+            for name, (value, weight) in rank.items():
+                before = total.setdefault(name, [0.0, 0.0])
+                before[0], before[1] = before[0] + value, before[1] + weight
+        return {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
+
+
+def _add(sums: _Sums, module: LossModule, micro: Micro, metrics: Mapping[str, Any]) -> None:
+    with module.autocast or torch.no_grad():
+        result, outputs = _run(module, micro.batch, want_outputs=bool(metrics))
+    value, weight, inner = read_loss(result)
     if weight is None:
-        value, weight = value * micro.samples, float(micro.samples)
-    parts = [torch.as_tensor(part, dtype=torch.float64, device=value.device) for part in (value, weight)]
-    return torch.stack(parts)
+        sums.add("loss", value * micro.samples, micro.samples)
+    else:
+        sums.add("loss", value, weight)
+    for name, metric in (inner or {}).items():
+        sums.add(
+            name, metric * (micro.samples if weight is None else weight), micro.samples if weight is None else weight
+        )
+    for name, metric in metrics.items():
+        targets = _targets(micro.batch, name)
+        if hasattr(metric, "compute"):
+            metric.update(outputs, targets)
+        else:
+            measured = torch.as_tensor(metric(outputs, targets)).double()
+            sums.add(
+                name,
+                measured.sum() if measured.dim() else measured * micro.samples,
+                measured.numel() if measured.dim() else micro.samples,
+            )
+
+
+def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, Any]:
+    """What the loss is read from and, for metrics, the outputs: from one forward where the model returns both."""
+    call = module.call
+    assert call is not None
+    if want_outputs and call.criterion is not None:
+        outputs = call.outputs(batch)
+        return call.criterion(outputs, batch[1]), outputs
+    result = call.loss(batch)
+    if not want_outputs:
+        return result, None
+    outputs = outputs_in(result)
+    return result, call.outputs(batch) if outputs is None else outputs
+
+
+def _targets(batch: Any, name: str) -> Any:
+    targets = targets_in(batch)
+    if targets is None:
+        raise TrainError(
+            "no-targets",
+            f"The metric {name} compares outputs with targets, but the batch has none.",
+            fix="give (input, target) batches or dicts with `targets` or `labels`; or return metrics with the loss: "
+            '{"loss": …, "metrics": {"accuracy": …}}',
+        )
+    return targets
+
+
+def _compute(metric: Any) -> float:
+    """A torchmetrics object adds up over the ranks by itself; one on a rank without samples warns, for nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return float(metric.compute())
+
+
+def predict(module: LossModule, micros: Iterable[Micro], device: torch.device, seed: int) -> Any:
+    """The model's outputs for every sample, in the data's order, on the CPU of every rank."""
+    own: list[Any] = []
+    places: list[int] = []
+    seen = 0
+    with _evaluating(module, seed) as draw:
+        for micro in micros:
+            if micro.samples:
+                draw.here, draw.calls = micro, 0
+                with module.autocast or torch.no_grad():
+                    assert module.call is not None
+                    own.append(apply(_bare(module.call.outputs(micro.batch)), lambda tensor: tensor.cpu()))
+                places.extend(range(seen + micro.start, seen + micro.start + micro.samples))
+            seen += micro.group_samples
+    return _in_order(own, places, device)
+
+
+def _bare(outputs: Any) -> Any:
+    """A Hugging Face output is an object around its logits."""
+    inner = None if isinstance(outputs, (Tensor, tuple, list)) else outputs_in(outputs)
+    return outputs if inner is None else inner
+
+
+def _in_order(own: list[Any], places: list[int], device: torch.device) -> Any:
+    """Every rank's rows on every rank, by their place in the data."""
+    like = own[0] if own else None
+    flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in own), strict=True)]
+    shapes = collectives.all_gather_object(
+        {"places": places, "kinds": [[str(t.dtype).removeprefix("torch."), list(t.shape[1:])] for t in flat]}
+    )
+    most = max(len(rank["places"]) for rank in shapes)
+    kinds = next(rank["kinds"] for rank in shapes if rank["places"])
+    order = torch.tensor([place for rank in shapes for place in rank["places"]]).argsort()
+    whole = []
+    for number, (dtype, shape) in enumerate(kinds):
+        padded = torch.zeros((most, *shape), dtype=getattr(torch, dtype), device=device)
+        if own:
+            padded[: len(places)] = flat[number].to(device)
+        parts = [torch.empty_like(padded) for _ in shapes]
+        collectives.all_gather(parts, padded)
+        rows = [part[: len(rank["places"])].cpu() for part, rank in zip(parts, shapes, strict=True)]
+        whole.append(torch.cat(rows)[order])
+    return whole[0] if like is None or isinstance(like, Tensor) else _refill(like, whole)
+
+
+def _refill(like: Any, tensors: list[Tensor]) -> Any:
+    remaining = iter(tensors)
+    return apply(like, lambda _: next(remaining))

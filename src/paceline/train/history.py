@@ -17,6 +17,7 @@ class History:
     steps: list[Record] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
     run: str | None = None
+    ended: str | None = None  # why: the data ended, max_steps, early_stop, …
 
     @property
     def losses(self) -> list[float]:
@@ -29,8 +30,8 @@ class History:
         return min(finite, key=lambda record: float(record["loss"]), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        return {"steps": self.steps, "evaluations": self.evaluations, "run": self.run}
+        return {"steps": self.steps, "evaluations": self.evaluations, "run": self.run, "ended": self.ended}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> History:
-        return cls(list(values["steps"]), list(values["evaluations"]), values["run"])
+        return cls(list(values["steps"]), list(values["evaluations"]), values["run"], values["ended"])

@@ -1,25 +1,37 @@
 """The training loop, on one screen.
 
 for each micro-batch, in the run's order:
-    forward and backward                       Stepper.add
-    when its step is full:
-        set the learning rate, update          Stepper.update
-        note the loss                          Recorder.step      (no synchronisation)
-        at a log point: reduce and write       Recorder.flush     (one collective)
-        when due: evaluate
+    forward and backward                              Stepper.add
+    when its step is full: update the weights         Updater.apply
+        keep the loss where it is                     Recorder.pending    (no synchronisation)
+        when something is due (log point, end of an
+        epoch, evaluation, checkpoint): attend to it  Agenda.attend
+
+It is written for few Python calls: between two log points a step costs a dozen over a hand-written loop's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from time import perf_counter
+from typing import Any
 
 from paceline.data.loader import Micro
-from paceline.optim.schedule import Schedule
-from paceline.train.recorder import Recorder
+from paceline.monitor.progress import Display
+from paceline.train.agenda import Agenda
+from paceline.train.callbacks import Step
+from paceline.train.recorder import Pending, Recorder
 from paceline.train.step import Stepper
+from paceline.train.update import Updater
+
+
+@dataclass
+class Position:
+    """How far a run has come."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0
 
 
 @dataclass
@@ -28,52 +40,46 @@ class Job:
 
     micros: Iterator[Micro]
     stepper: Stepper
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule | None  # None leaves the optimizer's learning rate alone
+    updater: Updater
     recorder: Recorder
-    evaluate: Callable[[], float] | None
-    max_steps: int | None
-    log_every: int
-    eval_every: int | None  # None: whenever an epoch ends
-    on_step: Callable[[int, int], None]  # told the steps done and the epoch, after each step
+    agenda: Agenda
+    position: Position
+    display: Display
+    on_step: Sequence[Callable[[Step], Any]]
 
 
 def run(job: Job) -> None:
-    step, epoch, evaluated = 0, None, 0
+    """Until the data ends or the agenda says so."""
+    stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
+    due = agenda.next_due(position.step)
+    since = perf_counter()
     for micro in job.micros:
-        if job.eval_every is None and epoch not in (None, micro.epoch):  # an epoch whose length nobody knew has ended
-            evaluated = _evaluate(job, step, epoch)
-        epoch = micro.epoch
-        job.stepper.add(micro)
-        if not micro.last:
-            continue
-        lr = _set_lr(job, micro.step)
-        finished = job.stepper.update()
-        step = micro.step + 1
-        job.on_step(step, micro.epoch)
-        job.recorder.step(finished, {"step": step, "epoch": micro.epoch, "lr": lr}, micro.step_samples)
-        if step % job.log_every == 0:
-            job.recorder.flush()
-        if job.eval_every and step % job.eval_every == 0:
-            evaluated = _evaluate(job, step, micro.epoch)
-        if step == job.max_steps:
-            break
-    job.recorder.flush()
-    if epoch is not None and evaluated != step:
-        _evaluate(job, step, epoch)
+        recorder.waited += perf_counter() - since
+        if micro.epoch != position.epoch:
+            if not agenda.epoch_ended(position.step, position.epoch):
+                break
+            position.epoch = micro.epoch
+        stepper.add(micro)
+        if micro.last:
+            take_step(job, micro)
+            if position.step == due:
+                if not agenda.attend(position.step, micro.epoch):
+                    break
+                due = agenda.next_due(position.step)
+        since = perf_counter()
+    agenda.finish(position.step, position.epoch)
 
 
-def _set_lr(job: Job, step: int) -> float:
-    groups = job.optimizer.param_groups
-    if job.schedule is not None:
-        factor = job.schedule.factor(step)
-        for group in groups:
-            group["lr"] = group["initial_lr"] * factor
-    return float(groups[0]["lr"])
-
-
-def _evaluate(job: Job, step: int, epoch: int | None) -> int:
-    job.recorder.flush()
-    if job.evaluate is not None:
-        job.recorder.evaluation({"step": step, "epoch": epoch, "loss": job.evaluate()})
-    return step
+def take_step(job: Job, micro: Micro) -> None:
+    """The update for the micro-batches that were added, of which `micro` is the last."""
+    stepper, updater, position = job.stepper, job.updater, job.position
+    norm = updater.apply(micro.step, stepper.factor(), hold=stepper.tainted)
+    position.step = job.display.completed = step = micro.step + 1
+    lr = updater.optimizer.param_groups[0]["lr"]
+    parts, samples = stepper.noted, micro.step_samples
+    job.recorder.pending.append(Pending(step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
+    if stepper.metrics:
+        job.recorder.log_metrics(stepper.metrics)
+    for hook in job.on_step:
+        hook(Step(step, micro.epoch, lr, samples, norm, parts, stepper.means))
+    stepper.reset()

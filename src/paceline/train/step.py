@@ -1,15 +1,17 @@
-"""One optimizer step: forward and backward of its micro-batches, then the update.
+"""One optimizer step, first half: forward and backward of its micro-batches. (`update.py` is the second.)
 
 The gradient of a step is Σsum / Σweight over every rank and micro-batch. Where the weights are samples, every rank
 knows Σweight by arithmetic, and each backward is seeded with its share of 1 / Σweight: nothing is left to do after
-the reduction. Where weights depend on the data (tokens that are not padding), backwards are seeded as if they were
-samples, the real Σweight travels beside the last backward, and the exact factor goes into the reduced gradients.
+the reduction. Where weights depend on the data (tokens that are not padding), backwards are seeded with
+1 / (nominal weight), the real Σweight travels beside the last backward, and the exact factor goes into the reduced
+gradients. The nominal weight is a power of two near the real one, equal on every rank: so float16 gradients of a sum
+are no larger than those of its mean, and the detour costs no bit of rounding.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from paceline.data.loader import Micro
-from paceline.errors import TrainError
+from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.train.calling import Call, read_loss
@@ -32,136 +34,128 @@ class LossModule(nn.Module):
     user's model is a part of this module rather than the wrapped thing, so its parameter names stay free of prefixes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.autocast | None = None) -> None:
         super().__init__()
         self.model = model
+        self.autocast = autocast
         self.call: Call | None = None
+        self.metrics: Mapping[str, Any] | None = None  # of the last forward, where the model returns any
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | float | None]:
         assert self.call is not None
-        return read_loss(self.call(batch))
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A step that was taken: this rank's part of the loss, still on the device, and the gradient norm if known."""
-
-    loss_sum: Tensor
-    weight: Tensor | float
-    grad_norm: Tensor | None
+        if self.autocast is None:
+            result = self.call.loss(batch)
+        else:
+            with self.autocast:
+                result = self.call.loss(batch)
+        if type(result) is Tensor and result.dtype is torch.float32 and not result.dim():
+            return result, None  # the common case, without a further call
+        value, weight, self.metrics = read_loss(result)
+        return value, weight
 
 
 class Stepper:
-    """Takes micro-batches until a step is full, then updates the weights."""
+    """Takes the micro-batches of a step, and keeps what became of them until `finish`."""
 
     def __init__(
-        self,
-        module: LossModule,
-        wrapped: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        ranks: int,
-        seed: int,
-        clip_norm: float | None,
+        self, module: LossModule, wrapped: nn.Module, *, ranks: int, draw: drawing, scaler: Scaler, watch_loss: bool
     ) -> None:
-        self._wrapped, self._optimizer = wrapped, optimizer
-        self._ranks, self._seed, self._clip_norm = ranks, seed, clip_norm
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
-        self._unchecked: nn.Module | None = (
-            module.model
-        )  # until the first step has shown which parameters get gradients
-        self._start_over()
+        self._module, self._ranks, self._draw = module, ranks, draw
+        # Nobody hooks into the loss module, so one rank need not go through torch's machinery for hooks.
+        self._forward = module.forward if wrapped is module else wrapped
+        self._no_sync = getattr(wrapped, "no_sync", None)
+        self._scaler = scaler if scaler.is_enabled() else None
+        self._watch_loss = watch_loss
+        self._flag: Tensor | None = None
+        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.nominal: float | None = None  # None: the number of samples
+        self.tainted = False  # a loss was not finite: no update until somebody has looked (see nonfinite.py)
+        self.reset()
 
-    def _start_over(self) -> None:
-        self._sum: Tensor | None = None
-        self._weight: Tensor | float = 0.0
+    def watch_on_device(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        """The same without waiting for the device: a flag that stays up, and that a fused optimizer reads."""
+        self._flag = torch.zeros((), device=device)
+        optimizer.found_inf = self._flag  # type: ignore[attr-defined]
+
+    def saw_nonfinite(self) -> bool:
+        return self.tainted or (self._flag is not None and bool(self._flag))
+
+    def reset(self) -> None:
+        """Forget the micro-batches of an unfinished step."""
+        self.noted: list[tuple[Tensor, Any]] = []  # (mean, samples) or (sum, weight) of each micro-batch
+        self.means = True  # which of the two
+        self.metrics: list[tuple[Mapping[str, Any], Any]] = []
         self._by_data = False
-        self._pending: collectives.Work | None = None
         self._total: Tensor | None = None
-        self._nominal = 1
+        self._pending: collectives.Work | None = None
 
-    def add(self, micro: Micro) -> None:
-        """Forward and backward of one micro-batch; gradients are reduced with the step's last one."""
-        with self._reduction_only_at_end(micro):
-            with drawing(
-                self._seed,
-                micro.step,
-                micro.group,
-                start=micro.start,
-                own=micro.samples,
-                rows=micro.group_samples,
-            ):
-                value, weight = self._wrapped(micro.batch)
-            seed = self._note(micro, value, weight)
-            if micro.last and self._by_data:
-                self._send_weight(value.device)
-            (value * seed).backward()
+    def add(self, micro: Micro) -> Tensor:
+        """Forward and backward of one micro-batch, whose loss comes back; the last one reduces the gradients."""
+        if micro.last or self._no_sync is None:
+            return self._backward(micro, *self.forward(micro))
+        with self._no_sync():
+            return self._backward(micro, *self.forward(micro))
 
-    def _reduction_only_at_end(self, micro: Micro) -> AbstractContextManager[Any]:
-        no_sync = getattr(self._wrapped, "no_sync", None)
-        return nullcontext() if micro.last or no_sync is None else no_sync()
+    def forward(self, micro: Micro) -> tuple[Tensor, Tensor | float | None]:
+        draw = self._draw
+        draw.here, draw.calls = micro, 0
+        result: tuple[Tensor, Tensor | float | None] = self._forward(micro.batch)
+        return result
 
-    def _note(self, micro: Micro, value: Tensor, weight: Tensor | float | None) -> float:
-        """Add the micro-batch to the step's sum and weight; the factor its backward starts with."""
-        share = self._ranks / micro.step_samples  # DDP divides by the number of ranks; this undoes it
-        self._nominal = micro.step_samples
-        if micro.samples == 0:  # a stand-in: it only keeps this rank in step with the others
-            self._by_data |= weight is not None
-            self._add(value.detach() * 0.0, 0.0)
-            return 0.0
+    def _backward(self, micro: Micro, value: Tensor, weight: Tensor | float | None) -> Tensor:
+        noted = self.backward(micro, value, weight)
+        self._draw.here = None
+        return noted
+
+    def backward(self, micro: Micro, value: Tensor, weight: Tensor | float | None) -> Tensor:
+        """Note the micro-batch's loss and run its backward, seeded with its share of the step."""
+        noted = value.detach()
         if weight is None:
             self._by_data |= not micro.exact
-            self._add(value.detach() * micro.samples, float(micro.samples))
-            return share * micro.samples
-        self._by_data = True
-        self._add(value.detach(), weight.detach() if isinstance(weight, Tensor) else weight)
-        return share
+            self.noted.append((noted, micro.samples))
+            factor = self._ranks * micro.samples / micro.step_samples  # DDP divides by the number of ranks
+        else:
+            self._by_data, self.means = True, False
+            own = micro.samples > 0  # a stand-in only keeps this rank in step with the others
+            factor = self._ranks / (self.nominal or micro.step_samples) if own else 0.0
+            self.noted.append((noted if own else noted * 0.0, weight if own else 0.0))
+        if self._module.metrics is not None:
+            self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
+        if self._by_data and micro.last:
+            self._send_weight(micro, value.device)
+        if self._watch_loss:
+            self.tainted |= not isfinite(noted.item())
+        elif self._flag is not None:
+            torch.maximum(self._flag, (~torch.isfinite(noted)).float(), out=self._flag)
+        if factor == 1.0 and self._scaler is None:
+            value.backward()
+        else:
+            value.backward(self._seed(factor, value))
+        return noted
 
-    def _add(self, value: Tensor, weight: Tensor | float) -> None:
-        self._sum = value if self._sum is None else self._sum + value
-        self._weight = self._weight + weight
+    def _seed(self, factor: float, value: Tensor) -> Tensor:
+        """What the backward starts with: a constant that is kept, times fp16's scale of the moment."""
+        seed = self._seeds.get((factor, value.dtype))
+        if seed is None:
+            seed = self._seeds[factor, value.dtype] = torch.full_like(value.detach(), factor)
+        return seed if self._scaler is None else self._scaler.scale(seed)
 
-    def _send_weight(self, device: torch.device) -> None:
+    def _send_weight(self, micro: Micro, device: torch.device) -> None:
         """Start adding up the weights of all ranks; the answer is needed only after the backward."""
-        self._total = torch.as_tensor(self._weight, dtype=torch.float64, device=device).clone()
+        weight = sum(weight for _, weight in self.noted)
+        self._total = torch.as_tensor(weight, dtype=torch.float64, device=device).clone()
+        self._nominal = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
         self._pending = collectives.all_reduce(self._total, async_op=True)
 
-    def update(self) -> Finished:
-        """The optimizer step for what was added."""
-        assert self._sum is not None
-        if self._unchecked is not None:
-            self._require_gradients(self._unchecked)
-        if self._by_data:
-            self._scale_by_weight()
-        norm = None
-        if self._clip_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        self._optimizer.step()
-        for parameter in self._everything:
-            parameter.grad = None
-        finished = Finished(self._sum, self._weight, norm)
-        self._start_over()
-        return finished
+    def settle(self, micro: Micro) -> None:
+        """Where the caller decided only now that `micro` was the step's last: add up the weights."""
+        if self._by_data and self._pending is None:
+            self._send_weight(micro, self.noted[0][0].device)
 
-    def _require_gradients(self, model: nn.Module) -> None:
-        """On several ranks a parameter that the loss does not use leaves its whole bucket unreduced: DDP would say so
-        at the next step, without names, and this step's update would already be wrong."""
-        without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        if without and self._ranks > 1:
-            raise TrainError(
-                "unused-parameters",
-                f"The loss does not depend on {', '.join(without[:8])}{' and others' if len(without) > 8 else ''}.",
-                why="on several ranks the reduction is complete only when every trainable parameter got a gradient",
-                fix="use them in forward, or freeze them with requires_grad_(False)",
-            )
-        self._unchecked = None
-
-    def _scale_by_weight(self) -> None:
-        assert self._total is not None and self._pending is not None
+    def factor(self) -> Tensor | None:
+        """What the reduced gradients still have to be multiplied by, where the weights depend on the data."""
+        if self._pending is None or self._total is None:
+            return None
         self._pending.wait()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
         # A step in which nothing counted (all padding) has no gradient.
-        factor = torch.where(self._total > 0, self._nominal / self._total, 0.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
+        return torch.where(self._total > 0, self._nominal / self._total, 0.0)

@@ -9,10 +9,11 @@ in plain python it is one rank.
 
 from __future__ import annotations
 
-import functools
 import shlex
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,20 +25,22 @@ from paceline.config import derive, show
 from paceline.config.recipe import Config
 from paceline.data import adopt
 from paceline.data.loader import Cut, Loader
-from paceline.data.transfer import to_device
-from paceline.monitor.metrics import MetricsFile
-from paceline.monitor.progress import choose_display
-from paceline.optim.build import build_optimizer
-from paceline.optim.schedule import Schedule
-from paceline.parallel.replicate import replicate, share_buffers, unwrap
-from paceline.precision import policy
-from paceline.runtime import agreement, collectives, environment, group, seeds
-from paceline.train import build, evaluate, loop
-from paceline.train.calling import choose_call
-from paceline.train.history import History
-from paceline.train.recorder import Recorder
+from paceline.errors import TrainError
+from paceline.monitor.profile import Profiler
+from paceline.monitor.progress import Display, Silent, choose_display
+from paceline.parallel.replicate import share_buffers
+from paceline.runtime import collectives, environment
+from paceline.train import build, evaluate, loop, memory, nonfinite
+from paceline.train.agenda import Agenda
+from paceline.train.callbacks import Callbacks, End, Failed, Saved, Start
+from paceline.train.engine import Engine, Task, one_optimizer
+from paceline.train.evaluate import Evaluation
+from paceline.train.history import History, Record
+from paceline.train.outcome import Outcome
+from paceline.train.own_loop import EpochLoader, OwnLoop, StepResult
+from paceline.train.rates import Rates
+from paceline.train.recorder import Recorder, Sinks
 from paceline.train.settings import Settings
-from paceline.train.step import LossModule, Stepper
 
 
 class Trainer:
@@ -50,6 +53,9 @@ class Trainer:
         *,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         criterion: Callable[..., Any] | None = None,
+        scheduler: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Any] = (),
         device: str | int | torch.device | None = None,
         **settings: Unpack[Settings],
     ) -> None:
@@ -57,55 +63,52 @@ class Trainer:
         if isinstance(optimizer, Mapping):
             values["optimizer"] = dict(optimizer)
             optimizer = None
+        one_optimizer(optimizer)
         config = Config.from_dict(values, origin="Trainer's keywords")
-        self._set_up(config, model, optimizer, loss_fn, criterion, device)
+        task = Task(optimizer, loss_fn, criterion, scheduler, metrics or {})
+        self._set_up(config, model, task, callbacks, device)
 
     @classmethod
     def from_config(cls, config: Config, model: nn.Module | None = None) -> Trainer:
         """A trainer for a recipe. Its model is the recipe's unless one is given; so is its data in `train()`."""
         trainer = cls.__new__(cls)
-        trainer._set_up(config, model or build.build_model(config), None, None, None, config.device)
+        trainer._set_up(config, model or build.build_model(config), Task(), (), config.device)
         return trainer
 
     def _set_up(
         self,
         config: Config,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        loss_fn: Callable[[Any, Any], Any] | None,
-        criterion: Callable[..., Any] | None,
+        task: Task,
+        callbacks: Sequence[Any],
         device: str | int | torch.device | None,
     ) -> None:
         self.config = config
-        self.world = group.join(device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback)
-        derive.derive_strategy(config, self.world.size)
-        agreement.require_same_recipe(collectives.all_gather_object(config.to_dict()))
-        self.model, wrapper = unwrap(model)
-        if wrapper:
-            self._say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
-        self._loss_fn, self._criterion = loss_fn, criterion
-        for part in (self.model, criterion):
-            if isinstance(part, nn.Module):
-                part.to(self.world.device)
-                policy.prepare_model(part, config.precision)
-        self._own_optimizer = optimizer is None
-        self.optimizer = optimizer or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
-        left_out = build.check_parameters(self.model, self.optimizer)
-        if left_out:
-            self._say(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
-        self._module = LossModule(self.model)
-        self._wrapped = replicate(self._module, self.world.size, self.world.device)
-        # From here on the ranks draw differently (dropout), the model being the same on all of them.
-        seeds.seed_everything(seeds.mix(config.seed, 1, self.world.place.rank) >> 1)
-        self.step_count = 0
-        self.epoch = 0
+        self._callbacks = Callbacks(callbacks)
+        self._engine = engine = Engine(config, model, task, device)
+        self.world, self.model, self.optimizer, self.scaler = (
+            engine.world, engine.model, engine.optimizer, engine.scaler,
+        )  # fmt: skip
+        self._rates = Rates(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
+        self._outcome = Outcome(config, self._rates, self._save_best)
         self._run: Path | None = None
-        self._micro_batch: int | None = None
-        self._first_step_done = False
+        self._best_folder: Path | None = None
+        self._plan: derive.BatchPlan | None = None
+        self._recorder: Recorder | None = None
+        self._own: OwnLoop | None = None
 
     @property
     def is_main_process(self) -> bool:
         return self.world.is_main
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps done, counted from the run's beginning."""
+        return self._engine.position.step
+
+    @property
+    def epoch(self) -> int:
+        return self._engine.position.epoch
 
     def train(
         self, data: Any = None, val: Any = None, *, epochs: int | None = None, max_steps: int | None = None
@@ -117,35 +120,90 @@ class Trainer:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         data = adopt.look_at(data, self.config.seed)
         val = None if val is None else adopt.look_at(val, self.config.seed)
-        adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data)))
-        batch = derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
-        self._micro_batch = int(batch.micro_batch.value)
-        loader = self._loader(data, batch.size, batch.groups)
+        loader, batch = self._share_out(data)
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
-        history = History(run=self._open_run({**batch.rows(), **self._schedule_rows(schedule)}))
+        history = History(run=self._open_run({**batch.rows(), **self._rates.begin(schedule)}))
         total = _total_steps(loader.steps_per_epoch, epochs, max_steps)
-        silent = self.config.quiet or not self.is_main_process
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
-        with choose_display(total, self.step_count, silent=silent) as display:
-            file = MetricsFile(self._run / "metrics.jsonl") if self._run and self.is_main_process else None
-            recorder = Recorder(history, file, display, self.world.device)
-            loop.run(self._job(loader, batch, schedule, recorder, val, epochs, max_steps))
+        silent = self.config.quiet or not self.is_main_process
+        sinks = build.open_sinks(self.config, self._run, self.world)
+        try:
+            with choose_display(total, self.step_count, silent=silent) as display, self._engine.draw:
+                job = self._job(loader, history, sinks, display, val, epochs, max_steps)
+                self._run_job(job, history)
+        finally:
+            sinks.close()
         share_buffers(self.model)
-        if self._run is not None and history.steps:
-            self.save_checkpoint(checkpoints.free_name(self._run / "checkpoints" / f"step-{self.step_count:06d}"))
+        if self._run is not None and history.steps and self.config.save_last:
+            self._save(self.step_count)
         return history
 
-    def evaluate(self, data: Any) -> float:
-        """The mean loss over `data`, each sample counted once. A matter of all ranks."""
+    def _run_job(self, job: loop.Job, history: History) -> None:
+        self._callbacks.call("on_start", Start(self.step_count, history.run))
+        try:
+            loop.run(job)
+        except BaseException as error:
+            self._engine.stepper.reset()
+            job.recorder.flush_alone()
+            self._callbacks.call("on_error", Failed(self.step_count, error))
+            if memory.is_out_of_memory(error):
+                raise self._out_of_memory(error) from error
+            raise
+        finally:
+            self._recorder = None
+        history.ended = job.agenda.reason
+        self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
+
+    def evaluate(self, data: Any) -> Evaluation:
+        """The mean loss over `data`, each sample counted once, and the metrics. A matter of all ranks."""
+        loader = self._whole(data)
+        micros = self._engine.ready(loader.micros(0, 1))
         share_buffers(self.model)
-        data = adopt.look_at(data, self.config.seed)
-        ranks = self.world.size
-        batch = adopt.batch_of(data, ranks) or derive.derive_batch(self.config, ranks).size
-        # A loader for evaluation may have a batch size of its own; micro-batches stay no larger than training's.
-        groups = -(-batch // (self._micro_batch * ranks)) if self._micro_batch else 1
-        micros = self._loader(data, batch, groups, evaluating=True).micros(0, 1)
-        return evaluate.evaluate(self._module, self._ready(micros), self.world.device, self.config.seed)
+        metrics = self._engine.task.metrics
+        return evaluate.evaluate(self._engine.module, micros, self.world.device, self.config.seed, metrics)
+
+    def predict(self, data: Any) -> Any:
+        """The model's outputs for every sample of `data`, in order, on every rank's CPU. A matter of all ranks."""
+        micros = self._engine.ready(self._whole(data).micros(0, 1))
+        share_buffers(self.model)
+        return evaluate.predict(self._engine.module, micros, self.world.device, self.config.seed)
+
+    def training_step(self, batch: Any) -> StepResult:
+        """This rank's micro-batch and, when its group is full, the optimizer step: (local loss, whether it stepped)."""
+        return self._own_loop().training_step(batch)
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._own_loop().forward(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        self._own_loop().backward(loss)
+
+    def step(self) -> None:
+        self._own_loop().step()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._own_loop().no_sync()
+
+    def loader(self, data: Any) -> EpochLoader:
+        """This rank's micro-batches of `data`, an epoch at a time, for one's own loop."""
+        loader, batch = self._share_out(adopt.look_at(data, self.config.seed))
+        return EpochLoader(self._own_loop(loader), loader, batch.groups)
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Write a value with the next log point: its mean over the steps since the last one, and over the ranks."""
+        (self._recorder or self._own_loop().recorder).log(name, value)
+
+    def stop(self) -> None:
+        """End training at the next log point, on every rank. Any rank may call it."""
+        if self._recorder is not None:
+            self._recorder.stop_wished = True
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Within this context the model has the averaged weights."""
+        if self._engine.average is None:
+            raise TrainError("no-ema", "There are no averaged weights.", fix="Trainer(…, ema=0.999), or ema: 0.999")
+        return self._engine.average.swapped()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's weights, whole."""
@@ -157,12 +215,15 @@ class Trainer:
         """Rank 0 writes and waits for nobody, so it may be called on all ranks or on rank 0 alone."""
         if not self.is_main_process:
             return
+        average = self._engine.average
         snapshot = checkpoints.Snapshot(
             step=self.step_count,
             epoch=self.epoch,
             model=self.model.state_dict(),
+            ema=None if average is None else average.state_dict(),
             optimizer=self.optimizer.state_dict() if include_optimizer else None,
             optimizer_kind=type(self.optimizer).__name__,
+            state=build.plain_state(self._engine, self._rates, self._outcome),
             metadata=metadata or {},
         )
         checkpoints.write(Path(folder), snapshot)
@@ -171,64 +232,130 @@ class Trainer:
         """Take over weights, optimizer and step; the metadata comes back. A matter of all ranks."""
         collectives.barrier()  # rank 0 may still be writing it
         snapshot = checkpoints.read(Path(folder))
-        build.restore(self.model, self.optimizer, snapshot, folder)
-        self.step_count, self.epoch = snapshot.step, snapshot.epoch
+        build.restore(self._engine, self._rates, self._outcome, snapshot, folder)
         return dict(snapshot.metadata)
+
+    def _share_out(self, data: Any) -> tuple[Loader, derive.BatchPlan]:
+        """The loader of training data, and how its batches are made up."""
+        adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data)))
+        batch = derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
+        self._plan = batch
+        return self._loader(data, batch.size, batch.groups), batch
+
+    def _whole(self, data: Any) -> Loader:
+        """All of `data` once, in micro-batches no larger than training's."""
+        data = adopt.look_at(data, self.config.seed)
+        ranks = self.world.size
+        batch = adopt.batch_of(data, ranks) or derive.derive_batch(self.config, ranks).size
+        groups = -(-batch // (int(self._plan.micro_batch.value) * ranks)) if self._plan else 1
+        return self._loader(data, batch, groups, evaluating=True)
 
     def _job(
         self,
         loader: Loader,
-        batch: derive.BatchPlan,
-        plan: derive.SchedulePlan,
-        recorder: Recorder,
+        history: History,
+        sinks: Sinks,
+        display: Display,
         val: Any,
         epochs: int | None,
         max_steps: int | None,
     ) -> loop.Job:
-        stepper = Stepper(
-            self._module,
-            self._wrapped,
-            self.optimizer,
-            ranks=batch.data_ranks,
-            seed=self.config.seed,
-            clip_norm=self.config.clip_norm,
+        engine, config = self._engine, self.config
+        self._recorder = recorder = Recorder(history, sinks, display, self.world.device, self._callbacks)
+        profiler = None if config.profile is None else Profiler(config.profile, self._run, self.world.place.rank)
+        agenda = Agenda(
+            recorder,
+            self._callbacks,
+            log_every=config.log_every,
+            began_at=self.step_count,
+            max_steps=max_steps,
+            steps_per_epoch=loader.steps_per_epoch,
+            eval_every=config.eval_every,
+            save_every=config.save_every if self._run is not None else None,
+            profiler=profiler,
+            end_of_epoch=self._rates.epoch_ended,
+            evaluate=lambda step, epoch: self._evaluated(recorder, val, step, epoch),
+            save=self._save,
+            on_nonfinite=lambda record: self._nonfinite(loader, record),
         )
         nothing_left = max_steps is not None and self.step_count >= max_steps
-        micros = iter(()) if nothing_left else self._ready(loader.micros(self.step_count, epochs))
-        return loop.Job(
-            micros=micros,
-            stepper=stepper,
-            optimizer=self.optimizer,
-            schedule=self._schedule(plan),
-            recorder=recorder,
-            evaluate=None if val is None else functools.partial(self.evaluate, val),
-            max_steps=max_steps,
-            log_every=self.config.log_every,
-            eval_every=self.config.eval_every or loader.steps_per_epoch,
-            on_step=self._on_step,
+        micros = iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
+        on_step = self._callbacks.hooks["on_step"]
+        return loop.Job(micros, engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step)
+
+    def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Any:
+        """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
+        micros = self._engine.ready(loader.micros(self.step_count, epochs))
+        for micro in micros:
+            assert self._plan is not None
+            self._engine.check(micro, self._plan.groups, loader.fingerprint)
+            recorder.tokens_per_sample = build.tokens_per_sample(micro.batch)
+            recorder.pause_over()
+            yield micro
+            break
+        yield from micros
+
+    def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int) -> str | None:
+        if val is None:
+            return None
+        record: Record = {"step": step, "epoch": epoch, **self.evaluate(val).values}
+        if self._engine.average is not None:
+            with self.ema_weights():
+                record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
+        record, reason = self._outcome.of(record)
+        recorder.evaluation(record)
+        return reason
+
+    def _nonfinite(self, loader: Loader, record: Record) -> str | None:
+        """The step was not finite: raise, or end training. (`skip` never comes here: such steps were left out.)"""
+        engine = self._engine
+        micros = None
+        if loader.repeatable:
+            again = engine.ready(loader.micros(record["step"] - 1, None))
+            micros = build.of_one_step(again)
+        error = nonfinite.report(record, engine.module, micros, engine.draw, engine.stepper.saw_nonfinite())
+        if self.config.nonfinite == "raise":
+            raise error
+        engine.warn(str(error))
+        return f"step {record['step']} was not finite (nonfinite: stop)"
+
+    def _out_of_memory(self, error: BaseException) -> TrainError:
+        plan = self._plan
+        return memory.explain(
+            error,
+            self.model,
+            self.optimizer,
+            self.config,
+            rank=self.world.place.rank,
+            ranks=self.world.size,
+            micro_batch=None if plan is None else int(plan.micro_batch.value),
+            groups=1 if plan is None else plan.groups,
+            device=self.world.device,
         )
 
-    def _on_step(self, step: int, epoch: int) -> None:
-        if not self._first_step_done:
-            group.shorten_timeout(self.config.timeout)
-            self._first_step_done = True
-        self.step_count, self.epoch = step, epoch
-
-    def _schedule(self, plan: derive.SchedulePlan) -> Schedule | None:
-        for parameters in self.optimizer.param_groups:
-            if self._own_optimizer:
-                parameters["initial_lr"] = float(plan.lr.value)
-            parameters.setdefault("initial_lr", parameters["lr"])
-        settings = self.config.schedule
-        if not self._own_optimizer and settings.name == "constant" and settings.warmup == 0:
-            return None
-        return Schedule(settings.name, int(plan.steps.value), int(plan.warmup.value), settings.floor)
-
-    def _schedule_rows(self, plan: derive.SchedulePlan) -> dict[str, derive.Derived]:
-        rows = plan.rows()
-        if not self._own_optimizer:
-            rows["learning rate"] = derive.Derived(float(self.optimizer.param_groups[0]["lr"]), "the optimizer's own")
-        return rows
+    def _own_loop(self, loader: Loader | None = None) -> OwnLoop:
+        if self._own is None:
+            plan = derive.derive_schedule(
+                self.config,
+                self._plan.size if self._plan else self.config.batch or derive.DEFAULT_BATCH,
+                loader.steps_per_epoch if loader else None,
+                self.config.train.epochs,
+                self.config.train.max_steps or self.config.schedule.steps or 0,
+            )
+            self._rates.begin(plan)
+            if isinstance(self.config.run, str):
+                self._open_run({})
+            self.model.train()
+            sinks = build.open_sinks(self.config, self._run, self.world)
+            history, display = History(), Silent(self.step_count)
+            recorder = Recorder(history, sinks, display, self.world.device, self._callbacks)
+            agenda = Agenda(recorder, self._callbacks, log_every=self.config.log_every)
+            engine, on_step = self._engine, self._callbacks.hooks["on_step"]
+            job = loop.Job(
+                iter(()), engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step
+            )
+            self._own = OwnLoop(engine, job, self.config.accumulate)
+        return self._own
 
     def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:
         wish = adopt.Wish(
@@ -240,29 +367,34 @@ class Trainer:
             pin_memory=self.world.device.type == "cuda",
             training=not evaluating,
         )
-        return adopt.adopt(data, wish, (lambda text: None) if evaluating else self._say)
+        return adopt.adopt(data, wish, (lambda text: None) if evaluating else self._engine.say)
 
-    def _ready(self, micros: Any) -> Any:
-        """Micro-batches on the device; the first of them decides how the model is called."""
-        for micro in to_device(micros, self.world.device, policy.input_cast(self.config.precision)):
-            if self._module.call is None:
-                self._module.call, rule = choose_call(self.model, micro.batch, self._loss_fn, self._criterion)
-                self._say(f"loss: {rule}")
-            yield micro
+    def _save(self, step: int) -> None:
+        if self._run is not None:
+            self._save_under(checkpoints.free_name(self._run / "checkpoints" / f"step-{step:06d}"))
+
+    def _save_best(self, step: int) -> None:
+        """Under a name of its own; the best one before goes once this is whole."""
+        if self._run is None:
+            return
+        before, self._best_folder = self._best_folder, self._run / "checkpoints" / f"best-step-{step:06d}"
+        self._save_under(self._best_folder)
+        if before is not None and self.is_main_process:
+            shutil.rmtree(before)
+
+    def _save_under(self, folder: Path) -> None:
+        self.save_checkpoint(folder)
+        self._callbacks.call("on_save", Saved(self.step_count, str(folder)))
 
     def _open_run(self, rows: dict[str, derive.Derived]) -> str | None:
-        self._say(show.table(rows))
+        self._engine.say(show.table(rows))
         if self._run is None:
             self._run = build.open_run(self.config, self.model, self.world.is_main)
             if self.world.size == 1 and not environment.was_launched():
-                self._say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
+                self._engine.say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
         if self._run is not None and self.is_main_process:
             build.write_run(self._run, self.config, rows)
         return str(self._run) if self._run else None
-
-    def _say(self, text: str) -> None:
-        if self.is_main_process and not self.config.quiet:
-            print(text, flush=True)
 
 
 def _total_steps(per_epoch: int | None, epochs: int | None, max_steps: int | None) -> int | None:

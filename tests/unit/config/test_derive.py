@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from paceline.config.derive import derive_batch, derive_schedule
+from paceline.config.derive import SchedulePlan, derive_batch, derive_schedule
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
 
@@ -98,6 +100,69 @@ def test_a_schedule_that_needs_a_horizon_refuses_data_without_length() -> None:
     with pytest.raises(ConfigError) as caught:
         derive_schedule(config, 8, None, 3, None)
     assert caught.value.code == "config.no-horizon"
+
+
+def plan_of(steps_per_epoch: int | None = 10, **schedule: Any) -> SchedulePlan:
+    return derive_schedule(Config.from_dict({"schedule": schedule}), 8, steps_per_epoch, 6, None)
+
+
+def test_a_schedule_in_epochs_is_converted_to_steps_and_says_how() -> None:
+    plan = plan_of(name="step", unit="epochs", warmup=1, steps=5, at=[4, 2])
+    assert (plan.steps.value, plan.warmup.value, [cut.value for cut in plan.cuts]) == (50, 10, [20, 40])
+    assert plan.steps.reason == "schedule.steps: 5 epochs × 10 steps"
+    every = plan_of(name="step", unit="epochs", every=2).every
+    assert every is not None
+    assert every.value == 20
+
+
+def test_a_warmup_below_one_is_a_fraction_of_all_steps_in_any_unit() -> None:
+    assert plan_of(unit="epochs", warmup=0.5).warmup.value == 30
+    assert plan_of(unit="steps", warmup=0.5).warmup.value == 30
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"warmup": 1},
+        {"name": "cosine", "steps": 3},
+        {"name": "step", "every": 1},
+        {"name": "step", "at": [1]},
+    ],
+)
+def test_epochs_of_data_without_length_have_a_code(schedule: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(None, unit="epochs", **schedule)
+    assert caught.value.code == "config.no-horizon"
+
+
+@pytest.mark.parametrize("schedule", [{"name": "wsd"}, {"name": "linear"}, {"name": "constant", "warmup": 0.1}])
+def test_what_is_a_part_of_the_horizon_refuses_data_without_length(schedule: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(None, **schedule)
+    assert caught.value.code == "config.no-horizon"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"), [({}, "config.no-cuts"), ({"every": 3, "at": [4]}, "config.contradiction")]
+)
+def test_a_step_schedule_takes_every_or_at(settings: dict[str, Any], code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(name="step", **settings)
+    assert caught.value.code == code
+
+
+def test_wsd_falls_over_the_last_part_of_the_horizon() -> None:
+    fall = plan_of(name="wsd", decay=0.25).fall
+    assert fall is not None
+    assert fall.value == 45
+
+
+def test_only_rows_that_bear_on_the_run_are_shown() -> None:
+    assert set(plan_of().rows()) == {"learning rate", "horizon"}
+    assert set(plan_of(None).rows()) == {"learning rate"}
+    assert set(plan_of(name="wsd", warmup=3).rows()) == {"learning rate", "horizon", "warm-up", "falls from"}
+    assert plan_of(name="step", unit="epochs", at=[2, 4]).rows()["cuts at"].value == "20, 40"
+    assert "cut every" in plan_of(name="step", every=2).rows()
 
 
 def test_single_in_a_world_of_two_has_a_code() -> None:

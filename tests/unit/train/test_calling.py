@@ -40,9 +40,9 @@ class Optional(nn.Module):
     ],
 )
 def test_a_batch_reaches_the_model_by_the_rule(model: nn.Module, batch: Any, expected: Any) -> None:
-    call, words = choose_call(model, batch, None, None)
-    assert call(batch) == expected
-    assert words.startswith("model(")
+    call = choose_call(model, batch, None, None)
+    assert call.loss(batch) == expected
+    assert call.rule.startswith("model(")
 
 
 @pytest.mark.parametrize(("model", "batch"), [(Optional(), (3, 4)), (Two(), {"x": 3, "z": 4})])
@@ -53,10 +53,10 @@ def test_a_batch_that_could_be_meant_two_ways_has_a_code(model: nn.Module, batch
 
 
 def test_loss_fn_and_criterion_go_first() -> None:
-    call, _ = choose_call(Optional(), (3, 4), lambda model, batch: ("mine", batch), None)
-    assert call((3, 4)) == ("mine", (3, 4))
-    call, _ = choose_call(One(), (3, 4), None, lambda output, target: (output, target))
-    assert call((3, 4)) == (("one", 3), 4)
+    call = choose_call(Optional(), (3, 4), lambda model, batch: ("mine", batch), None)
+    assert call.loss((3, 4)) == ("mine", (3, 4))
+    call = choose_call(One(), (3, 4), None, lambda output, target: (output, target))
+    assert call.loss((3, 4)) == (("one", 3), 4)
     with pytest.raises(TrainError) as caught:
         choose_call(One(), 3, None, nn.MSELoss())
     assert caught.value.code == "train.no-pair"
@@ -64,11 +64,11 @@ def test_loss_fn_and_criterion_go_first() -> None:
 
 def test_losses_are_read_in_every_form() -> None:
     scalar = torch.tensor(2.0)
-    assert read_loss(scalar) == (scalar, None)
-    assert read_loss({"loss": scalar}) == (scalar, None)
-    assert read_loss(SimpleNamespace(loss=scalar)) == (scalar, None)
-    assert read_loss(Loss(scalar, 3.0)) == (scalar, 3.0)
-    assert read_loss({"loss": Loss(scalar, 3.0)}) == (scalar, 3.0)
+    assert read_loss(scalar)[:2] == (scalar, None)
+    assert read_loss({"loss": scalar})[:2] == (scalar, None)
+    assert read_loss(SimpleNamespace(loss=scalar))[:2] == (scalar, None)
+    assert read_loss(Loss(scalar, 3.0))[:2] == (scalar, 3.0)
+    assert read_loss({"loss": Loss(scalar, 3.0)})[:2] == (scalar, 3.0)
     assert read_loss(torch.tensor([2.0]))[0].shape == ()
 
 

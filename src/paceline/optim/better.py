@@ -1,0 +1,45 @@
+"""Which of two results is better, and the best one so far.
+
+Checkpoints of the best evaluation, early stopping and the plateau schedule all ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+SMALLER_IS_BETTER = ("loss", "error", "perplexity")
+
+
+class Best:
+    """The best value of a metric.
+
+    `mode` is "min" or "max"; None means min for names with loss, error or perplexity in them, else max. A value has to
+    be better by more than `min_delta`, plus `min_change` × the size of the best one. NaN and infinity never improve.
+    """
+
+    def __init__(self, metric: str, mode: str | None = None, min_delta: float = 0.0, min_change: float = 0.0) -> None:
+        smaller = any(word in metric.lower() for word in SMALLER_IS_BETTER) if mode is None else mode == "min"
+        self.mode = "min" if smaller else "max"
+        self.value: float | None = None
+        self._min_delta, self._min_change = min_delta, min_change
+
+    def improved(self, value: float) -> bool:
+        """Whether this is the best so far; if so, it is remembered."""
+        if not isfinite(value) or not self._beats(value):
+            return False
+        self.value = value
+        return True
+
+    def _beats(self, value: float) -> bool:
+        if self.value is None:
+            return True
+        gain = self.value - value if self.mode == "min" else value - self.value
+        return gain > self._min_delta + self._min_change * abs(self.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = state["value"]

@@ -1,0 +1,116 @@
+"""What is due between steps: log points, ends of epochs, evaluations, checkpoints, profiles, and the end.
+
+The loop compares its step with one number, the next step at which anything is due, so a step at which nothing is costs
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.monitor.profile import Profiler
+from paceline.train.callbacks import Callbacks, Epoch
+from paceline.train.history import Record
+from paceline.train.recorder import Recorder
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+@dataclass
+class Agenda:
+    """Steps and what to do at them. `evaluate` may say why training should end, as may a log point."""
+
+    recorder: Recorder
+    callbacks: Callbacks
+    log_every: int
+    began_at: int = 0
+    max_steps: int | None = None
+    steps_per_epoch: int | None = None
+    eval_every: int | None = None  # None: whenever an epoch ends
+    save_every: int | None = None
+    profiler: Profiler | None = None
+    end_of_epoch: Callable[[], None] = _nothing
+    evaluate: Callable[[int, int], str | None] = _nothing
+    save: Callable[[int], None] = _nothing
+    on_nonfinite: Callable[[Record], str | None] = _nothing
+    on_first_log: Callable[[], None] = _nothing
+    reason: str = "the data ended"
+    _evaluated: int = field(default=-1)
+    _epochs_ended: int = field(default=-1)
+
+    def next_due(self, step: int) -> int:
+        intervals = (self.log_every, self.eval_every, self.save_every, self.steps_per_epoch)
+        due = [(step // interval + 1) * interval for interval in intervals if interval]
+        if self.max_steps is not None:
+            due.append(self.max_steps)
+        if self.profiler is not None:
+            due.append(step + 1)
+        return min(due)
+
+    def attend(self, step: int, epoch: int) -> bool:
+        """Do what is due after `step`; whether training goes on."""
+        if self.profiler is not None:
+            text = self.profiler.step(step)
+            if text:
+                self.recorder.note(text)
+        reason = None
+        if step % self.log_every == 0:
+            reason = self._log()
+        if self.steps_per_epoch and step % self.steps_per_epoch == 0:
+            self._end_epoch(step, epoch)
+        by_epoch = self.eval_every is None and self.steps_per_epoch and step % self.steps_per_epoch == 0
+        if reason is None and (by_epoch or (self.eval_every and step % self.eval_every == 0)):
+            reason = self._evaluate(step, epoch)
+        if self.save_every and step % self.save_every == 0:
+            self.save(step)
+            self.recorder.pause_over()
+        if reason is None and step == self.max_steps:
+            reason = f"max_steps={step}"
+        self.reason = reason or self.reason
+        return reason is None
+
+    def epoch_ended(self, step: int, epoch: int) -> bool:
+        """For data whose length nobody knew; whether training goes on."""
+        if self.steps_per_epoch is not None or step == self.began_at:
+            return True
+        self._end_epoch(step, epoch)
+        reason = self._evaluate(step, epoch) if self.eval_every is None else None
+        self.reason = reason or self.reason
+        return reason is None
+
+    def finish(self, step: int, epoch: int) -> None:
+        """After the last step: what is still pending."""
+        self._log()
+        if step != self.began_at and step != self._evaluated:
+            self._evaluate(step, epoch)
+        if self.profiler is not None:
+            text = self.profiler.close()
+            if text:
+                self.recorder.note(text)
+
+    def _log(self) -> str | None:
+        flushed = self.recorder.flush()
+        if flushed.records:
+            self.on_first_log()
+        if flushed.nonfinite is not None:
+            return self.on_nonfinite(flushed.nonfinite)
+        return "trainer.stop()" if flushed.stop else None
+
+    def _end_epoch(self, step: int, epoch: int) -> None:
+        if epoch == self._epochs_ended:
+            return
+        self._epochs_ended = epoch
+        self.end_of_epoch()
+        self.callbacks.call("on_epoch", Epoch(epoch, step))
+
+    def _evaluate(self, step: int, epoch: int) -> str | None:
+        self._evaluated = step
+        reason = self._log()
+        if reason is None:
+            reason = self.evaluate(step, epoch)
+            self.recorder.pause_over()
+        return reason

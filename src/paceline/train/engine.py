@@ -1,0 +1,189 @@
+"""The parts that every height of the Trainer works with, put together in one written order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.config import derive
+from paceline.config.recipe import Config
+from paceline.data.loader import Micro
+from paceline.data.transfer import to_device
+from paceline.errors import TrainError
+from paceline.optim.build import build_optimizer
+from paceline.optim.ema import Average
+from paceline.parallel.batchnorm import synchronise
+from paceline.parallel.replicate import replicate, unwrap
+from paceline.precision import policy
+from paceline.precision.scaler import Scaler
+from paceline.runtime import agreement, collectives, group, seeds
+from paceline.runtime.noise import drawing
+from paceline.train import build, preflight
+from paceline.train.calling import choose_call
+from paceline.train.loop import Position
+from paceline.train.step import LossModule, Stepper
+from paceline.train.update import Updater, is_fused
+
+
+@dataclass
+class Task:
+    """What the user gives as objects, beside the model."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    criterion: Callable[..., Any] | None = None
+    scheduler: Any = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """A model, its optimizer and what stands between them, on this rank."""
+
+    def __init__(self, config: Config, model: nn.Module, task: Task, device: str | int | torch.device | None) -> None:
+        self.config, self.task = config, task
+        self.world = group.join(device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback)
+        derive.derive_strategy(config, self.world.size)
+        agreement.require_same_recipe(collectives.all_gather_object(config.to_dict()))
+        self.model, wrapper = unwrap(model)
+        if wrapper:
+            self.say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
+        _set_switches(config)
+        self._place_model()
+        self._build_optimizer()
+        self.scaler = Scaler(self.world.device, config.scaler, enabled=config.precision == "fp16")
+        self.average = None if config.ema is None else Average(self.model, config.ema.decay, config.ema.warmup)
+        self._build_step()
+        # From here on the ranks draw differently (dropout), the model being the same on all of them.
+        seeds.seed_everything(seeds.mix(config.seed, 1, self.world.place.rank) >> 1)
+        self.position = Position()
+        self._checked = False
+
+    def _place_model(self) -> None:
+        config, device = self.config, self.world.device
+        for part in (self.model, self.task.criterion):
+            if isinstance(part, nn.Module):
+                part.to(device)
+                policy.prepare_model(part, config.precision)
+        if self.world.size > 1 and config.sync_batchnorm:
+            changed = synchronise(self.model)
+            if changed:
+                self.say(f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)")
+        if config.compile:
+            self.model.compile()
+
+    def _build_optimizer(self) -> None:
+        given = self.task.optimizer
+        self.own_optimizer = given is None
+        self.optimizer = given or build_optimizer(self.model, self.config.optimizer, self.config.optimizer.lr)
+        left_out = build.check_parameters(self.model, self.optimizer)
+        if left_out:
+            self.say(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
+
+    def _build_step(self) -> None:
+        config, device = self.config, self.world.device
+        self.module = LossModule(self.model, policy.autocast(config.precision, device))
+        self.wrapped = replicate(
+            self.module,
+            self.world.size,
+            device,
+            config.ddp,
+            allow_unused=config.unused_parameters == "allow",
+        )
+        self.draw = drawing(config.seed)
+        watch = config.nonfinite == "raise" and not self.scaler.is_enabled()
+        self.stepper = Stepper(
+            self.module,
+            self.wrapped,
+            ranks=self.world.size,
+            draw=self.draw,
+            scaler=self.scaler,
+            watch_loss=watch and device.type == "cpu",
+        )
+        self.updater = Updater(
+            self.optimizer,
+            self.module,
+            scaler=self.scaler,
+            average=self.average,
+            clip_norm=config.clip_norm,
+            clip_value=config.clip_value,
+            skip_nonfinite=config.nonfinite != "raise",
+        )
+        if watch and device.type != "cpu" and is_fused(self.optimizer):
+            self.stepper.watch_on_device(self.optimizer, device)
+        elif config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
+            self.say(f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused")
+
+    def ready(self, micros: Any) -> Any:
+        """Micro-batches on the device; the first of them decides how the model is called."""
+        for micro in to_device(micros, self.world.device, policy.input_cast(self.config.precision)):
+            if self.module.call is None:
+                self.choose_call(micro.batch)
+            yield micro
+
+    def choose_call(self, batch: Any) -> None:
+        self.module.call = choose_call(self.model, batch, self.task.loss_fn, self.task.criterion)
+        self.say(f"loss: {self.module.call.rule}")
+
+    def check(self, micro: Micro, groups: int, fingerprint: Callable[[], Any]) -> None:
+        """The pre-flight, once, before the first step. Needs `drawing` to be entered."""
+        if self._checked or not self.config.preflight:
+            return
+        several = self.world.size > 1
+        weight, unused = preflight.check(
+            self.module,
+            self.wrapped,
+            micro,
+            self.draw,
+            fingerprint=fingerprint() if several else None,
+            allow_unused=self.config.unused_parameters == "allow",
+        )
+        self._checked = True
+        self.stepper.nominal = preflight.nominal(weight, groups)
+        group.shorten_timeout(self.config.timeout)  # what compiles has compiled
+        if unused and not several and self.config.unused_parameters == "error":
+            self.warn(f"the loss does not depend on {', '.join(unused[:8])}: on several ranks this would be an error")
+        self.say(
+            f"pre-flight: {self.world.size} rank{'s' if several else ''} ready; the first micro-batch weighs {weight:g}"
+        )
+
+    def say(self, text: str) -> None:
+        if self.world.is_main and not self.config.quiet:
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        if self.world.is_main:
+            print(f"warning: {text}", flush=True)
+
+
+def one_optimizer(optimizer: Any) -> None:
+    """Several optimizers, or something else, are refused before anything is built."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if isinstance(optimizer, (list, tuple, set)):
+        raise TrainError(
+            "several-optimizers",
+            f"The Trainer got {len(optimizer)} optimizers.",
+            why="a step is one update of one model: clipping, schedule and skipped steps hold for all its weights",
+            fix="use one optimizer with parameter groups; for adversarial training two Trainers in a loop of your own "
+            "(trainer.forward, backward, step)",
+        )
+    raise TrainError(
+        "not-an-optimizer",
+        f"optimizer is a {type(optimizer).__name__}.",
+        fix='give a torch.optim.Optimizer, or settings: optimizer={"name": "adamw", "lr": 1e-3}',
+    )
+
+
+def _set_switches(config: Config) -> None:
+    """torch's switches are the process's: there is no narrower place for them."""
+    if config.tf32:
+        policy.allow_tf32(True)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

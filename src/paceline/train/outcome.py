@@ -1,0 +1,71 @@
+"""What follows from an evaluation: the best checkpoint kept, a plateau's cut, an early end.
+
+Every rank acts on rank 0's numbers. Evaluations are reduced and agree anyway; but a metric of the user's own may differ
+between ranks, and ranks that disagree on whether to go on would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.config.recipe import Config
+from paceline.errors import TrainError
+from paceline.optim.better import Best
+from paceline.runtime import collectives
+from paceline.train.history import Record
+from paceline.train.rates import Rates
+
+
+class Outcome:
+    def __init__(self, config: Config, rates: Rates, save_best: Callable[[int], None]) -> None:
+        self._config, self._rates, self._save_best = config, rates, save_best
+        best, stop = config.save_best, config.early_stop
+        self.best = None if best is None else Best(best.metric, best.mode)
+        self.stop = None if stop is None else Best(stop.metric, stop.mode, stop.min_delta)
+        self._waited = 0
+
+    def of(self, record: Record) -> tuple[Record, str | None]:
+        """The record that all ranks go by, and why training should end, if it should."""
+        record = collectives.broadcast_object(record)
+        self._require_metrics(record)
+        self._rates.evaluated(record)
+        settings = self._config.save_best
+        if self.best is not None and settings is not None and self.best.improved(record[settings.metric]):
+            self._save_best(record["step"])
+        return record, self._early_stop(record)
+
+    def _early_stop(self, record: Record) -> str | None:
+        settings = self._config.early_stop
+        if settings is None or self.stop is None:
+            return None
+        self._waited = 0 if self.stop.improved(record[settings.metric]) else self._waited + 1
+        if self._waited < settings.patience:
+            return None
+        return f"{settings.metric} has not improved in {self._waited} evaluations (early_stop)"
+
+    def _require_metrics(self, record: Record) -> None:
+        config = self._config
+        wanted = [section.metric for section in (config.save_best, config.early_stop) if section is not None]
+        wanted += [config.schedule.metric] if config.schedule.name == "plateau" else []
+        missing = [name for name in wanted if name not in record]
+        if missing:
+            known = [name for name in record if name not in ("step", "epoch")]
+            raise TrainError(
+                "no-such-metric",
+                f"The evaluation has no {missing[0]!r}; it has {', '.join(known)}.",
+                fix='name one of those, or add it: Trainer(metrics={…}), or "metrics" beside the model\'s loss',
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": None if self.best is None else self.best.state_dict(),
+            "stop": None if self.stop is None else self.stop.state_dict(),
+            "waited": self._waited,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for own, name in ((self.best, "best"), (self.stop, "stop")):
+            if own is not None and state[name] is not None:
+                own.load_state_dict(state[name])
+        self._waited = state["waited"]

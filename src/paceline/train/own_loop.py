@@ -1,0 +1,186 @@
+"""One's own loop, at two heights, with the same bits as `train()`.
+
+    for batch in trainer.loader(dataset):                 # this rank's micro-batches, an epoch at a time
+        loss, stepped = trainer.training_step(batch)
+
+    for batch in trainer.loader(dataset):                 # below it
+        loss = trainer.forward(batch)
+        trainer.backward(loss)
+        trainer.step()
+
+Batches of your own work as well: each rank gives its own, and the weights of all ranks are added up at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline.data.batches import samples_in
+from paceline.data.loader import Loader, Micro
+from paceline.errors import TrainError
+from paceline.train import loop
+from paceline.train.engine import Engine
+
+
+class StepResult(NamedTuple):
+    loss: Tensor  # of this rank's micro-batch, detached
+    stepped: bool
+
+
+class EpochLoader:
+    """Iterating gives the rest of the current epoch, from the step that the trainer has reached."""
+
+    def __init__(self, own: OwnLoop, loader: Loader, groups: int) -> None:
+        self._own, self._loader, self._groups = own, loader, groups
+
+    def __iter__(self) -> Iterator[Any]:
+        engine = self._own.engine
+        per_epoch, step = self._loader.steps_per_epoch, engine.position.step
+        epochs = self._own.epochs_begun + 1 if per_epoch is None else step // per_epoch + 1
+        self._own.epochs_begun += 1
+        for micro in engine.ready(self._loader.micros(step, epochs)):
+            self._own.expect(micro, self._loader, self._groups)
+            yield micro.batch
+
+    def __len__(self) -> int:
+        """The most micro-batches that an epoch has."""
+        if self._loader.steps_per_epoch is None:
+            raise TypeError("this data has no length")
+        return self._loader.steps_per_epoch * self._groups
+
+
+class OwnLoop:
+    """What a loop outside the Trainer needs remembered between its calls."""
+
+    def __init__(self, engine: Engine, job: loop.Job, groups: int | None) -> None:
+        self.engine, self.epochs_begun = engine, 0
+        self._job, self._groups = job, groups
+        self.recorder = job.recorder
+        self._expected: Micro | None = None
+        self._loader: Loader | None = None
+        self._in_group = 0
+        self._reducing = True
+        self._current: tuple[Micro, Tensor, Tensor | float | None, Tensor] | None = None
+        self._added: Micro | None = None
+
+    def expect(self, micro: Micro, loader: Loader, groups: int) -> None:
+        """The next batch will be this one, of which everything is known."""
+        self._expected, self._loader, self._groups = micro, loader, groups
+
+    def training_step(self, batch: Any) -> StepResult:
+        """One micro-batch and, when its group is full, the optimizer step."""
+        micro = self._micro(batch)
+        with self.engine.draw:
+            self._check(micro)
+            loss = self.engine.stepper.add(micro)
+        _, weight = self.engine.stepper.noted[-1]
+        if not self.engine.stepper.means:
+            loss = loss / weight
+        if micro.last:
+            self._finish(micro)
+        return StepResult(loss, micro.last)
+
+    def forward(self, batch: Any) -> Tensor:
+        """The mean loss of this rank's micro-batch, for `backward`."""
+        micro = replace(self._micro(batch), exact=False, last=False)
+        with self.engine.draw, self._unless_reducing():
+            self._check(micro)
+            value, weight = self.engine.stepper.forward(micro)
+            self.engine.draw.here = None
+        mean = value if weight is None else value / weight
+        self._current = (micro, value, weight, mean)
+        return mean
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward of what `forward` returned, or of something made from it; weighed as that batch is."""
+        if self._current is None:
+            raise TrainError(
+                "backward-without-forward",
+                "trainer.backward(loss) was called without a trainer.forward(batch) before it.",
+                why="the batch's weight in the step is known from its forward",
+                fix="loss = trainer.forward(batch); trainer.backward(loss); trainer.step()",
+            )
+        micro, value, weight, mean = self._current
+        self._current, self._added = None, micro
+        if loss is not mean:  # the user added something to it
+            value = loss if weight is None else loss * weight
+        with self.engine.draw, self._unless_reducing():
+            self.engine.draw.here = micro
+            self.engine.stepper.backward(micro, value, weight)
+            self.engine.draw.here = None
+
+    def step(self) -> None:
+        """The optimizer step for all backwards since the last one."""
+        if self._added is None:
+            raise TrainError(
+                "step-without-backward",
+                "trainer.step() was called, but nothing was added since the last step.",
+                fix="call trainer.forward(batch) and trainer.backward(loss) first",
+            )
+        micro, self._added = self._added, None
+        self.engine.stepper.settle(micro)
+        self._finish(replace(micro, step=self.engine.position.step))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here are not reduced over the ranks: for all but the last of a step."""
+        self._reducing = False
+        try:
+            yield
+        finally:
+            self._reducing = True
+
+    def _unless_reducing(self) -> Any:
+        no_sync = getattr(self.engine.wrapped, "no_sync", None)
+        return nullcontext() if self._reducing or no_sync is None else no_sync()
+
+    def _micro(self, batch: Any) -> Micro:
+        expected = self._expected
+        if expected is not None and batch is expected.batch:
+            return expected
+        return self._foreign(batch)
+
+    def _foreign(self, batch: Any) -> Micro:
+        """A batch of the user's own: how much the other ranks hold is taken to be as much, and added up."""
+        micro = self._on_device(batch)
+        config, ranks = self.engine.config, self.engine.world.size
+        groups = self._groups or config.accumulate
+        if groups is None:
+            groups = max(1, round((config.batch or 0) / (micro.samples * ranks)))
+        self._in_group += 1
+        last = self._in_group >= groups
+        if last:
+            self._in_group = 0
+        return replace(micro, step_samples=micro.samples * ranks * groups, last=last)
+
+    def _on_device(self, batch: Any) -> Micro:
+        samples, world = samples_in(batch), self.engine.world
+        position = self.engine.position
+        micro = Micro(
+            batch=batch,
+            samples=samples,
+            start=world.place.rank * samples,
+            group_samples=world.size * samples,
+            step_samples=world.size * samples,
+            group=self._in_group,
+            last=True,
+            epoch=position.epoch,
+            step=position.step,
+            exact=False,
+        )
+        return next(iter(self.engine.ready(iter([micro]))))  # type: ignore[no-any-return]
+
+    def _check(self, micro: Micro) -> None:
+        loader = self._loader
+        self.engine.check(micro, self._groups or 1, (lambda: None) if loader is None else loader.fingerprint)
+
+    def _finish(self, micro: Micro) -> None:
+        job = self._job
+        loop.take_step(job, micro)
+        if job.position.step % job.agenda.log_every == 0:
+            job.agenda.attend(job.position.step, micro.epoch)

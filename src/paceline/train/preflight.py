@@ -1,0 +1,139 @@
+"""Before the first step: do the ranks mean the same thing?
+
+One micro-step of weight zero, after which buffers and random state are as they were. It settles DDP's buckets (which
+are rebuilt after the first backward: sums would else run in another order after a resume), finds parameters that the
+loss does not use, warms what compiles, and tells how much a micro-batch weighs. Then the ranks compare notes: library
+versions, weights, data. A difference is an error that names the ranks.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import log2
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.data.batches import digest, samples_in, tensors_in
+from paceline.data.loader import Micro
+from paceline.errors import DataError, TrainError
+from paceline.runtime import agreement, collectives
+from paceline.runtime.noise import drawing
+from paceline.runtime.seeds import KeptRandomState
+from paceline.train.step import LossModule
+
+_SHOWN = 8
+_ROWS_COMPARED = 64
+
+
+def check(
+    module: LossModule, wrapped: nn.Module, micro: Micro, draw: drawing, *, fingerprint: Any, allow_unused: bool
+) -> tuple[float, list[str]]:
+    """Fly; the weight of a group of micro-batches over all ranks, and the parameters without a gradient."""
+    ranks = collectives.world()
+    with _restored(module):
+        draw.here, draw.calls = micro, 0
+        value, weight = wrapped(micro.batch)
+        (value * 0.0).backward()
+        draw.here = None
+    unused = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
+    module.zero_grad(set_to_none=True)
+    if unused and ranks > 1 and not allow_unused:
+        raise _unused(module.model, unused)
+    own = 0.0 if micro.samples == 0 else float(micro.samples if weight is None else weight)
+    facts = {
+        "weight": own,
+        "versions": versions(),
+        "weights": _digests(module.model) if ranks > 1 else {},
+        "data": fingerprint,
+        "rows": [] if micro.exact or not micro.samples else _rows(micro.batch),
+    }
+    everyone = collectives.all_gather_object(facts)
+    agreement.require_same_versions([rank["versions"] for rank in everyone])
+    agreement.require_same_weights([rank["weights"] for rank in everyone])
+    _require_same_data([rank["data"] for rank in everyone])
+    _require_disjoint([rank["rows"] for rank in everyone])
+    return sum(rank["weight"] for rank in everyone), unused
+
+
+def nominal(weight: float, groups: int) -> float:
+    """A power of two near a step's weight: dividing by it costs no rounding."""
+    return 2.0 ** round(log2(max(1.0, weight * groups)))
+
+
+def versions() -> dict[str, str]:
+    return {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _unused(model: nn.Module, names: list[str]) -> TrainError:
+    owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
+    return TrainError(
+        "unused-parameters",
+        f"The loss does not depend on {shown} (in {', '.join(owners)}).",
+        why="on several ranks the reduction is complete only when every trainable parameter got a gradient",
+        fix="use them in forward, freeze them with requires_grad_(False), or set unused_parameters: allow",
+    )
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Buffers and random state as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    on_gpu = torch.cuda.is_initialized()
+    gpu_state = torch.cuda.get_rng_state() if on_gpu else None
+    with KeptRandomState():
+        yield
+    if gpu_state is not None:
+        torch.cuda.set_rng_state(gpu_state)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _digests(model: nn.Module) -> dict[str, int]:
+    return {name: _bits(parameter) for name, parameter in model.named_parameters()}
+
+
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> int:
+    """A sum over the tensor's bits, on its own device."""
+    plain = tensor.detach().contiguous()
+    return int(plain.view(_WHOLE_NUMBERS[plain.element_size()]).sum(dtype=torch.int64))
+
+
+def _rows(batch: Any) -> list[int]:
+    count = samples_in(batch)
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == count]
+    return [digest([tensor[row] for tensor in tensors]) for row in range(min(count, _ROWS_COMPARED))]
+
+
+def _require_same_data(fingerprints: list[Any]) -> None:
+    known = [repr(fingerprint) for fingerprint in fingerprints]
+    if len(set(known)) > 1:
+        raise DataError(
+            "different-data",
+            "The ranks hold different data (kind, length, checksums):\n" + agreement.by_rank(known),
+            why="each rank takes its part of one dataset by arithmetic; with different datasets samples are lost "
+            "and others seen twice",
+            fix="build the dataset alike on every rank (a random split needs a seed) and let the Trainer share it "
+            "out; preflight: false leaves this check out",
+        )
+
+
+def _require_disjoint(rows: list[list[int]]) -> None:
+    for rank, own in enumerate(rows):
+        twins = [other for other in range(rank) if len(set(own)) > 1 and rows[other] == own]
+        if twins:
+            raise DataError(
+                "same-samples",
+                f"Ranks {twins[0]} and {rank} got the same samples.",
+                why="each rank's batch should hold samples of its own; these are counted twice, and others never",
+                fix="use trainer.loader(dataset), or a DistributedSampler; preflight: false leaves this check out",
+            )

@@ -1,0 +1,108 @@
+"""One optimizer step, second half: from reduced gradients to new weights.
+
+In this order: the exact factor of a data-dependent weight, fp16's scale off, clipping, the learning rate of the step,
+the optimizer, the moving average. Nothing here waits for a GPU, but for `nonfinite: skip` with an optimizer that is
+not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.optim.clip import clip, total_norm
+from paceline.optim.ema import Average
+from paceline.precision.scaler import Scaler
+
+
+class Updater:
+    """Updates the weights. `skipped` is the last step's flag (1.0: not taken), on the device or as a number."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        *,
+        scaler: Scaler,
+        average: Average | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.optimizer, self.average = optimizer, average
+        self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None leaves the rate alone
+        self.scheduler: Any = None  # of the user's, where it steps with the optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
+        self._scaler = scaler if scaler.is_enabled() else None
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._skip = skip_nonfinite and self._scaler is None  # the scaler skips by itself
+        self._touches_gradients = clip_norm is not None or clip_value is not None or self._skip
+        self._on_device = self._parameters[0].device.type != "cpu" and is_fused(optimizer)
+        self.skipped: Tensor | float | None = None
+
+    def apply(self, step: int, factor: Tensor | None, *, hold: bool = False) -> Tensor | None:
+        """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out.
+
+        `hold` leaves the weights as they are.
+        """
+        norm = None
+        if factor is not None or self._touches_gradients:
+            norm = self._shape(factor)
+        if self.learning_rate is not None:
+            rate = self.learning_rate(step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+        if not hold and not (self._skip and norm is not None and self._skipped(norm)):
+            self._step()
+            if self.average is not None:
+                self.average.update(step + 1)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        for parameter in self._everything:
+            parameter.grad = None
+        return norm
+
+    def _step(self) -> None:
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+            self.skipped = self._scaler.overflowed
+
+    def _shape(self, factor: Tensor | None) -> Tensor | None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if factor is not None:
+            for dtype in {gradient.dtype for gradient in gradients}:
+                same = [gradient for gradient in gradients if gradient.dtype == dtype]
+                torch._foreach_mul_(same, factor.to(dtype))
+        if not self._touches_gradients:
+            return None
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        norm = clip(gradients, self._clip_norm, self._clip_value)
+        return total_norm(gradients) if norm is None and self._skip else norm
+
+    def _skipped(self, norm: Tensor) -> bool:
+        """Whether the host has to leave the step out; a fused optimizer on a GPU does so itself."""
+        if self._on_device:
+            self.skipped = (~torch.isfinite(norm)).float()
+            self.optimizer.found_inf = self.skipped  # type: ignore[attr-defined]
+            return False
+        skip = not isfinite(norm.item())
+        self.skipped = float(skip)
+        return skip
+
+    def discard(self) -> None:
+        """Drop the gradients of a step that is not taken."""
+        for parameter in self._everything:
+            parameter.grad = None
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)

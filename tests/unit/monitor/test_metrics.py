@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.monitor.metrics import MetricsFile
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line, parse_constant=lambda word: f"not JSON: {word}") for line in path.read_text().splitlines()]
+
+
+def test_a_record_is_a_line_that_is_there_before_the_file_is_closed(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}])
+    file.append([{"step": 3, "name": "é"}])
+    try:
+        assert lines(file.path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 3, "name": "é"}]
+    finally:
+        file.close()
+
+
+def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append([{"loss": float("nan"), "parts": {"a": float("inf"), "b": [1.0, float("-inf")]}}, {"loss": 1.0}])
+    file.close()
+    assert lines(file.path) == [{"loss": None, "parts": {"a": None, "b": [1.0, None]}}, {"loss": 1.0}]
+
+
+def test_a_second_run_in_the_same_file_goes_on_behind_the_first(tmp_path: Path) -> None:
+    for step in (1, 2):
+        file = MetricsFile(tmp_path / "metrics.jsonl")
+        file.append([{"step": step}])
+        file.close()
+        file.close()
+    file.append([{"step": 3}])
+    file.close()
+    assert lines(file.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_the_half_line_of_a_killed_writer_spoils_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    file = MetricsFile(path)
+    file.append([{"step": 3}])
+    file.close()
+    first, torn, third = path.read_text().splitlines()
+    assert (json.loads(first), torn, json.loads(third)) == ({"step": 1}, '{"step": 2, "lo', {"step": 3})
