@@ -36,11 +36,11 @@ class Snapshot:
     step: int
     epoch: int
     model: Mapping[str, Tensor]
-    ema: Mapping[str, Tensor] | None = None
     optimizer: Mapping[str, Any] | None = None
     optimizer_kind: str = ""
-    state: Mapping[str, Any] = field(default_factory=dict)  # plain values of scaler, schedule, best results
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    ema: Mapping[str, Tensor] | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)  # plain values of scaler, schedule, best results
 
 
 def write(folder: Path, snapshot: Snapshot) -> None:

@@ -82,10 +82,10 @@ class SchedulePlan:
 
 
 def derive_strategy(config: Config, world: int) -> Derived:
-    if config.strategy == "single" and world > 1:
+    if config.strategy in ("single", "dp") and world > 1:
         raise ConfigError(
             "single-in-a-world",
-            f"The strategy is `single`, but this process is one of {world} ranks.",
+            f"The strategy is `{config.strategy}`, which is of one process, but this one is one of {world} ranks.",
             why="each rank would train its own model on the same data",
             fix="set strategy: ddp (or auto), or start one rank",
         )

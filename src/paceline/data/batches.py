@@ -25,6 +25,8 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 def samples_in(batch: Any) -> int:
     """The length of a batch: the first dim of the first tensor in it."""
+    if type(batch) in (tuple, list) and batch and type(batch[0]) is torch.Tensor and batch[0].dim():
+        return batch[0].shape[0]  # the common case, without a walk
     for tensor in tensors_in(batch):
         if tensor.dim():
             return tensor.shape[0]

@@ -161,9 +161,8 @@ class _Keys:
 
 def own_or_stand_in(indices: Sequence[Any], share: Share) -> Sequence[Any]:
     """This rank's indices; without any, the group's first, which it then runs with weight zero to keep in step."""
-    if share.samples:
-        return indices[share.start : share.stop]
-    return indices[share.group_start : share.group_start + 1]
+    start, stop = share.rows
+    return indices[start:stop]
 
 
 def micro_of(batch: Any, share: Share, total: int, epoch: int, step: int, indices: Sequence[Any]) -> Micro:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,23 @@ class Share:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def samples(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def group_samples(self) -> int:
         return self.group_stop - self.group_start
 
-    @property
+    @cached_property
     def last(self) -> bool:
         """Whether this group closes its step."""
         return self.group == self.groups - 1
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """From where to where; a rank without samples of its own runs the group's first, to keep in step."""
+        return (self.start, self.stop) if self.samples else (self.group_start, self.group_start + 1)
 
 
 def cut(length: int, parts: int, part: int) -> tuple[int, int]:

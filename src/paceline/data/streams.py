@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from paceline.data.batches import digest, rows_of, samples_in
 from paceline.data.loader import Cut, Micro, Reading, micro_of, no_samples, own_or_stand_in
 from paceline.data.orders import drawn, length_of
-from paceline.data.slices import shares
+from paceline.data.slices import Share, shares
 from paceline.runtime.seeds import RandomStream, mix
 
 
@@ -120,6 +120,7 @@ class BatchStream:
 
     def __init__(self, source: ReadyBatches, batch: int, part: Cut, seed: int) -> None:
         self._source, self._batch, self._part, self._seed = source, batch, part, seed
+        self._shares: dict[int, list[Share]] = {}
 
     @property
     def repeatable(self) -> bool:
@@ -137,26 +138,27 @@ class BatchStream:
         step = 0
         for epoch in range(epochs) if epochs is not None else count():
             before = step
-            # Every rank draws the same batches, also where the source shuffles; a list draws nothing.
             for batch in self._batches(epoch):
                 if step >= first_step:
-                    yield from self._cut(batch, epoch, step)
+                    total = samples_in(batch)
+                    for share in self._shares.get(total) or self._shares_of(total):
+                        own = batch if share.samples == total else rows_of(batch, *share.rows)
+                        yield micro_of(own, share, total, epoch, step, ())
                 step += 1
             if step == before:
                 raise no_samples()
 
-    def _batches(self, epoch: int) -> Iterator[Any]:
+    def _batches(self, epoch: int) -> Iterable[Any]:
+        """Every rank draws the same batches, also where the source shuffles; a list draws nothing."""
         if self._source.in_memory:
-            yield from self._source
-        else:
-            for [batch] in drawn(self._source, self._seed, epoch, 1):
-                yield batch
+            return self._source
+        return (batch for [batch] in drawn(self._source, self._seed, epoch, 1))
 
-    def _cut(self, batch: Any, epoch: int, step: int) -> Iterator[Micro]:
-        total, part = samples_in(batch), self._part
-        for share in shares(total, self._batch, part.groups, part.rank, part.ranks):
-            start, stop = (share.start, share.stop) if share.samples else (share.group_start, share.group_start + 1)
-            yield micro_of(rows_of(batch, start, stop), share, total, epoch, step, ())
+    def _shares_of(self, total: int) -> list[Share]:
+        """Nearly all batches have one length, so its cuts are worked out once."""
+        part = self._part
+        self._shares[total] = list(shares(total, self._batch, part.groups, part.rank, part.ranks))
+        return self._shares[total]
 
 
 class OwnBatches:

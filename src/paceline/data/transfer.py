@@ -17,13 +17,14 @@ def to_device(
     """Each micro-batch on `device`, in the numbers that `cast` gives (None: those it has)."""
     if device.type == "cuda":
         return _prefetched(micros, device, cast)
+    if device.type == "cpu" and cast is None:
+        return micros  # where they are read
     return _moved(micros, device, cast)
 
 
 def _moved(micros: Iterator[Micro], device: torch.device, cast: Callable[[Tensor], Tensor] | None) -> Iterator[Micro]:
     for micro in micros:
-        if cast is not None or any(tensor.device != device for tensor in tensors_in(micro.batch)):
-            micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), cast))
+        micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), cast))
         yield micro
 
 

@@ -147,7 +147,7 @@ class TensorBoard:
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
             for name, value in _numbers(record):
-                self._writer.add_scalar(name, value, 1, walltime=record.get("time"))
+                self._writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
         self._writer.flush()
 
     def close(self) -> None:

@@ -27,6 +27,8 @@ from paceline.monitor import timeline
 
 _ROWS = 12
 _NAME_WIDTH = 50
+# Calls of CUDA and of its tracer; the work that they start stands under the operation's name.
+_RUNTIME = ("cuda", "cuLaunch", "Activity Buffer Request", "INVALID")
 
 
 class Profiler:
@@ -107,7 +109,7 @@ def _table(trace: profile, steps: int) -> list[str]:
 
 def _is_operation(row: Any) -> bool:
     """Kernels have the name of the operation that started them beside them; annotations are nobody's work."""
-    if row.device_type != DeviceType.CPU:
+    if row.device_type != DeviceType.CPU or row.key.startswith(_RUNTIME):
         return False
     return not row.is_user_annotation or timeline.is_collective(row.key)
 

@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.checkpoint.folder import Snapshot
 from paceline.config import derive, show
 from paceline.config.derive import Derived
 from paceline.config.recipe import Config
@@ -19,7 +18,7 @@ from paceline.config.sections import Named
 from paceline.data.batches import tensors_in
 from paceline.data.loader import Micro
 from paceline.data.named import find_data, get_data
-from paceline.errors import CheckpointError, ConfigError, TrainError
+from paceline.errors import ConfigError, TrainError
 from paceline.models.registry import find_model, get_model
 from paceline.monitor.events import RankEvents
 from paceline.monitor.loggers import open_loggers
@@ -28,11 +27,6 @@ from paceline.runtime import collectives, environment, folder, seeds
 from paceline.runtime.device import choose_device
 from paceline.runtime.group import World
 from paceline.train.recorder import Sinks
-
-if TYPE_CHECKING:  # engine.py asks here for models and checks
-    from paceline.train.engine import Engine
-    from paceline.train.outcome import Outcome
-    from paceline.train.rates import Rates
 
 CONFIG = "config.yaml"
 
@@ -84,68 +78,6 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
             fix="build the optimizer from model.parameters() of the model that you give to the Trainer",
         )
     return [name for parameter, name in trainable.items() if parameter not in held]
-
-
-def plain_state(engine: Engine, rates: Rates, outcome: Outcome) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors."""
-    return {
-        "scaler": engine.scaler.state_dict(),
-        "plateau": None if rates.plateau is None else rates.plateau.state_dict(),
-        "scheduler": None if rates.scheduler is None else _plain_values(rates.scheduler.state_dict()),
-        "outcome": outcome.state_dict(),
-    }
-
-
-def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's own attributes; functions (LambdaLR) are the user's and are built again."""
-    return {key: value for key, value in state.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
-
-
-def restore(engine: Engine, rates: Rates, outcome: Outcome, snapshot: Snapshot, source: str | Path) -> None:
-    """Weights, optimizer and all that goes with them from a checkpoint."""
-    _restore_weights(engine.model, engine.optimizer, snapshot, source)
-    if engine.average is not None:
-        engine.average.load_state_dict(snapshot.ema or dict(engine.model.named_parameters()))
-    state = snapshot.state
-    if state:
-        if state["scaler"]:
-            engine.scaler.load_state_dict(state["scaler"])
-        if rates.plateau is not None and state["plateau"]:
-            rates.plateau.load_state_dict(state["plateau"])
-        if rates.scheduler is not None and state["scheduler"]:
-            rates.scheduler.load_state_dict(state["scheduler"])
-        outcome.load_state_dict(state["outcome"])
-    engine.position.step, engine.position.epoch = snapshot.step, snapshot.epoch
-
-
-def _restore_weights(
-    model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Snapshot, source: str | Path
-) -> None:
-    kind = type(optimizer).__name__
-    if snapshot.optimizer is not None and snapshot.optimizer_kind != kind:
-        raise CheckpointError(
-            "other-optimizer",
-            f"The checkpoint {source} holds the state of {snapshot.optimizer_kind}, but the optimizer is {kind}.",
-            fix="build the same optimizer; or save with include_optimizer=False and begin with a fresh one",
-        )
-    try:
-        model.load_state_dict(dict(snapshot.model))
-        if snapshot.optimizer is not None:
-            optimizer.load_state_dict(dict(snapshot.optimizer))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            "other-model",
-            f"The checkpoint {source} does not fit this model: {error}",
-            fix="build the model with the options it was saved with (config.yaml in the run folder)",
-        ) from None
 
 
 def open_sinks(config: Config, run: Path | None, world: World) -> Sinks:

@@ -29,13 +29,17 @@ _TARGETS = ("targets", "labels", "target", "label")
 _OUTPUTS = ("outputs", "logits", "output")
 
 
+# A function of the model and a batch. The model is an argument because data parallel runs copies of it.
+ModelCall = Callable[[Any, Any], Any]
+
+
 @dataclass(frozen=True)
 class Call:
     """How this model is called on this data."""
 
     rule: str
-    loss: Callable[[Any], Any]  # a batch to what the loss is read from
-    outputs: Callable[[Any], Any]  # a batch to the model's outputs, its targets left out where there are any
+    loss: ModelCall  # to what the loss is read from
+    outputs: ModelCall  # to the model's outputs, the targets left out where there are any
     criterion: Callable[..., Any] | None = None
 
 
@@ -47,18 +51,22 @@ def choose_call(
 ) -> Call:
     outputs = _choose_outputs(model, batch)
     if loss_fn is not None:
-        return Call("loss_fn(model, batch)", lambda batch: loss_fn(model, batch), outputs)
+        return Call("loss_fn(model, batch)", loss_fn, outputs)
     if criterion is not None:
         _require_pair(batch)
         rule = "criterion(model(input), target)"
-        return Call(rule, lambda batch: criterion(model(batch[0]), batch[1]), outputs, criterion)
+        return Call(rule, lambda model, batch: criterion(model(batch[0]), batch[1]), outputs, criterion)
     if isinstance(batch, Mapping):
         rule, call = _choose_for_dict(model, batch)
         return Call(rule, call, outputs)
     if isinstance(batch, (tuple, list)):
         rule, call = _choose_for_sequence(model, batch)
         return Call(rule, call, outputs)
-    return Call("model(batch)", model, outputs)
+    return Call("model(batch)", _plain, outputs)
+
+
+def _plain(model: Any, batch: Any) -> Any:
+    return model(batch)
 
 
 def _require_pair(batch: Any) -> None:
@@ -70,7 +78,7 @@ def _require_pair(batch: Any) -> None:
         )
 
 
-def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Callable[[Any], Any]]:
+def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ModelCall]:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [key for key in batch if takes_any or key in parameters]
@@ -78,8 +86,8 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, C
         rule = f"model({', '.join(f'{key}=…' for key in batch)})"
         first = _first_counted_label(model, batch)
         if first is None:
-            return rule, lambda batch: model(**batch)
-        return f"{rule}; a mean over tokens, weighed by the labels that count", _token_mean(model, first)
+            return rule, lambda model, batch: model(**batch)
+        return f"{rule}; a mean over tokens, weighed by the labels that count", _token_mean(first)
     if known:
         raise TrainError(
             "ambiguous-batch",
@@ -87,7 +95,7 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, C
             f"{', '.join(key for key in batch if key not in known)}.",
             fix="leave the others out of the samples, or give loss_fn=lambda model, batch: …",
         )
-    return "model(batch)", _whole(model)
+    return "model(batch)", _whole
 
 
 def _first_counted_label(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
@@ -102,8 +110,8 @@ def _first_counted_label(model: nn.Module, batch: Mapping[str, Any]) -> int | No
     return 1 if re.search("CausalLM|LMHead", names) else None
 
 
-def _token_mean(model: nn.Module, first: int) -> Callable[[Any], Any]:
-    def call(batch: Any) -> Loss:
+def _token_mean(first: int) -> ModelCall:
+    def call(model: Any, batch: Any) -> Loss:
         labels = batch["labels"]
         weight = (labels[:, first:] != IGNORED_LABEL).sum()
         # A mean over no tokens would be 0/0, and its gradient NaN even at weight zero: then some token stands in.
@@ -115,14 +123,14 @@ def _token_mean(model: nn.Module, first: int) -> Callable[[Any], Any]:
     return call
 
 
-def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[str, Callable[[Any], Any]]:
+def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[str, ModelCall]:
     positional = [
         p for p in inspect.signature(model.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
     required = sum(p.default is p.empty for p in positional)
     if len(batch) == required:
-        return f"model(*batch), {required} arguments", lambda batch: model(*batch)
+        return f"model(*batch), {required} arguments", lambda model, batch: model(*batch)
     if required < len(batch) <= len(positional):
         raise TrainError(
             "ambiguous-batch",
@@ -130,36 +138,32 @@ def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[str, Callable[[A
             why="it could be spread over them, or be the first of them",
             fix="give samples as dicts with forward's names, or loss_fn=lambda model, batch: …",
         )
-    return "model(batch)", _whole(model)
+    return "model(batch)", _whole
 
 
-def _whole(model: nn.Module) -> Callable[[Any], Any]:
+def _whole(model: Any, batch: Any) -> Any:
     """The model on a container as it is; if it can't take that, the error says how the container got there."""
-
-    def call(batch: Any) -> Any:
-        try:
-            return model(batch)
-        except TypeError as error:
-            error.add_note(
-                f"paceline: the model got the whole batch, {_describe(batch)}, as its one argument. "
-                "For (input, target) batches give criterion=…; else loss_fn=lambda model, batch: …"
-            )
-            raise
-
-    return call
+    try:
+        return model(batch)
+    except TypeError as error:
+        error.add_note(
+            f"paceline: the model got the whole batch, {_describe(batch)}, as its one argument. "
+            "For (input, target) batches give criterion=…; else loss_fn=lambda model, batch: …"
+        )
+        raise
 
 
-def _choose_outputs(model: nn.Module, batch: Any) -> Callable[[Any], Any]:
+def _choose_outputs(model: nn.Module, batch: Any) -> ModelCall:
     """For predictions: the inputs without their targets, where it is plain which those are."""
     if isinstance(batch, Mapping):
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         wanted = [key for key in batch if key not in _TARGETS and (takes_any or key in parameters)]
         if wanted:
-            return lambda batch: model(**{key: batch[key] for key in wanted})
+            return lambda model, batch: model(**{key: batch[key] for key in wanted})
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return lambda batch: model(batch[0])
-    return model
+        return lambda model, batch: model(batch[0])
+    return _plain
 
 
 def targets_in(batch: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from paceline.errors import TrainError
 from paceline.optim.build import build_optimizer
 from paceline.optim.ema import Average
 from paceline.parallel.batchnorm import synchronise
+from paceline.parallel.devices import DataParallel, gpus
 from paceline.parallel.replicate import replicate, unwrap
 from paceline.precision import policy
 from paceline.precision.scaler import Scaler
@@ -87,13 +90,7 @@ class Engine:
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
         self.module = LossModule(self.model, policy.autocast(config.precision, device))
-        self.wrapped = replicate(
-            self.module,
-            self.world.size,
-            device,
-            config.ddp,
-            allow_unused=config.unused_parameters == "allow",
-        )
+        self.wrapped = self._wrap()
         self.draw = drawing(config.seed)
         watch = config.nonfinite == "raise" and not self.scaler.is_enabled()
         self.stepper = Stepper(
@@ -118,12 +115,30 @@ class Engine:
         elif config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.say(f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused")
 
-    def ready(self, micros: Any) -> Any:
+    def _wrap(self) -> nn.Module:
+        config, device = self.config, self.world.device
+        if config.strategy == "dp":
+            found = gpus()
+            if len(found) > 1:
+                self.say(f"dp: one process, {len(found)} GPUs; `paceline launch` with strategy: ddp is faster")
+                return DataParallel(self.module, found)
+            self.say(
+                f"dp: {'one GPU' if found else 'no GPU'}, so the model runs on {device} as it is; for several processes, "
+                "each with its own Python: paceline launch -n 2 with strategy: ddp"
+            )
+        allow_unused = config.unused_parameters == "allow"
+        return replicate(self.module, self.world.size, device, config.ddp, allow_unused=allow_unused)
+
+    def ready(self, micros: Iterator[Micro]) -> Iterator[Micro]:
         """Micro-batches on the device; the first of them decides how the model is called."""
-        for micro in to_device(micros, self.world.device, policy.input_cast(self.config.precision)):
-            if self.module.call is None:
-                self.choose_call(micro.batch)
-            yield micro
+        on_device = to_device(micros, self.world.device, policy.input_cast(self.config.precision))
+        if self.module.call is not None:
+            return on_device
+        first = next(on_device, None)
+        if first is None:
+            return on_device
+        self.choose_call(first.batch)
+        return chain([first], on_device)  # rather than a generator: a step pays for each
 
     def choose_call(self, batch: Any) -> None:
         self.module.call = choose_call(self.model, batch, self.task.loss_fn, self.task.criterion)
@@ -150,6 +165,16 @@ class Engine:
         self.say(
             f"pre-flight: {self.world.size} rank{'s' if several else ''} ready; the first micro-batch weighs {weight:g}"
         )
+
+    @contextmanager
+    def off_the_device(self) -> Iterator[None]:
+        """The GPU's memory for others."""
+        self.model.to("cpu")
+        torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            self.model.to(self.world.device)
 
     def say(self, text: str) -> None:
         if self.world.is_main and not self.config.quiet:

@@ -107,24 +107,18 @@ def _add(sums: _Sums, module: LossModule, micro: Micro, metrics: Mapping[str, An
         result, outputs = _run(module, micro.batch, want_outputs=bool(metrics))
     value, weight, inner = read_loss(result)
     if weight is None:
-        sums.add("loss", value * micro.samples, micro.samples)
-    else:
-        sums.add("loss", value, weight)
+        value, weight = value * micro.samples, micro.samples
+    sums.add("loss", value, weight)
     for name, metric in (inner or {}).items():
-        sums.add(
-            name, metric * (micro.samples if weight is None else weight), micro.samples if weight is None else weight
-        )
+        sums.add(name, metric * weight, weight)
     for name, metric in metrics.items():
         targets = _targets(micro.batch, name)
         if hasattr(metric, "compute"):
             metric.update(outputs, targets)
         else:
             measured = torch.as_tensor(metric(outputs, targets)).double()
-            sums.add(
-                name,
-                measured.sum() if measured.dim() else measured * micro.samples,
-                measured.numel() if measured.dim() else micro.samples,
-            )
+            count = measured.numel() if measured.dim() else micro.samples  # one number a sample, or their mean
+            sums.add(name, measured.mean() * count, count)
 
 
 def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, Any]:
@@ -132,13 +126,13 @@ def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, An
     call = module.call
     assert call is not None
     if want_outputs and call.criterion is not None:
-        outputs = call.outputs(batch)
+        outputs = call.outputs(module.model, batch)
         return call.criterion(outputs, batch[1]), outputs
-    result = call.loss(batch)
+    result = call.loss(module.model, batch)
     if not want_outputs:
         return result, None
     outputs = outputs_in(result)
-    return result, call.outputs(batch) if outputs is None else outputs
+    return result, call.outputs(module.model, batch) if outputs is None else outputs
 
 
 def _targets(batch: Any, name: str) -> Any:
@@ -171,7 +165,9 @@ def predict(module: LossModule, micros: Iterable[Micro], device: torch.device, s
                 draw.here, draw.calls = micro, 0
                 with module.autocast or torch.no_grad():
                     assert module.call is not None
-                    own.append(apply(_bare(module.call.outputs(micro.batch)), lambda tensor: tensor.cpu()))
+                    own.append(
+                        apply(_bare(module.call.outputs(module.model, micro.batch)), lambda tensor: tensor.cpu())
+                    )
                 places.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.group_samples
     return _in_order(own, places, device)

@@ -73,7 +73,8 @@ def run(job: Job) -> None:
 def take_step(job: Job, micro: Micro) -> None:
     """The update for the micro-batches that were added, of which `micro` is the last."""
     stepper, updater, position = job.stepper, job.updater, job.position
-    norm = updater.apply(micro.step, stepper.factor(), hold=stepper.tainted)
+    factor = stepper.factor() if stepper.by_data else None
+    norm = updater.apply(micro.step, factor, hold=stepper.tainted)
     position.step = job.display.completed = step = micro.step + 1
     lr = updater.optimizer.param_groups[0]["lr"]
     parts, samples = stepper.noted, micro.step_samples

@@ -173,7 +173,7 @@ class OwnLoop:
             step=position.step,
             exact=False,
         )
-        return next(iter(self.engine.ready(iter([micro]))))  # type: ignore[no-any-return]
+        return next(self.engine.ready(iter([micro])))
 
     def _check(self, micro: Micro) -> None:
         loader = self._loader

@@ -190,25 +190,26 @@ def _sums_and_weights(pending: Sequence[Pending], device: torch.device) -> tuple
 
 def _vector(values: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers, tensors and None (as 0) in float64."""
-    if not any(isinstance(value, Tensor) for value in values):
+    kinds = set(map(type, values))
+    if Tensor not in kinds:
         return torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=device)
-    if all(isinstance(value, Tensor) for value in values) and len({value.dtype for value in values}) == 1:
-        return torch.stack([value.reshape(()) for value in values]).to(device, torch.float64)
-    parts = [torch.as_tensor(value or 0.0 if not isinstance(value, Tensor) else value) for value in values]
-    return torch.stack([part.reshape(()).to(device, torch.float64) for part in parts])
+    if kinds != {Tensor} or len({value.dtype for value in values}) > 1:
+        values = [torch.as_tensor(value or 0.0 if not isinstance(value, Tensor) else value) for value in values]
+        values = [value.reshape(()).to(device, torch.float64) for value in values]
+    return torch.stack(list(values)).to(device, torch.float64)
 
 
 def _is_bad(record: Record) -> bool:
     """A skipped step did no harm."""
-    numbers = (record["loss"], record.get("grad_norm", 0.0))
-    return not record.get("skipped") and not all(map(math.isfinite, numbers))
+    finite = math.isfinite(record["loss"]) and math.isfinite(record.get("grad_norm", 0.0))
+    return not finite and not record.get("skipped")
 
 
 def _records(pending: Sequence[Pending], values: Sequence[float], ranks: int) -> list[Record]:
     count = len(pending)
+    sums, weights, norms, skips = (values[part * count : (part + 1) * count] for part in range(4))
     records = []
-    for number, entry in enumerate(pending):
-        total, weight, norm, skipped = (values[number + part * count] for part in range(4))
+    for entry, total, weight, norm, skipped in zip(pending, sums, weights, norms, skips, strict=True):
         record = {
             "step": entry.step,
             "epoch": entry.epoch,

@@ -44,10 +44,10 @@ class LossModule(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | float | None]:
         assert self.call is not None
         if self.autocast is None:
-            result = self.call.loss(batch)
+            result = self.call.loss(self.model, batch)
         else:
             with self.autocast:
-                result = self.call.loss(batch)
+                result = self.call.loss(self.model, batch)
         if type(result) is Tensor and result.dtype is torch.float32 and not result.dim():
             return result, None  # the common case, without a further call
         value, weight, self.metrics = read_loss(result)
@@ -85,43 +85,42 @@ class Stepper:
         self.noted: list[tuple[Tensor, Any]] = []  # (mean, samples) or (sum, weight) of each micro-batch
         self.means = True  # which of the two
         self.metrics: list[tuple[Mapping[str, Any], Any]] = []
-        self._by_data = False
+        self.by_data = False  # whether the step's weight has to be asked of the other ranks
         self._total: Tensor | None = None
         self._pending: collectives.Work | None = None
 
     def add(self, micro: Micro) -> Tensor:
         """Forward and backward of one micro-batch, whose loss comes back; the last one reduces the gradients."""
-        if micro.last or self._no_sync is None:
-            return self._backward(micro, *self.forward(micro))
-        with self._no_sync():
-            return self._backward(micro, *self.forward(micro))
-
-    def forward(self, micro: Micro) -> tuple[Tensor, Tensor | float | None]:
         draw = self._draw
         draw.here, draw.calls = micro, 0
+        if micro.last or self._no_sync is None:
+            noted = self.backward(micro, *self._forward(micro.batch))
+        else:
+            with self._no_sync():
+                noted = self.backward(micro, *self._forward(micro.batch))
+        draw.here = None
+        return noted
+
+    def forward(self, micro: Micro) -> tuple[Tensor, Tensor | float | None]:
+        self._draw.here, self._draw.calls = micro, 0
         result: tuple[Tensor, Tensor | float | None] = self._forward(micro.batch)
         return result
-
-    def _backward(self, micro: Micro, value: Tensor, weight: Tensor | float | None) -> Tensor:
-        noted = self.backward(micro, value, weight)
-        self._draw.here = None
-        return noted
 
     def backward(self, micro: Micro, value: Tensor, weight: Tensor | float | None) -> Tensor:
         """Note the micro-batch's loss and run its backward, seeded with its share of the step."""
         noted = value.detach()
         if weight is None:
-            self._by_data |= not micro.exact
+            self.by_data |= not micro.exact
             self.noted.append((noted, micro.samples))
             factor = self._ranks * micro.samples / micro.step_samples  # DDP divides by the number of ranks
         else:
-            self._by_data, self.means = True, False
+            self.by_data, self.means = True, False
             own = micro.samples > 0  # a stand-in only keeps this rank in step with the others
             factor = self._ranks / (self.nominal or micro.step_samples) if own else 0.0
             self.noted.append((noted if own else noted * 0.0, weight if own else 0.0))
         if self._module.metrics is not None:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
-        if self._by_data and micro.last:
+        if self.by_data and micro.last:
             self._send_weight(micro, value.device)
         if self._watch_loss:
             self.tainted |= not isfinite(noted.item())
@@ -149,13 +148,12 @@ class Stepper:
 
     def settle(self, micro: Micro) -> None:
         """Where the caller decided only now that `micro` was the step's last: add up the weights."""
-        if self._by_data and self._pending is None:
+        if self.by_data and self._pending is None:
             self._send_weight(micro, self.noted[0][0].device)
 
-    def factor(self) -> Tensor | None:
+    def factor(self) -> Tensor:
         """What the reduced gradients still have to be multiplied by, where the weights depend on the data."""
-        if self._pending is None or self._total is None:
-            return None
+        assert self._pending is not None and self._total is not None
         self._pending.wait()
         # A step in which nothing counted (all padding) has no gradient.
         return torch.where(self._total > 0, self._nominal / self._total, 0.0)

@@ -10,21 +10,20 @@ in plain python it is one rank.
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint import folder as checkpoints
 from paceline.config import derive, show
 from paceline.config.recipe import Config
 from paceline.data import adopt
-from paceline.data.loader import Cut, Loader
+from paceline.data.loader import Cut, Loader, Micro
 from paceline.errors import TrainError
 from paceline.monitor.profile import Profiler
 from paceline.monitor.progress import Display, Silent, choose_display
@@ -32,14 +31,15 @@ from paceline.parallel.replicate import share_buffers
 from paceline.runtime import collectives, environment
 from paceline.train import build, evaluate, loop, memory, nonfinite
 from paceline.train.agenda import Agenda
-from paceline.train.callbacks import Callbacks, End, Failed, Saved, Start
+from paceline.train.callbacks import Callbacks, End, Failed, Start
 from paceline.train.engine import Engine, Task, one_optimizer
 from paceline.train.evaluate import Evaluation
+from paceline.train.finder import Finder
 from paceline.train.history import History, Record
-from paceline.train.outcome import Outcome
 from paceline.train.own_loop import EpochLoader, OwnLoop, StepResult
 from paceline.train.rates import Rates
 from paceline.train.recorder import Recorder, Sinks
+from paceline.train.saving import Saver
 from paceline.train.settings import Settings
 
 
@@ -85,14 +85,14 @@ class Trainer:
     ) -> None:
         self.config = config
         self._callbacks = Callbacks(callbacks)
+        # Before the engine touches the GPU.
+        self._finder = Finder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model, self.optimizer, self.scaler = (
             engine.world, engine.model, engine.optimizer, engine.scaler,
         )  # fmt: skip
         self._rates = Rates(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
-        self._outcome = Outcome(config, self._rates, self._save_best)
-        self._run: Path | None = None
-        self._best_folder: Path | None = None
+        self._saver = Saver(config, engine, self._rates, self._callbacks)
         self._plan: derive.BatchPlan | None = None
         self._recorder: Recorder | None = None
         self._own: OwnLoop | None = None
@@ -127,7 +127,7 @@ class Trainer:
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
         silent = self.config.quiet or not self.is_main_process
-        sinks = build.open_sinks(self.config, self._run, self.world)
+        sinks = build.open_sinks(self.config, self._saver.run, self.world)
         try:
             with choose_display(total, self.step_count, silent=silent) as display, self._engine.draw:
                 job = self._job(loader, history, sinks, display, val, epochs, max_steps)
@@ -135,8 +135,8 @@ class Trainer:
         finally:
             sinks.close()
         share_buffers(self.model)
-        if self._run is not None and history.steps and self.config.save_last:
-            self._save(self.step_count)
+        if history.steps and self.config.save_last:
+            self._saver.step(self.step_count)
         return history
 
     def _run_job(self, job: loop.Job, history: History) -> None:
@@ -213,34 +213,32 @@ class Trainer:
         self, folder: str | Path, include_optimizer: bool = True, metadata: Mapping[str, Any] | None = None
     ) -> None:
         """Rank 0 writes and waits for nobody, so it may be called on all ranks or on rank 0 alone."""
-        if not self.is_main_process:
-            return
-        average = self._engine.average
-        snapshot = checkpoints.Snapshot(
-            step=self.step_count,
-            epoch=self.epoch,
-            model=self.model.state_dict(),
-            ema=None if average is None else average.state_dict(),
-            optimizer=self.optimizer.state_dict() if include_optimizer else None,
-            optimizer_kind=type(self.optimizer).__name__,
-            state=build.plain_state(self._engine, self._rates, self._outcome),
-            metadata=metadata or {},
-        )
-        checkpoints.write(Path(folder), snapshot)
+        self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata)
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Take over weights, optimizer and step; the metadata comes back. A matter of all ranks."""
         collectives.barrier()  # rank 0 may still be writing it
-        snapshot = checkpoints.read(Path(folder))
-        build.restore(self._engine, self._rates, self._outcome, snapshot, folder)
-        return dict(snapshot.metadata)
+        return self._saver.read(Path(folder))
 
     def _share_out(self, data: Any) -> tuple[Loader, derive.BatchPlan]:
         """The loader of training data, and how its batches are made up."""
         adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data)))
         batch = derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
+        if self._finder is not None:
+            batch = self._find_micro_batch(self._finder, data, batch)
         self._plan = batch
         return self._loader(data, batch.size, batch.groups), batch
+
+    def _find_micro_batch(self, finder: Finder, data: Any, batch: derive.BatchPlan) -> derive.BatchPlan:
+        """Try sizes up to this rank's part of the batch, with the model out of the way."""
+        one_by_one = self._loader(data, batch.size, batch.size)
+        sample = next(one_by_one.micros(0, 1)).batch
+        with self._engine.off_the_device():
+            found = finder.find(sample, int(batch.micro_batch.value))
+        self._finder = None
+        self.config = self._engine.config = self.config.model_copy(update={"micro_batch": found})
+        self._engine.say(f"micro_batch: {found} samples fit (auto)")
+        return derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
 
     def _whole(self, data: Any) -> Loader:
         """All of `data` once, in micro-batches no larger than training's."""
@@ -262,7 +260,7 @@ class Trainer:
     ) -> loop.Job:
         engine, config = self._engine, self.config
         self._recorder = recorder = Recorder(history, sinks, display, self.world.device, self._callbacks)
-        profiler = None if config.profile is None else Profiler(config.profile, self._run, self.world.place.rank)
+        profiler = None if config.profile is None else Profiler(config.profile, self._saver.run, self.world.place.rank)
         agenda = Agenda(
             recorder,
             self._callbacks,
@@ -271,29 +269,29 @@ class Trainer:
             max_steps=max_steps,
             steps_per_epoch=loader.steps_per_epoch,
             eval_every=config.eval_every,
-            save_every=config.save_every if self._run is not None else None,
+            save_every=config.save_every if self._saver.run is not None else None,
             profiler=profiler,
             end_of_epoch=self._rates.epoch_ended,
             evaluate=lambda step, epoch: self._evaluated(recorder, val, step, epoch),
-            save=self._save,
+            save=self._saver.step,
             on_nonfinite=lambda record: self._nonfinite(loader, record),
         )
         nothing_left = max_steps is not None and self.step_count >= max_steps
-        micros = iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
+        micros: Iterator[Micro] = iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
         on_step = self._callbacks.hooks["on_step"]
         return loop.Job(micros, engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step)
 
-    def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Any:
+    def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[Micro]:
         """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
         micros = self._engine.ready(loader.micros(self.step_count, epochs))
-        for micro in micros:
-            assert self._plan is not None
-            self._engine.check(micro, self._plan.groups, loader.fingerprint)
-            recorder.tokens_per_sample = build.tokens_per_sample(micro.batch)
-            recorder.pause_over()
-            yield micro
-            break
-        yield from micros
+        first = next(micros, None)
+        if first is None:
+            return micros
+        assert self._plan is not None
+        self._engine.check(first, self._plan.groups, loader.fingerprint)
+        recorder.tokens_per_sample = build.tokens_per_sample(first.batch)
+        recorder.pause_over()
+        return chain([first], micros)
 
     def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int) -> str | None:
         if val is None:
@@ -302,7 +300,7 @@ class Trainer:
         if self._engine.average is not None:
             with self.ema_weights():
                 record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
-        record, reason = self._outcome.of(record)
+        record, reason = self._saver.outcome.of(record)
         recorder.evaluation(record)
         return reason
 
@@ -346,7 +344,7 @@ class Trainer:
             if isinstance(self.config.run, str):
                 self._open_run({})
             self.model.train()
-            sinks = build.open_sinks(self.config, self._run, self.world)
+            sinks = build.open_sinks(self.config, self._saver.run, self.world)
             history, display = History(), Silent(self.step_count)
             recorder = Recorder(history, sinks, display, self.world.device, self._callbacks)
             agenda = Agenda(recorder, self._callbacks, log_every=self.config.log_every)
@@ -369,32 +367,16 @@ class Trainer:
         )
         return adopt.adopt(data, wish, (lambda text: None) if evaluating else self._engine.say)
 
-    def _save(self, step: int) -> None:
-        if self._run is not None:
-            self._save_under(checkpoints.free_name(self._run / "checkpoints" / f"step-{step:06d}"))
-
-    def _save_best(self, step: int) -> None:
-        """Under a name of its own; the best one before goes once this is whole."""
-        if self._run is None:
-            return
-        before, self._best_folder = self._best_folder, self._run / "checkpoints" / f"best-step-{step:06d}"
-        self._save_under(self._best_folder)
-        if before is not None and self.is_main_process:
-            shutil.rmtree(before)
-
-    def _save_under(self, folder: Path) -> None:
-        self.save_checkpoint(folder)
-        self._callbacks.call("on_save", Saved(self.step_count, str(folder)))
-
     def _open_run(self, rows: dict[str, derive.Derived]) -> str | None:
         self._engine.say(show.table(rows))
-        if self._run is None:
-            self._run = build.open_run(self.config, self.model, self.world.is_main)
+        if self._saver.run is None:
+            self._saver.run = build.open_run(self.config, self.model, self.world.is_main)
             if self.world.size == 1 and not environment.was_launched():
                 self._engine.say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
-        if self._run is not None and self.is_main_process:
-            build.write_run(self._run, self.config, rows)
-        return str(self._run) if self._run else None
+        run = self._saver.run
+        if run is not None and self.is_main_process:
+            build.write_run(run, self.config, rows)
+        return str(run) if run else None
 
 
 def _total_steps(per_epoch: int | None, epochs: int | None, max_steps: int | None) -> int | None:

@@ -58,7 +58,10 @@ class Updater:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * rate
         if not hold and not (self._skip and norm is not None and self._skipped(norm)):
-            self._step()
+            if self._scaler is None:
+                self.optimizer.step()
+            else:
+                self._scaled_step(self._scaler)
             if self.average is not None:
                 self.average.update(step + 1)
             if self.scheduler is not None:
@@ -67,13 +70,10 @@ class Updater:
             parameter.grad = None
         return norm
 
-    def _step(self) -> None:
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-            self.skipped = self._scaler.overflowed
+    def _scaled_step(self, scaler: Scaler) -> None:
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.skipped = scaler.overflowed
 
     def _shape(self, factor: Tensor | None) -> Tensor | None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -47,12 +47,13 @@ def test_the_direction_follows_from_the_metric() -> None:
         assert [unhappy.observe(value) for value in bad] == [False, False, True, False]
 
 
-def test_a_resumed_plateau_cuts_at_the_same_evaluation() -> None:
-    whole, first, second = (Plateau(0.5, 2, 1e-2, "min", 0.0) for _ in range(3))
+@pytest.mark.parametrize("stop", range(0, 60, 4))
+def test_a_resumed_plateau_cuts_at_the_same_evaluation(stop: int) -> None:
+    whole, first, second = (Plateau(0.5, 3, 1e-2, "min", 0.0) for _ in range(3))
     expected = [(whole.observe(value), whole.scale) for value in values(3)]
-    seen = [(first.observe(value), first.scale) for value in values(3)[:25]]
+    seen = [(first.observe(value), first.scale) for value in values(3)[:stop]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    seen += [(second.observe(value), second.scale) for value in values(3)[25:]]
+    seen += [(second.observe(value), second.scale) for value in values(3)[stop:]]
     assert seen == expected
 
 

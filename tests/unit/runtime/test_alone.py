@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from paceline import dist, noise
 from paceline.errors import ModelError, WorldError
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.noise import drawing
+from paceline.runtime.noise import drawing, own_samples
+
+
+def samples(step: int = 0, group: int = 0, *, start: int = 0, own: int, rows: int) -> SimpleNamespace:
+    return SimpleNamespace(samples=own, start=start, group_samples=rows, group=group, step=step)
 
 
 def test_rank_facts() -> None:
@@ -84,7 +90,7 @@ def test_a_place_that_can_not_be_has_a_code(bad: dict[str, str]) -> None:
 
 def test_noise_of_a_group_is_the_same_however_it_is_cut() -> None:
     def draw(start: int, rows: int) -> torch.Tensor:
-        with drawing(0, 5, 1, start=start, own=rows, rows=6):
+        with drawing(0, samples(5, 1, start=start, own=rows, rows=6)):
             return torch.cat([noise(torch.empty(rows, 3)), noise(torch.empty(rows, 3))], dim=1)
 
     whole = draw(0, 6)
@@ -94,16 +100,22 @@ def test_noise_of_a_group_is_the_same_however_it_is_cut() -> None:
 
 def test_noise_differs_between_steps_groups_and_seeds() -> None:
     def draw(seed: int, step: int, group: int) -> tuple[float, ...]:
-        with drawing(seed, step, group, start=0, own=4, rows=4):
+        with drawing(seed, samples(step, group, own=4, rows=4)):
             return tuple(noise(torch.empty(4)).tolist())
 
     assert len({draw(0, 0, 0), draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)}) == 4
 
 
 def test_noise_whose_rows_are_not_the_samples_has_a_code() -> None:
-    with pytest.raises(ModelError) as caught, drawing(0, 0, 0, start=0, own=4, rows=8):
+    with pytest.raises(ModelError) as caught, drawing(0, samples(own=4, rows=8)):
         noise(torch.empty(12, 3))
     assert caught.value.code == "model.noise-rows"
+
+
+def test_a_stand_in_has_no_samples_of_its_own() -> None:
+    assert own_samples() is None
+    with drawing(0, samples(own=0, rows=2)):
+        assert own_samples() == 0
 
 
 def test_noise_outside_a_step_is_drawn_from_the_global_generator() -> None:

@@ -41,7 +41,7 @@ class Optional(nn.Module):
 )
 def test_a_batch_reaches_the_model_by_the_rule(model: nn.Module, batch: Any, expected: Any) -> None:
     call = choose_call(model, batch, None, None)
-    assert call.loss(batch) == expected
+    assert call.loss(model, batch) == expected
     assert call.rule.startswith("model(")
 
 
@@ -54,9 +54,9 @@ def test_a_batch_that_could_be_meant_two_ways_has_a_code(model: nn.Module, batch
 
 def test_loss_fn_and_criterion_go_first() -> None:
     call = choose_call(Optional(), (3, 4), lambda model, batch: ("mine", batch), None)
-    assert call.loss((3, 4)) == ("mine", (3, 4))
+    assert call.loss(Optional(), (3, 4)) == ("mine", (3, 4))
     call = choose_call(One(), (3, 4), None, lambda output, target: (output, target))
-    assert call.loss((3, 4)) == (("one", 3), 4)
+    assert call.loss(One(), (3, 4)) == (("one", 3), 4)
     with pytest.raises(TrainError) as caught:
         choose_call(One(), 3, None, nn.MSELoss())
     assert caught.value.code == "train.no-pair"
