@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from paceline import register_data
+from paceline import Trainer, register_data
 
 
 class Patterns(Dataset[dict[str, torch.Tensor]]):
@@ -97,3 +97,30 @@ def recipe(name: str, **changes: Any) -> dict[str, Any]:
         },
     }
     return {"train": {"max_steps": 20}, "run": False, "quiet": True, **parts[name], **changes}
+
+
+def blobs(samples: int = 48, first: int = 0) -> TensorDataset:
+    """Points of two classes, as (input, target) pairs."""
+    generator = torch.Generator().manual_seed(3 + first)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(inputs, (inputs[:, 0] + inputs[:, 1] > 0).long())
+
+
+def classifier() -> torch.nn.Sequential:
+    """The same weights at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+
+def classifier_trainer(model: torch.nn.Module | None = None, **changes: Any) -> Trainer:
+    """A silent trainer of the classifier on batches of 16."""
+    settings: dict[str, Any] = {"batch": 16, "run": False, "quiet": True, **changes}
+    if "loss_fn" not in settings:
+        settings.setdefault("criterion", torch.nn.CrossEntropyLoss())
+    settings.setdefault("optimizer", {"name": "adamw", "lr": 1e-2})
+    return Trainer(model or classifier(), **settings)
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])

@@ -29,8 +29,9 @@ from paceline.runtime.noise import drawing
 from paceline.train import build, preflight
 from paceline.train.calling import choose_call
 from paceline.train.loop import Position
+from paceline.train.nonfinite import Watch, is_fused, judge
 from paceline.train.step import LossModule, Stepper
-from paceline.train.update import Updater, is_fused
+from paceline.train.update import Updater
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Engine:
         self.model, wrapper = unwrap(model)
         if wrapper:
             self.say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
-        _set_switches(config)
+        _set_switches(config, self.world.device)
         self._place_model()
         self._build_optimizer()
         self.scaler = Scaler(self.world.device, config.scaler, enabled=config.precision == "fp16")
@@ -92,14 +93,16 @@ class Engine:
         self.module = LossModule(self.model, policy.autocast(config.precision, device))
         self.wrapped = self._wrap()
         self.draw = drawing(config.seed)
-        watch = config.nonfinite == "raise" and not self.scaler.is_enabled()
+        watched = config.nonfinite == "raise" and not self.scaler.is_enabled()
+        self.watch = Watch(self.optimizer, device) if watched else None
+        self.is_bad = judge(config.nonfinite, scaled=self.scaler.is_enabled())
         self.stepper = Stepper(
             self.module,
             self.wrapped,
             ranks=self.world.size,
             draw=self.draw,
             scaler=self.scaler,
-            watch_loss=watch and device.type == "cpu",
+            watch=self.watch,
         )
         self.updater = Updater(
             self.optimizer,
@@ -109,10 +112,9 @@ class Engine:
             clip_norm=config.clip_norm,
             clip_value=config.clip_value,
             skip_nonfinite=config.nonfinite != "raise",
+            watch=self.watch,
         )
-        if watch and device.type != "cpu" and is_fused(self.optimizer):
-            self.stepper.watch_on_device(self.optimizer, device)
-        elif config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
+        if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.say(f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused")
 
     def _wrap(self) -> nn.Module:
@@ -123,7 +125,7 @@ class Engine:
                 self.say(f"dp: one process, {len(found)} GPUs; `paceline launch` with strategy: ddp is faster")
                 return DataParallel(self.module, found)
             self.say(
-                f"dp: {'one GPU' if found else 'no GPU'}, so the model runs on {device} as it is; for several processes, "
+                f"dp: {'one GPU' if found else 'no GPU'}, so the model runs on {device} as it is; for several, "
                 "each with its own Python: paceline launch -n 2 with strategy: ddp"
             )
         allow_unused = config.unused_parameters == "allow"
@@ -204,11 +206,12 @@ def one_optimizer(optimizer: Any) -> None:
     )
 
 
-def _set_switches(config: Config) -> None:
+def _set_switches(config: Config, device: torch.device) -> None:
     """torch's switches are the process's: there is no narrower place for them."""
     if config.tf32:
         policy.allow_tf32(True)
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

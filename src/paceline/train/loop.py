@@ -38,7 +38,7 @@ class Position:
 class Job:
     """What one call of `train()` runs."""
 
-    micros: Iterator[Micro]
+    micros: Callable[[], Iterator[Micro]]  # called when training begins, so that its errors are training's
     stepper: Stepper
     updater: Updater
     recorder: Recorder
@@ -52,8 +52,9 @@ def run(job: Job) -> None:
     """Until the data ends or the agenda says so."""
     stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
     due = agenda.next_due(position.step)
+    micros = job.micros()
     since = perf_counter()
-    for micro in job.micros:
+    for micro in micros:
         recorder.waited += perf_counter() - since
         if micro.epoch != position.epoch:
             if not agenda.epoch_ended(position.step, position.epoch):
@@ -74,10 +75,9 @@ def take_step(job: Job, micro: Micro) -> None:
     """The update for the micro-batches that were added, of which `micro` is the last."""
     stepper, updater, position = job.stepper, job.updater, job.position
     factor = stepper.factor() if stepper.by_data else None
-    norm = updater.apply(micro.step, factor, hold=stepper.tainted)
+    norm = updater.apply(micro.step, factor)
     position.step = job.display.completed = step = micro.step + 1
-    lr = updater.optimizer.param_groups[0]["lr"]
-    parts, samples = stepper.noted, micro.step_samples
+    lr, parts, samples = updater.lr, stepper.noted, micro.step_samples
     job.recorder.pending.append(Pending(step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if stepper.metrics:
         job.recorder.log_metrics(stepper.metrics)

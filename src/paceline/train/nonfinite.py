@@ -1,14 +1,15 @@
 """A loss or gradient that is no finite number: which step, which rank, which module, which samples.
 
 Nothing waits for the GPU to find it: losses are looked at when they are read for a log point. Until then, under
-`nonfinite: raise`, the rank that produced it takes no further update (on the CPU the loop looks at each loss, which is
-free there; on a GPU the flag rides on the fused optimizer), so the step can be run again with the weights that it had.
+`nonfinite: raise`, the rank that produced it takes no further update, so the step can be run again with the weights
+that it had. Gradients are looked at where their norm is worked out: with clip_norm, and under `skip` and `stop`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
@@ -20,14 +21,56 @@ from paceline.errors import TrainError
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.train.history import Record
-from paceline.train.step import LossModule
 
 _SHOWN = 16
 
 
-def report(
-    record: Record, module: LossModule, micros: Iterable[Micro] | None, draw: drawing, tainted: bool
-) -> TrainError:
+class Watch:
+    """Looks at losses and norms, and once one was not finite keeps the weights as they are until somebody has looked.
+
+    On the CPU the number is there anyway. On a GPU nobody waits for it: a flag goes up on the device and stays up, and
+    the fused optimizer reads it. Other optimizers on a GPU go on, and the report says what can still be said.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.tripped = False  # as far as the host knows
+        self._on_cpu = device.type == "cpu"
+        self._flag = torch.zeros((), device=device)
+        if not self._on_cpu and is_fused(optimizer):
+            optimizer.found_inf = self._flag  # type: ignore[attr-defined]
+
+    def look(self, number: Tensor) -> None:
+        if self._on_cpu:
+            if not isfinite(number.item()):
+                self.tripped = True
+        else:
+            torch.maximum(self._flag, (~torch.isfinite(number)).float(), out=self._flag)
+
+    def read(self) -> bool:
+        """Whether anything was not finite; waits for the device."""
+        return self.tripped or bool(self._flag)
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def judge(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
+    """Whether a step's record is one that the policy acts on.
+
+    fp16's scaler makes gradients infinite on purpose, now and then, and skips those steps; a loss never.
+    """
+
+    def is_bad(record: Record) -> bool:
+        if isfinite(record["loss"]) and isfinite(record.get("grad_norm", 0.0)):
+            return False
+        expected = scaled and record.get("skipped") and isfinite(record["loss"])
+        return policy != "skip" and not expected
+
+    return is_bad
+
+
+def report(record: Record, module: Any, micros: Iterable[Micro] | None, draw: drawing, tainted: bool) -> TrainError:
     """Run the step again on every rank (its collectives need all of them) and say where it went wrong."""
     found: dict[str, Any] = {"tainted": tainted, "where": None, "samples": []}
     if micros is not None:
@@ -37,7 +80,7 @@ def report(
         rank for rank, facts in enumerate(ranks) if facts["where"]
     ]
     rank = guilty[0] if guilty else None
-    what = "loss" if not _finite_number(record["loss"]) else "gradient"
+    what = "gradient" if isfinite(record["loss"]) else "loss"
     return TrainError(
         "nonfinite",
         f"The {what} of step {record['step']} is no finite number{_who(rank, ranks)}.",
@@ -45,10 +88,6 @@ def report(
         fix="look at these samples; lower the learning rate or set clip_norm; "
         "nonfinite: skip leaves such steps out, nonfinite: stop ends training with the weights before it",
     )
-
-
-def _finite_number(value: Any) -> bool:
-    return bool(torch.isfinite(torch.tensor(value)))
 
 
 def _who(rank: int | None, ranks: list[dict[str, Any]]) -> str:
@@ -67,7 +106,7 @@ def _why(facts: dict[str, Any] | None, *, read_again: bool) -> str:
     return str(facts["where"])
 
 
-def _look(module: LossModule, micros: list[Micro], draw: drawing) -> dict[str, Any]:
+def _look(module: Any, micros: list[Micro], draw: drawing) -> dict[str, Any]:
     """The first of: the data itself, a weight, a module's output, a module's gradient."""
     where: str | None = None
     samples: list[Any] = []

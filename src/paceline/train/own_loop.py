@@ -184,3 +184,4 @@ class OwnLoop:
         loop.take_step(job, micro)
         if job.position.step % job.agenda.log_every == 0:
             job.agenda.attend(job.position.step, micro.epoch)
+            job.recorder.release()

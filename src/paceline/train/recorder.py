@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,10 +47,14 @@ class Sinks:
         for logger in self.loggers:
             logger.write(records)
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Close the files until the next record: who loops outside need not tell when it is over."""
         for file in (self.metrics, self.events):
             if file is not None:
                 file.close()
+
+    def close(self) -> None:
+        self.release()
         for logger in self.loggers:
             logger.close()
 
@@ -66,10 +70,16 @@ class Flushed:
 
 class Recorder:
     def __init__(
-        self, history: History, sinks: Sinks, display: Display, device: torch.device, callbacks: Callbacks
+        self,
+        history: History,
+        sinks: Sinks,
+        display: Display,
+        device: torch.device,
+        callbacks: Callbacks,
+        is_bad: Callable[[Record], bool],
     ) -> None:
         self._history, self._sinks, self._display, self._device = history, sinks, display, device
-        self._callbacks = callbacks
+        self._callbacks, self._is_bad = callbacks, is_bad
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
@@ -101,7 +111,7 @@ class Recorder:
         records[-1].update(extras)
         self._write(records, sum(entry.samples for entry in pending), extras)
         weights = values[count : 2 * count]
-        bad = [record for record, weight in zip(records, weights, strict=True) if weight and _is_bad(record)]
+        bad = [record for record, weight in zip(records, weights, strict=True) if weight and self._is_bad(record)]
         return Flushed(records, bool(values[4 * count + 1]), bad[0] if bad else None)
 
     def _reduce_logged(self) -> dict[str, float]:
@@ -157,6 +167,9 @@ class Recorder:
         self._display.note(f"step {record['step']}: evaluation loss {record['loss']:.4f}{others}")
         self._callbacks.call("on_evaluate", record)
 
+    def release(self) -> None:
+        self._sinks.release()
+
     def note(self, text: str) -> None:
         self._display.note(text)
 
@@ -197,12 +210,6 @@ def _vector(values: Sequence[Any], device: torch.device) -> Tensor:
         values = [torch.as_tensor(value or 0.0 if not isinstance(value, Tensor) else value) for value in values]
         values = [value.reshape(()).to(device, torch.float64) for value in values]
     return torch.stack(list(values)).to(device, torch.float64)
-
-
-def _is_bad(record: Record) -> bool:
-    """A skipped step did no harm."""
-    finite = math.isfinite(record["loss"]) and math.isfinite(record.get("grad_norm", 0.0))
-    return not finite and not record.get("skipped")
 
 
 def _records(pending: Sequence[Pending], values: Sequence[float], ranks: int) -> list[Record]:

@@ -11,7 +11,6 @@ are no larger than those of its mean, and the detour costs no bit of rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.train.calling import Call, read_loss
+from paceline.train.nonfinite import Watch
 
 
 class LossModule(nn.Module):
@@ -58,27 +58,17 @@ class Stepper:
     """Takes the micro-batches of a step, and keeps what became of them until `finish`."""
 
     def __init__(
-        self, module: LossModule, wrapped: nn.Module, *, ranks: int, draw: drawing, scaler: Scaler, watch_loss: bool
+        self, module: LossModule, wrapped: nn.Module, *, ranks: int, draw: drawing, scaler: Scaler, watch: Watch | None
     ) -> None:
         self._module, self._ranks, self._draw = module, ranks, draw
         # Nobody hooks into the loss module, so one rank need not go through torch's machinery for hooks.
         self._forward = module.forward if wrapped is module else wrapped
         self._no_sync = getattr(wrapped, "no_sync", None)
         self._scaler = scaler if scaler.is_enabled() else None
-        self._watch_loss = watch_loss
-        self._flag: Tensor | None = None
+        self._watch = watch
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.nominal: float | None = None  # None: the number of samples
-        self.tainted = False  # a loss was not finite: no update until somebody has looked (see nonfinite.py)
         self.reset()
-
-    def watch_on_device(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """The same without waiting for the device: a flag that stays up, and that a fused optimizer reads."""
-        self._flag = torch.zeros((), device=device)
-        optimizer.found_inf = self._flag  # type: ignore[attr-defined]
-
-    def saw_nonfinite(self) -> bool:
-        return self.tainted or (self._flag is not None and bool(self._flag))
 
     def reset(self) -> None:
         """Forget the micro-batches of an unfinished step."""
@@ -122,10 +112,8 @@ class Stepper:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
         if self.by_data and micro.last:
             self._send_weight(micro, value.device)
-        if self._watch_loss:
-            self.tainted |= not isfinite(noted.item())
-        elif self._flag is not None:
-            torch.maximum(self._flag, (~torch.isfinite(noted)).float(), out=self._flag)
+        if self._watch is not None:
+            self._watch.look(noted)
         if factor == 1.0 and self._scaler is None:
             value.backward()
         else:

@@ -259,7 +259,7 @@ class Trainer:
         max_steps: int | None,
     ) -> loop.Job:
         engine, config = self._engine, self.config
-        self._recorder = recorder = Recorder(history, sinks, display, self.world.device, self._callbacks)
+        self._recorder = recorder = self._new_recorder(history, sinks, display)
         profiler = None if config.profile is None else Profiler(config.profile, self._saver.run, self.world.place.rank)
         agenda = Agenda(
             recorder,
@@ -277,9 +277,15 @@ class Trainer:
             on_nonfinite=lambda record: self._nonfinite(loader, record),
         )
         nothing_left = max_steps is not None and self.step_count >= max_steps
-        micros: Iterator[Micro] = iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
         on_step = self._callbacks.hooks["on_step"]
+
+        def micros() -> Iterator[Micro]:
+            return iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
+
         return loop.Job(micros, engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step)
+
+    def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
+        return Recorder(history, sinks, display, self.world.device, self._callbacks, self._engine.is_bad)
 
     def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[Micro]:
         """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
@@ -311,7 +317,9 @@ class Trainer:
         if loader.repeatable:
             again = engine.ready(loader.micros(record["step"] - 1, None))
             micros = build.of_one_step(again)
-        error = nonfinite.report(record, engine.module, micros, engine.draw, engine.stepper.saw_nonfinite())
+        error = nonfinite.report(
+            record, engine.module, micros, engine.draw, engine.watch is not None and engine.watch.read()
+        )
         if self.config.nonfinite == "raise":
             raise error
         engine.warn(str(error))
@@ -340,13 +348,15 @@ class Trainer:
                 self.config.train.epochs,
                 self.config.train.max_steps or self.config.schedule.steps or 0,
             )
-            self._rates.begin(plan)
-            if isinstance(self.config.run, str):
-                self._open_run({})
+            rows = {**(self._plan.rows() if self._plan else {}), **self._rates.begin(plan)}
+            if isinstance(self.config.run, str):  # a loop of one's own writes only where it was told to
+                self._open_run(rows)
+            else:
+                self._engine.say(show.table(rows))
             self.model.train()
             sinks = build.open_sinks(self.config, self._saver.run, self.world)
             history, display = History(), Silent(self.step_count)
-            recorder = Recorder(history, sinks, display, self.world.device, self._callbacks)
+            recorder = self._new_recorder(history, sinks, display)
             agenda = Agenda(recorder, self._callbacks, log_every=self.config.log_every)
             engine, on_step = self._engine, self._callbacks.hooks["on_step"]
             job = loop.Job(

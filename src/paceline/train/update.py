@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Average
 from paceline.precision.scaler import Scaler
+from paceline.train.nonfinite import Watch, is_fused
 
 
 class Updater:
@@ -32,6 +33,7 @@ class Updater:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         skip_nonfinite: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         self.optimizer, self.average = optimizer, average
         self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None leaves the rate alone
@@ -43,21 +45,24 @@ class Updater:
         self._skip = skip_nonfinite and self._scaler is None  # the scaler skips by itself
         self._touches_gradients = clip_norm is not None or clip_value is not None or self._skip
         self._on_device = self._parameters[0].device.type != "cpu" and is_fused(optimizer)
+        self._watch = watch
+        self.lr = 0.0  # of the last step, in the first group
         self.skipped: Tensor | float | None = None
 
-    def apply(self, step: int, factor: Tensor | None, *, hold: bool = False) -> Tensor | None:
-        """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out.
-
-        `hold` leaves the weights as they are.
-        """
+    def apply(self, step: int, factor: Tensor | None) -> Tensor | None:
+        """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out."""
         norm = None
         if factor is not None or self._touches_gradients:
             norm = self._shape(factor)
+            if norm is not None and self._watch is not None:
+                self._watch.look(norm)
         if self.learning_rate is not None:
             rate = self.learning_rate(step)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * rate
-        if not hold and not (self._skip and norm is not None and self._skipped(norm)):
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        held = self._watch is not None and self._watch.tripped
+        if not held and not (self._skip and norm is not None and self._skipped(norm)):
             if self._scaler is None:
                 self.optimizer.step()
             else:
@@ -97,12 +102,3 @@ class Updater:
         skip = not isfinite(norm.item())
         self.skipped = float(skip)
         return skip
-
-    def discard(self) -> None:
-        """Drop the gradients of a step that is not taken."""
-        for parameter in self._everything:
-            parameter.grad = None
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)

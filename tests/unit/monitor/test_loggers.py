@@ -92,8 +92,10 @@ def offline_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 
 def wandb_records(path: Path) -> Iterator[Any]:
     """W&B's file: 7 bytes, then LevelDB's log format, blocks of 32 KiB that hold W&B's own messages."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # its service writes the file, and may still be at it when a run is finished
     data, at, message = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:

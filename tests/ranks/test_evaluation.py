@@ -1,0 +1,179 @@
+"""Evaluation and prediction: every sample once, in order, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader
+
+import paceline
+import tiny
+from paceline.errors import DataError, TrainError
+from paceline.testing import ranks
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(-1) == targets).float()
+
+
+def expected(data: Any) -> tuple[float, float]:
+    inputs, targets = data[:]
+    outputs = tiny.classifier()(inputs)
+    return nn.functional.cross_entropy(outputs, targets).item(), accuracy(outputs, targets).mean().item()
+
+
+@pytest.mark.parametrize("samples", [1, 13, 48])
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_sample_counts_once(world: int, samples: int) -> None:
+    @ranks(world)
+    def body() -> None:
+        data = tiny.blobs(samples)
+        loss, share = expected(data)
+        metrics = {
+            "each": accuracy,
+            "mean": lambda outputs, targets: accuracy(outputs, targets).mean(),
+            "torchmetrics": torchmetrics.classification.MulticlassAccuracy(2, average="micro"),
+        }
+        trainer = tiny.classifier_trainer(metrics=metrics)
+        for given in (data, DataLoader(data, batch_size=5), [data[:7], data[7:]] if samples > 7 else data):
+            evaluation = trainer.evaluate(given)
+            assert evaluation == pytest.approx(loss, rel=1e-6) and evaluation["loss"] == float(evaluation)
+            for name in metrics:
+                assert evaluation[name] == pytest.approx(share, rel=1e-6)
+
+    body()
+
+
+class Telling(nn.Module):
+    """Returns its loss with metrics beside it, weighed by what it counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+        counted = targets == 1
+        losses = nn.functional.cross_entropy(self.layer(inputs), targets, reduction="none")
+        count = counted.sum().clamp(min=1)
+        share = (inputs[:, 0] > 0)[counted].float().sum() / count
+        return {"loss": losses[counted].sum() / count, "weight": counted.sum(), "metrics": {"positive": share}}
+
+
+@ranks(3)
+def test_metrics_beside_the_loss_are_weighed_as_it_is() -> None:
+    data = tiny.blobs(22)
+    inputs, targets = data[:]
+    share = (inputs[:, 0] > 0)[targets == 1].float().mean().item()
+    torch.manual_seed(0)
+    trainer = tiny.classifier_trainer(Telling(), criterion=None)
+    losses = nn.functional.cross_entropy(trainer.model.layer(inputs), targets, reduction="none")
+    evaluation = trainer.evaluate(data)
+    assert evaluation == pytest.approx(losses[targets == 1].mean().item(), rel=1e-6)
+    assert evaluation["positive"] == pytest.approx(share, rel=1e-6)
+    trainer = tiny.classifier_trainer(Telling(), criterion=None, batch=22, log_every=1)
+    history = trainer.train(data, max_steps=1)
+    assert history.steps[0]["positive"] == pytest.approx(share, rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_predictions_come_in_the_datas_order(world: int) -> None:
+    @ranks(world)
+    def body() -> None:
+        data = tiny.blobs(23)
+        trainer = tiny.classifier_trainer(batch=6, accumulate=2)
+        wanted = tiny.classifier()(data[:][0])
+        assert torch.allclose(trainer.predict(data), wanted, atol=1e-6)
+        assert torch.allclose(trainer.predict(DataLoader(data, batch_size=4)), wanted, atol=1e-6)
+        assert torch.allclose(trainer.predict([data[:20], data[20:]]), wanted, atol=1e-6)
+
+    body()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        outputs = {"double": inputs * 2 * self.scale, "sum": inputs.sum(-1, keepdim=True)}
+        return outputs if targets is None else {"loss": outputs["double"].mean()}
+
+
+class Dicts(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": torch.full((3,), float(index)), "targets": torch.tensor(0)}
+
+
+@ranks(2)
+def test_outputs_may_be_dicts_and_targets_are_left_out() -> None:
+    outputs = paceline.Trainer(Pair(), batch=4, run=False, quiet=True).predict(Dicts())
+    assert outputs["double"][:, 0].tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert outputs["sum"].flatten().tolist() == [0, 3, 6, 9, 12, 15, 18]
+
+
+def test_evaluating_leaves_frozen_parts_and_the_mode_alone() -> None:
+    trainer = tiny.classifier_trainer()
+    trainer.model[0].eval()
+    trainer.evaluate(tiny.blobs())
+    assert trainer.model.training and not trainer.model[0].training and trainer.model[2].training
+
+
+def test_an_evaluation_set_that_is_empty_has_a_code() -> None:
+    with pytest.raises(DataError) as caught:
+        tiny.classifier_trainer().evaluate(tiny.blobs(0))
+    assert caught.value.code == "data.empty"
+
+
+def test_a_metric_without_targets_has_a_code() -> None:
+    trainer = tiny.classifier_trainer(
+        criterion=None, loss_fn=lambda model, batch: model(batch).mean(), metrics={"accuracy": accuracy}
+    )
+    with pytest.raises(TrainError) as caught:
+        trainer.evaluate([torch.randn(4, 8)])
+    assert caught.value.code == "train.no-targets"
+
+
+@ranks(2)
+def test_averaged_weights_are_evaluated_beside_the_others() -> None:
+    trainer = tiny.classifier_trainer(ema={"decay": 0.5, "warmup": False})
+    history = trainer.train(tiny.blobs(), tiny.blobs(), epochs=2)
+    record = history.evaluations[-1]
+    assert record["ema_loss"] > record["loss"]  # it lags behind weights that improve
+    with trainer.ema_weights():
+        assert trainer.evaluate(tiny.blobs()) == pytest.approx(record["ema_loss"], rel=1e-6)
+    assert trainer.evaluate(tiny.blobs()) == pytest.approx(record["loss"], rel=1e-6)
+
+
+def test_averaged_weights_follow_their_definition_in_float64() -> None:
+    trainer = tiny.classifier_trainer(ema=0.9, precision="fp64")
+    reference, steps = tiny.weights(trainer).clone(), []
+
+    def follow(record: Any) -> None:
+        decay = min(0.9, (1 + record.step) / (10 + record.step))
+        reference.mul_(decay).add_(tiny.weights(trainer), alpha=1 - decay)
+        steps.append(record.step)
+
+    trainer._callbacks.hooks["on_step"].append(follow)
+    trainer.train(tiny.blobs(), epochs=4)
+    with trainer.ema_weights():
+        assert len(steps) == 12 and torch.allclose(tiny.weights(trainer), reference, rtol=1e-13, atol=0)
+
+
+def test_averaged_weights_are_saved_and_loaded(tmp_path: Any) -> None:
+    trainer = tiny.classifier_trainer(ema=0.9)
+    trainer.train(tiny.blobs(), epochs=1)
+    trainer.save_checkpoint(tmp_path / "c")
+    again = tiny.classifier_trainer(ema=0.9)
+    again.load_checkpoint(tmp_path / "c")
+    with trainer.ema_weights(), again.ema_weights():
+        assert torch.equal(tiny.weights(trainer), tiny.weights(again))
+    with pytest.raises(TrainError) as caught:
+        tiny.classifier_trainer().ema_weights()
+    assert caught.value.code == "train.no-ema"

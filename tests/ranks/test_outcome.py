@@ -1,0 +1,139 @@
+"""What follows from evaluations: kept checkpoints, plateaus, early ends; and who sets the learning rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from paceline import dist
+from paceline.errors import TrainError
+from paceline.testing import ranks
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(-1) == targets).float()
+
+
+class ByRank:
+    """A metric that adds nothing up over the ranks, as a user's own may: every rank sees other numbers."""
+
+    def __init__(self, numbers: dict[int, list[float]]) -> None:
+        self._numbers = iter(numbers[dist.rank()])
+
+    def to(self, device: torch.device) -> None: ...
+    def reset(self) -> None: ...
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None: ...
+    def compute(self) -> float:
+        return next(self._numbers)
+
+
+FALLING, RISING = [5.0, 4.0, 3.0, 2.0, 1.0, 0.5], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@ranks(2)
+def test_early_stop_is_agreed_by_ranks_that_see_different_numbers() -> None:
+    metric = ByRank({0: RISING, 1: FALLING})
+    trainer = tiny.classifier_trainer(
+        metrics={"error": metric}, early_stop={"metric": "error", "patience": 2}, eval_every=1
+    )
+    history = trainer.train(tiny.blobs(), tiny.blobs(), epochs=2)
+    assert len(history.steps) == 3 and "early_stop" in str(history.ended)
+    assert [record["error"] for record in history.evaluations] == [1.0, 2.0, 3.0]
+
+
+@ranks(2)
+def test_a_plateau_cuts_alike_on_ranks_that_see_different_numbers() -> None:
+    metric = ByRank({0: RISING, 1: FALLING})
+    schedule = {"name": "plateau", "metric": "error", "patience": 0, "factor": 0.5}
+    trainer = tiny.classifier_trainer(metrics={"error": metric}, schedule=schedule, eval_every=1)
+    history = trainer.train(tiny.blobs(), tiny.blobs(), epochs=2)
+    assert [record["lr"] for record in history.steps] == [1e-2, 1e-2, 5e-3, 2.5e-3, 1.25e-3, 6.25e-4]
+    assert dist.all_gather_object(history.steps)[0] == history.steps
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_torch_scheduler_steps_once_whatever_the_number_of_ranks(interval: str) -> None:
+    @ranks(2)
+    def body() -> None:
+        model = tiny.classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        trainer = tiny.classifier_trainer(
+            model, optimizer=optimizer, scheduler=scheduler, scheduler_interval=interval, clip_norm=1e-3
+        )
+        history = trainer.train(tiny.blobs(), epochs=2)
+        rates = [record["lr"] for record in history.steps]
+        assert rates == ([1.0] * 3 + [0.5] * 3 if interval == "epoch" else [0.5**n for n in range(6)])
+
+    body()
+
+
+def test_torchs_plateau_scheduler_steps_after_each_evaluation() -> None:
+    model = tiny.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+    trainer = tiny.classifier_trainer(model, optimizer=optimizer, scheduler=scheduler)
+    history = trainer.train(tiny.blobs(), tiny.blobs(), epochs=3)
+    assert [record["lr"] for record in history.steps[::3]] == [1e-6, 1e-6, 5e-7]
+
+
+def test_a_scheduler_of_another_optimizer_has_a_code() -> None:
+    model = tiny.classifier()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(second, 1)
+    with pytest.raises(TrainError) as caught:
+        tiny.classifier_trainer(model, optimizer=first, scheduler=scheduler)
+    assert caught.value.code == "train.other-optimizer"
+    with pytest.raises(TrainError) as caught:
+        tiny.classifier_trainer(model, optimizer=second, scheduler=scheduler, schedule={"name": "cosine"})
+    assert caught.value.code == "train.two-schedules"
+
+
+def test_the_choice_of_interval_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    tiny.classifier_trainer(model, optimizer=optimizer, scheduler=scheduler, quiet=False).train(
+        tiny.blobs(), max_steps=1
+    )
+    assert "StepLR" in (text := capsys.readouterr().out) and "once an epoch" in text
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_the_best_checkpoint_is_kept_and_the_last_and_those_between(tmp_path: Path) -> None:
+    metric = ByRank({0: [0.1, 0.9, 0.5, 0.2]})
+    trainer = tiny.classifier_trainer(
+        metrics={"score": metric}, save_best="score", save_every=5, run=str(tmp_path / "r")
+    )
+    trainer.train(tiny.blobs(), tiny.blobs(), epochs=4)
+    assert checkpoints(tmp_path / "r") == ["best-step-000006", "step-000005", "step-000010", "step-000012"]
+    best = tiny.classifier_trainer()
+    best.load_checkpoint(tmp_path / "r" / "checkpoints" / "best-step-000006")
+    assert best.step_count == 6
+
+
+def test_without_save_last_only_the_best_is_kept(tmp_path: Path) -> None:
+    trainer = tiny.classifier_trainer(save_best=True, save_last=False, run=str(tmp_path / "r"))
+    trainer.train(tiny.blobs(), tiny.blobs(), epochs=2)
+    assert len(checkpoints(tmp_path / "r")) == 1
+
+
+def test_an_unknown_metric_has_a_code_that_lists_the_known() -> None:
+    trainer = tiny.classifier_trainer(metrics={"accuracy": accuracy}, save_best="acuracy")
+    with pytest.raises(TrainError) as caught:
+        trainer.train(tiny.blobs(), tiny.blobs(), epochs=1)
+    assert caught.value.code == "train.no-such-metric" and "loss, accuracy" in str(caught.value)
+
+
+def test_early_stop_waits_for_its_patience() -> None:
+    metric = ByRank({0: [3.0, 2.0, 2.5, 2.4, 2.3, 1.0]})
+    settings: dict[str, Any] = {"metrics": {"error": metric}, "early_stop": {"metric": "error", "patience": 3}}
+    history = tiny.classifier_trainer(**settings).train(tiny.blobs(), tiny.blobs(), epochs=9)
+    assert len(history.evaluations) == 5

@@ -1,0 +1,111 @@
+"""A loss or gradient that is no finite number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tiny
+from paceline.errors import TrainError
+
+
+def with_a_broken_sample(index: int) -> TensorDataset:
+    inputs, targets = tiny.blobs().tensors
+    inputs = inputs.clone()
+    inputs[index, 3] = float("nan")
+    return TensorDataset(inputs, targets)
+
+
+class Overflowing(nn.Module):
+    """Its middle layer's output is infinite for the samples with a large first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.root, self.after = nn.Linear(8, 4), Exponential(), nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.after(self.root(self.before(inputs), inputs[:, :1]))
+        return outputs
+
+
+class Exponential(nn.Module):
+    def forward(self, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return hidden * torch.exp(first * 1000.0).clamp(min=1.0)
+
+
+def test_raise_names_the_step_the_samples_and_the_broken_one() -> None:
+    trainer = tiny.classifier_trainer(log_every=4)
+    with pytest.raises(TrainError) as caught:
+        trainer.train(with_a_broken_sample(7), epochs=1)
+    text = str(caught.value)
+    assert caught.value.code == "train.nonfinite"
+    order = [index for batch in trainer_batches() for index in batch]
+    step = order.index(7) // 16 + 1
+    assert f"step {step} " in text and "rank 0" in text and "sample 7" in text
+    assert all(str(index) in text for index in trainer_batches()[step - 1][:3])
+
+
+def trainer_batches() -> list[list[int]]:
+    """The indices of each step of a trainer on 48 samples."""
+    seen = tiny.classifier_trainer(
+        criterion=None, loss_fn=lambda model, batch: model(batch[0][:, :8]).sum() * 0.0 + batch[1].float().mean()
+    )
+    indices = TensorDataset(tiny.blobs().tensors[0], torch.arange(48))
+    return [batch[1].tolist() for batch in seen.loader(indices)]
+
+
+def test_raise_names_the_first_module_and_stops_updates_before_the_log_point() -> None:
+    trainer = tiny.classifier_trainer(Overflowing(), log_every=100)
+    with pytest.raises(TrainError) as caught:
+        trainer.train(tiny.blobs(), epochs=3)
+    assert "root (Exponential)" in str(caught.value)
+    assert torch.isfinite(tiny.weights(trainer)).all()
+
+
+def test_a_gradient_without_a_value_is_found_by_its_norm_and_named() -> None:
+    """The square root's slope at zero is infinite, its value is not."""
+
+    def root_of_zero(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) * 0.0).sqrt().mean()
+
+    trainer = tiny.classifier_trainer(loss_fn=root_of_zero, clip_norm=1.0)
+    with pytest.raises(TrainError) as caught:
+        trainer.train(tiny.blobs(), max_steps=2)
+    assert "gradient of step 1" in str(caught.value) and "2.bias" in str(caught.value)
+
+
+def test_skip_leaves_such_steps_out_and_goes_on() -> None:
+    broken, whole = tiny.classifier_trainer(nonfinite="skip"), tiny.classifier_trainer(nonfinite="skip")
+    history = broken.train(with_a_broken_sample(7), epochs=4)
+    skipped = [record["step"] for record in history.steps if record.get("skipped")]
+    assert len(skipped) == 4 and len(history.steps) == 12  # one in each epoch
+    assert torch.isfinite(tiny.weights(broken)).all()
+    assert history.ended != "trainer.stop()" and whole.train(tiny.blobs(), epochs=1).losses[0] == history.losses[0]
+
+
+def test_stop_ends_with_the_weights_before_it() -> None:
+    trainer = tiny.classifier_trainer(nonfinite="stop", log_every=1)
+    history = trainer.train(with_a_broken_sample(7), epochs=4)
+    assert "not finite" in str(history.ended) and len(history.steps) <= 3
+    assert torch.isfinite(tiny.weights(trainer)).all()
+
+
+def test_data_that_cannot_be_read_twice_is_said_so() -> None:
+    batches = ((inputs[None].expand(4, 8) * float("inf"), torch.zeros(4).long()) for inputs, _ in tiny.blobs())
+    with pytest.raises(TrainError) as caught:
+        tiny.classifier_trainer(batch=None).train(batches, max_steps=2)
+    assert "can't be read a second time" in str(caught.value)
+
+
+def test_a_step_in_which_all_is_padding_is_no_error() -> None:
+    from paceline import Loss
+
+    def nothing_counts(model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).sum() * 0.0, 0.0)
+
+    history = tiny.classifier_trainer(loss_fn=nothing_counts).train(tiny.blobs(), epochs=1)
+    assert len(history.steps) == 3

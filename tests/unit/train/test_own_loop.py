@@ -1,0 +1,156 @@
+"""One's own loop: the same bits as train(), at both heights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+import tiny
+from paceline.errors import TrainError
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"accumulate": 3, "clip_norm": 0.1, "ema": 0.9},
+    {"accumulate": 2, "schedule": {"name": "cosine", "steps": 12, "warmup": 2}},
+    {"precision": "fp16", "scaler": {"initial": 2.0**20}, "accumulate": 2, "clip_norm": 0.5},
+    {"precision": "bf16", "optimizer": {"name": "muon", "lr": 1e-2}},
+]
+
+
+def by_training_step(trainer: paceline.Trainer, data: Any, epochs: int) -> None:
+    for _ in range(epochs):
+        for batch in trainer.loader(data):
+            trainer.training_step(batch)
+
+
+def by_parts(trainer: paceline.Trainer, data: Any, epochs: int) -> None:
+    groups = trainer.config.accumulate or 1
+    for _ in range(epochs):
+        batches = list(trainer.loader(data)) if groups == 1 else trainer.loader(data)
+        for number, batch in enumerate(batches):
+            last = (number + 1) % groups == 0
+            if last:
+                trainer.backward(trainer.forward(batch))
+                trainer.step()
+            else:
+                with trainer.no_sync():
+                    trainer.backward(trainer.forward(batch))
+
+
+@pytest.mark.parametrize("loop", [by_training_step, by_parts])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_ones_own_loop_gives_the_bits_of_train(settings: dict[str, Any], loop: Any) -> None:
+    data = tiny.blobs(48)
+    whole = tiny.classifier_trainer(**settings)
+    whole.train(data, epochs=2)
+    own = tiny.classifier_trainer(**settings)
+    loop(own, data, 2)
+    assert own.step_count == whole.step_count == 6
+    assert torch.equal(tiny.weights(own), tiny.weights(whole))
+    if "ema" in settings:
+        with own.ema_weights(), whole.ema_weights():
+            assert torch.equal(tiny.weights(own), tiny.weights(whole))
+
+
+def test_a_training_step_returns_the_local_loss_and_whether_it_stepped() -> None:
+    trainer = tiny.classifier_trainer(accumulate=2)
+    results = [trainer.training_step(batch) for batch in trainer.loader(tiny.blobs(32))]
+    assert [result.stepped for result in results] == [False, True, False, True]
+    assert all(not result.loss.requires_grad for result in results)
+    loss, stepped = results[0]
+    assert loss.item() == pytest.approx(0.7, abs=0.3) and not stepped
+
+
+def test_a_weighted_loss_comes_back_as_its_mean() -> None:
+    def total(model: nn.Module, batch: Any) -> paceline.Loss:
+        return paceline.Loss(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+
+    trainer, plain = tiny.classifier_trainer(loss_fn=total), tiny.classifier_trainer()
+    batch = tiny.blobs(16)[:]
+    assert trainer.training_step(batch).loss == pytest.approx(plain.training_step(batch).loss.item(), rel=1e-6)
+    assert trainer.forward(batch).item() == pytest.approx(plain.forward(batch).item(), rel=1e-5)
+
+
+def test_batches_of_ones_own_step_when_the_batch_is_full() -> None:
+    data = tiny.blobs(48)
+    trainer = tiny.classifier_trainer(batch=16)
+    stepped = [trainer.training_step(data[start : start + 8]).stepped for start in range(0, 48, 8)]
+    assert stepped == [False, True] * 3 and trainer.step_count == 3
+
+
+def test_own_batches_train_as_a_hand_written_loop() -> None:
+    data, model = tiny.blobs(48), tiny.classifier()
+    reference, criterion = copy.deepcopy(model), nn.CrossEntropyLoss()
+    trainer = tiny.classifier_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for start in (0, 16, 32):
+        for half in (start, start + 8):
+            trainer.training_step(data[half : half + 8])
+        inputs, targets = data[start : start + 16]
+        optimizer.zero_grad()
+        criterion(reference(inputs), targets).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in reference.parameters()])
+    assert torch.allclose(tiny.weights(trainer), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_may_be_changed_before_its_backward() -> None:
+    """A penalty on the weights, added to the mean."""
+    data, plain = tiny.blobs(16)[:], tiny.classifier()
+    sgd = {"name": "sgd", "lr": 0.1}
+    with_penalty = tiny.classifier_trainer(copy.deepcopy(plain), optimizer=sgd)
+    loss = with_penalty.forward(data)
+    with_penalty.backward(loss + sum(p.square().sum() for p in with_penalty.model.parameters()))
+    with_penalty.step()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    (
+        nn.functional.cross_entropy(plain(data[0]), data[1]) + sum(p.square().sum() for p in plain.parameters())
+    ).backward()
+    optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.allclose(tiny.weights(with_penalty), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_logged_values_are_in_the_metrics_file(tmp_path: Path) -> None:
+    trainer = tiny.classifier_trainer(run=str(tmp_path / "own"), log_every=2)
+    for number, batch in enumerate(trainer.loader(tiny.blobs(64))):
+        trainer.log("number", number)
+        trainer.training_step(batch)
+    lines = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line.get("number") for line in lines] == [None, 0.5, None, 2.5]
+
+
+def test_calls_out_of_order_have_codes() -> None:
+    trainer = tiny.classifier_trainer()
+    with pytest.raises(TrainError) as caught:
+        trainer.backward(torch.tensor(1.0))
+    assert caught.value.code == "train.backward-without-forward"
+    with pytest.raises(TrainError) as caught:
+        trainer.step()
+    assert caught.value.code == "train.step-without-backward"
+
+
+def test_frozen_weights_stay_and_adapters_train() -> None:
+    model = tiny.classifier()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    trainer = tiny.classifier_trainer(model)
+    frozen, adapter = model[0].weight.clone(), model[2].weight.clone()
+    trainer.train(tiny.blobs(), epochs=1)
+    assert torch.equal(model[0].weight, frozen) and not torch.equal(model[2].weight, adapter)
+
+
+def test_several_optimizers_are_refused_with_a_code() -> None:
+    model = tiny.classifier()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    with pytest.raises(TrainError) as caught:
+        tiny.classifier_trainer(model, optimizer=optimizers)
+    assert caught.value.code == "train.several-optimizers"
