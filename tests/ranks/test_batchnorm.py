@@ -35,8 +35,7 @@ class Here(NamedTuple):
 
     samples: int
     start: int = 0
-    group_samples: int = 5
-    group: int = 0
+    step_samples: int = 5
     step: int = 0
 
 

@@ -131,8 +131,14 @@ class EarlyStop(Best):
     min_delta: float = Field(0.0, ge=0.0, description="the change that counts as one")
 
 
+def _rising(steps: list[int]) -> list[int]:
+    if len(steps) == 2 and steps[0] >= steps[1]:
+        raise ValueError("the first step to trace comes before the one that ends the trace")
+    return steps
+
+
 class Profile(Section):
-    steps: Annotated[list[PositiveInt], BeforeValidator(as_list)] = Field(
+    steps: Annotated[list[PositiveInt], BeforeValidator(as_list), AfterValidator(_rising)] = Field(
         [10, 15], min_length=2, max_length=2, description="from this step up to, not including, that one"
     )
     shapes: bool = Field(False, description="note the shapes of inputs")

@@ -30,8 +30,7 @@ class Micro:
 
     batch: Any
     samples: int  # this rank's own; 0 when it only joins in with a stand-in
-    start: int  # where they begin in their group
-    group_samples: int  # in this group, over all ranks
+    start: int  # where they begin in the step
     step_samples: int  # in the whole step, over all ranks
     group: int
     last: bool  # whether this group closes the step
@@ -169,8 +168,7 @@ def micro_of(batch: Any, share: Share, total: int, epoch: int, step: int, indice
     return Micro(
         batch=batch,
         samples=share.samples,
-        start=share.start - share.group_start,
-        group_samples=share.group_samples,
+        start=share.start,
         step_samples=total,
         group=share.group,
         last=share.last,

@@ -2,7 +2,7 @@
 
 All by arithmetic on lengths, so that every rank knows every other rank's share without a message, for any number of
 ranks whether or not it divides the batch. A group is the same set of samples on any number of ranks, which is what
-lets noise and statistics that belong to a group agree between layouts.
+lets a batch norm's statistics, which belong to a group, agree between layouts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ class Share:
     @cached_property
     def samples(self) -> int:
         return self.stop - self.start
-
-    @cached_property
-    def group_samples(self) -> int:
-        return self.group_stop - self.group_start
 
     @cached_property
     def last(self) -> bool:

@@ -191,4 +191,4 @@ class OwnBatches:
         own, ranks, rank = samples_in(batch), self._part.ranks, self._part.rank
         for share in shares(own, -(-self._batch // ranks), self._part.groups, 0, 1):
             micro = micro_of(rows_of(batch, share.start, share.stop), share, self._batch, epoch, step, ())
-            yield replace(micro, start=rank * share.samples, group_samples=ranks * share.samples, exact=False)
+            yield replace(micro, start=rank * own + share.start, exact=False)

@@ -3,8 +3,8 @@
     latent = mean + scale * paceline.noise(mean)
 
 Noise inside a model that is drawn from a rank's own generator changes with the number of ranks. Inside a training
-step, `noise` draws for the whole global micro-batch from (seed, step, group) and returns this rank's rows. Elsewhere
-it is `torch.randn_like`.
+step, `noise` draws for the whole global batch from (seed, step) and returns the rows of the samples in the model, so
+neither ranks nor accumulation change it. Elsewhere it is `torch.randn_like`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ class Samples(Protocol):
     """What has to be known of the samples in the model: a loader's micro-batch is one of these."""
 
     samples: int  # this rank's own; 0 when it only joins in with a stand-in
-    start: int  # where they begin in their group
-    group_samples: int  # in the group, over all ranks
-    group: int
+    start: int  # where they begin in their step
+    step_samples: int  # in the step, over all ranks
     step: int
 
 
@@ -51,7 +50,7 @@ class drawing:
     def key(self, here: Samples) -> int:
         """Another one at each call for the same samples."""
         self.calls += 1
-        return mix(self._seed, here.step, here.group, self.calls - 1)
+        return mix(self._seed, here.step, self.calls - 1)
 
 
 _draw: ContextVar[drawing | None] = ContextVar("paceline_noise", default=None)
@@ -81,6 +80,6 @@ def noise(like: Tensor) -> Tensor:
         )
     generator = torch.Generator(like.device)
     generator.manual_seed(draw.key(here))
-    rows = max(here.group_samples, here.start + own)
+    rows = max(here.step_samples, here.start + own)
     whole = torch.randn((rows, *like.shape[1:]), generator=generator, dtype=like.dtype, device=like.device)
     return whole[here.start : here.start + own]

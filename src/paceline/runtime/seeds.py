@@ -1,4 +1,4 @@
-"""Random state from coordinates: a seed for (seed, epoch, sample) or (seed, step, group) by arithmetic alone."""
+"""Random state from coordinates: a seed for (seed, epoch, sample) or (seed, step) by arithmetic alone."""
 
 from __future__ import annotations
 

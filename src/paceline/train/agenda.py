@@ -51,12 +51,19 @@ class Agenda:
             due.append(step + 1)
         return min(due)
 
-    def attend(self, step: int, epoch: int) -> bool:
-        """Do what is due after `step`; whether training goes on."""
+    def begin(self, step: int) -> None:
+        """Before the first step of this call, the run having done `step`."""
+        self._profile(step)
+
+    def _profile(self, step: int) -> None:
         if self.profiler is not None:
             text = self.profiler.step(step)
             if text:
                 self.recorder.note(text)
+
+    def attend(self, step: int, epoch: int) -> bool:
+        """Do what is due after `step`; whether training goes on."""
+        self._profile(step)
         reason = None
         if step % self.log_every == 0:
             reason = self._log()

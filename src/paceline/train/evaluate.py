@@ -169,7 +169,7 @@ def predict(module: LossModule, micros: Iterable[Micro], device: torch.device, s
                         apply(_bare(module.call.outputs(module.model, micro.batch)), lambda tensor: tensor.cpu())
                     )
                 places.extend(range(seen + micro.start, seen + micro.start + micro.samples))
-            seen += micro.group_samples
+            seen += micro.step_samples * micro.last
     return _in_order(own, places, device)
 
 

@@ -53,6 +53,7 @@ def run(job: Job) -> None:
     stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
     due = agenda.next_due(position.step)
     micros = job.micros()
+    agenda.begin(position.step)
     since = perf_counter()
     for micro in micros:
         recorder.waited += perf_counter() - since

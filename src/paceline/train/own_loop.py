@@ -164,8 +164,7 @@ class OwnLoop:
         micro = Micro(
             batch=batch,
             samples=samples,
-            start=world.place.rank * samples,
-            group_samples=world.size * samples,
+            start=(self._in_group * world.size + world.place.rank) * samples,
             step_samples=world.size * samples,
             group=self._in_group,
             last=True,

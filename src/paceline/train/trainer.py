@@ -360,7 +360,7 @@ class Trainer:
             agenda = Agenda(recorder, self._callbacks, log_every=self.config.log_every)
             engine, on_step = self._engine, self._callbacks.hooks["on_step"]
             job = loop.Job(
-                iter(()), engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step
+                lambda: iter(()), engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step
             )
             self._own = OwnLoop(engine, job, self.config.accumulate)
         return self._own

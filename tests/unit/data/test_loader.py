@@ -226,12 +226,12 @@ def test_uneven_ranks_of_a_distributed_sampler_still_count_in_one_measure() -> N
     assert [(m.samples, m.step_samples) for m in micros(loader, wish(6, 0, 2))] == [(3, 6), (2, 6)]
 
 
-def test_a_distributed_samplers_batches_are_cut_into_groups_with_noise_of_their_own() -> None:
+def test_a_distributed_samplers_batches_are_cut_into_groups_with_places_of_their_own() -> None:
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=1, shuffle=False)
     loader = DataLoader(Numbers(8), batch_size=4, sampler=sampler)
     cuts = micros(loader, wish(8, 1, 2, groups=2))
-    assert [(m.batch.tolist(), m.start, m.group_samples, m.last) for m in cuts] == [
-        ([1, 3], 2, 4, False), ([5, 7], 2, 4, True),
+    assert [(m.batch.tolist(), m.start, m.step_samples, m.last) for m in cuts] == [
+        ([1, 3], 4, 8, False), ([5, 7], 6, 8, True),
     ]  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from paceline.runtime.environment import Place, read_place
 from paceline.runtime.noise import drawing, own_samples
 
 
-def samples(step: int = 0, group: int = 0, *, start: int = 0, own: int, rows: int) -> SimpleNamespace:
-    return SimpleNamespace(samples=own, start=start, group_samples=rows, group=group, step=step)
+def samples(step: int = 0, *, start: int = 0, own: int, rows: int) -> SimpleNamespace:
+    return SimpleNamespace(samples=own, start=start, step_samples=rows, step=step)
 
 
 def test_rank_facts() -> None:
@@ -88,9 +88,9 @@ def test_a_place_that_can_not_be_has_a_code(bad: dict[str, str]) -> None:
     assert caught.value.code == "world.bad-environment"
 
 
-def test_noise_of_a_group_is_the_same_however_it_is_cut() -> None:
+def test_noise_of_a_step_is_the_same_however_it_is_cut() -> None:
     def draw(start: int, rows: int) -> torch.Tensor:
-        with drawing(0, samples(5, 1, start=start, own=rows, rows=6)):
+        with drawing(0, samples(5, start=start, own=rows, rows=6)):
             return torch.cat([noise(torch.empty(rows, 3)), noise(torch.empty(rows, 3))], dim=1)
 
     whole = draw(0, 6)
@@ -98,12 +98,12 @@ def test_noise_of_a_group_is_the_same_however_it_is_cut() -> None:
     assert not torch.equal(whole[:, :3], whole[:, 3:])
 
 
-def test_noise_differs_between_steps_groups_and_seeds() -> None:
-    def draw(seed: int, step: int, group: int) -> tuple[float, ...]:
-        with drawing(seed, samples(step, group, own=4, rows=4)):
+def test_noise_differs_between_steps_and_seeds() -> None:
+    def draw(seed: int, step: int) -> tuple[float, ...]:
+        with drawing(seed, samples(step, own=4, rows=4)):
             return tuple(noise(torch.empty(4)).tolist())
 
-    assert len({draw(0, 0, 0), draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)}) == 4
+    assert len({draw(0, 0), draw(1, 0), draw(0, 1)}) == 3
 
 
 def test_noise_whose_rows_are_not_the_samples_has_a_code() -> None:
