@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer, register_data
+from paceline import Trainer, register_data, register_model
+from paceline.models.resnet import BasicBlock, ResNet, _small_stem
 
 
 class Patterns(Dataset[dict[str, torch.Tensor]]):
@@ -63,6 +64,70 @@ def tiny_text(length: int = 50, context: int = 16, padded: bool = False) -> tupl
     return Phrases(length, context, padded), Phrases(13, context, padded)
 
 
+class Images(Dataset[dict[str, torch.Tensor]]):
+    """Small noisy pictures of four kinds."""
+
+    draws_randomness = False
+
+    def __init__(self, length: int, first: int = 0) -> None:
+        self.length, self.first = length, first
+        self.kinds = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(11))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(self.first + index))
+        return {"inputs": self.kinds[index % 4] + 0.3 * noise, "targets": torch.tensor(index % 4)}
+
+
+@register_data("tiny-images")
+def tiny_images(length: int = 50) -> tuple[Images, Images]:
+    return Images(length), Images(13, first=1000)
+
+
+@register_model("tiny-resnet")
+def tiny_resnet() -> ResNet:
+    return ResNet(_small_stem(8), BasicBlock, [1, 1], [8, 16], 4)
+
+
+class Labelled(Dataset[dict[str, torch.Tensor]]):
+    """What a Hugging Face language model takes; rows have labels of different lengths, some none at all."""
+
+    draws_randomness = False
+
+    def __init__(self, length: int, context: int = 16) -> None:
+        self.phrases = Phrases(length, context, padded=False)
+
+    def __len__(self) -> int:
+        return len(self.phrases)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.phrases[index]["inputs"]
+        labels = tokens.clone()
+        labels[len(labels) - index * 3 % len(labels) :] = -100
+        if index % 8 == 5:
+            labels[:] = -100
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+@register_data("tiny-labelled")
+def tiny_labelled(length: int = 50) -> tuple[Labelled, Labelled]:
+    return Labelled(length), Labelled(13)
+
+
+@register_model("tiny-hf-gpt2")
+def tiny_hf_gpt2() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = GPT2Config(
+        vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model: torch.nn.Module = GPT2LMHeadModel(settings)
+    return model
+
+
 def hand_written_loop(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Dataset[Any], batches: list[list[int]]
 ) -> None:
@@ -75,7 +140,7 @@ def hand_written_loop(
 
 
 def recipe(name: str, **changes: Any) -> dict[str, Any]:
-    """A recipe for mlp, vae, gpt or padded-gpt; it writes nothing and says nothing."""
+    """A recipe by its model's name; it writes nothing and says nothing."""
     gpt = {"name": "gpt", "layers": 2, "width": 32, "heads": 2, "context": 16}
     parts: dict[str, dict[str, Any]] = {
         "mlp": {
@@ -93,6 +158,16 @@ def recipe(name: str, **changes: Any) -> dict[str, Any]:
         "padded-gpt": {
             "model": {**gpt, "ignore_index": -100},
             "data": {"name": "tiny-text", "padded": True},
+            "optimizer": {"name": "sgd", "lr": 0.3},
+        },
+        "resnet": {
+            "model": {"name": "tiny-resnet"},
+            "data": {"name": "tiny-images"},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+        },
+        "hf-gpt2": {
+            "model": {"name": "tiny-hf-gpt2"},
+            "data": {"name": "tiny-labelled"},
             "optimizer": {"name": "sgd", "lr": 0.3},
         },
     }

@@ -11,9 +11,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,10 +35,28 @@ def _to_double(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 
-def autocast(precision: str, device: torch.device) -> torch.autocast | None:
-    """The context that a forward runs in; it may be entered again and again."""
+def forward_context(precision: str, device: torch.device) -> AbstractContextManager[Any] | None:
+    """What a forward runs in; it may be entered again and again."""
+    if precision == "fp64":
+        return _StayDouble()
     dtype = _HALF.get(precision)
     return None if dtype is None else torch.autocast(device.type, dtype)
+
+
+class _StayDouble(TorchFunctionMode):
+    """Models that widen to float32 by hand, for the sake of half precision, would narrow in float64: `logits.float()`
+    in a Hugging Face loss, `softmax(…, dtype=torch.float32)`. Here they keep what they have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            if func is Tensor.to:
+                args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
+        return func(*args, **kwargs)
 
 
 def allow_tf32(allowed: bool) -> None:

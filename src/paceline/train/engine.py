@@ -90,7 +90,7 @@ class Engine:
 
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
-        self.module = LossModule(self.model, policy.autocast(config.precision, device))
+        self.module = LossModule(self.model, policy.forward_context(config.precision, device))
         self.wrapped = self._wrap()
         self.draw = drawing(config.seed)
         watched = config.nonfinite == "raise" and not self.scaler.is_enabled()

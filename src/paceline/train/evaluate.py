@@ -103,7 +103,7 @@ class _Sums:
 
 
 def _add(sums: _Sums, module: LossModule, micro: Micro, metrics: Mapping[str, Any]) -> None:
-    with module.autocast or torch.no_grad():
+    with module.context or torch.no_grad():
         result, outputs = _run(module, micro.batch, want_outputs=bool(metrics))
     value, weight, inner = read_loss(result)
     if weight is None:
@@ -163,7 +163,7 @@ def predict(module: LossModule, micros: Iterable[Micro], device: torch.device, s
         for micro in micros:
             if micro.samples:
                 draw.here, draw.calls = micro, 0
-                with module.autocast or torch.no_grad():
+                with module.context or torch.no_grad():
                     assert module.call is not None
                     own.append(
                         apply(_bare(module.call.outputs(module.model, micro.batch)), lambda tensor: tensor.cpu())

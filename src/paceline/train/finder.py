@@ -152,7 +152,7 @@ def _train_two_steps(config: Config, model: nn.Module, task: Any, device: torch.
         if isinstance(part, nn.Module):
             part.to(device)
     model.train()
-    module = LossModule(model, policy.autocast(config.precision, device))
+    module = LossModule(model, policy.forward_context(config.precision, device))
     batch = apply(batch, lambda tensor: tensor.to(device))
     module.call = choose_call(model, batch, task.loss_fn, task.criterion)
     optimizer = task.optimizer or build_optimizer(model, config.optimizer, config.optimizer.lr)

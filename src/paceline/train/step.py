@@ -11,6 +11,7 @@ are no larger than those of its mean, and the detour costs no bit of rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,19 +35,19 @@ class LossModule(nn.Module):
     user's model is a part of this module rather than the wrapped thing, so its parameter names stay free of prefixes.
     """
 
-    def __init__(self, model: nn.Module, autocast: torch.autocast | None = None) -> None:
+    def __init__(self, model: nn.Module, context: AbstractContextManager[Any] | None = None) -> None:
         super().__init__()
         self.model = model
-        self.autocast = autocast
+        self.context = context
         self.call: Call | None = None
         self.metrics: Mapping[str, Any] | None = None  # of the last forward, where the model returns any
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | float | None]:
         assert self.call is not None
-        if self.autocast is None:
+        if self.context is None:
             result = self.call.loss(self.model, batch)
         else:
-            with self.autocast:
+            with self.context:
                 result = self.call.loss(self.model, batch)
         if type(result) is Tensor and result.dtype is torch.float32 and not result.dim():
             return result, None  # the common case, without a further call
