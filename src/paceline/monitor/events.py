@@ -47,7 +47,9 @@ def process_memory(device: torch.device) -> tuple[int, int]:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        statm = os.open("/proc/self/statm", os.O_RDONLY)  # not through Path: this is read at every log point
+        pages = int(os.read(statm, 100).split()[1])
+        os.close(statm)
     except OSError:  # macOS has no /proc; the peak is what can be known
         return peak, peak
     resident = pages * os.sysconf("SC_PAGE_SIZE")

@@ -16,17 +16,32 @@ from typing import Any, TextIO
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 
+_NUMBERS = {int, float}
+
+
 class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
+        self._names: set[str] = set()  # those that JSON spells as they are
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        lines = "".join([_line(record) for record in records])
+        lines = "".join([self._line(record) for record in records])
         if self._file is None:
             self._file = open_to_append(self.path)
         self._file.write(lines)
         self._file.flush()
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        """Most records are a few finite numbers, for which this takes a third of json's time."""
+        numbers = record.values()
+        if record.keys() <= self._names and set(map(type, numbers)) <= _NUMBERS and all(map(math.isfinite, numbers)):
+            return "{" + ", ".join([f'"{name}": {number!r}' for name, number in record.items()]) + "}\n"
+        self._names.update(name for name in record if _encode(name) == f'"{name}"')
+        try:
+            return _encode(record) + "\n"
+        except ValueError:
+            return _encode(_finite(record)) + "\n"
 
     def close(self) -> None:
         """Can be called twice; an append afterwards opens the file again."""
@@ -46,13 +61,6 @@ def open_to_append(path: Path) -> TextIO:
     if torn:
         lines.write("\n")
     return lines
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    try:
-        return _encode(record) + "\n"
-    except ValueError:
-        return _encode(_finite(record)) + "\n"
 
 
 def _finite(value: Any) -> Any:

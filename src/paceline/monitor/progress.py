@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Standing:
     """Where training stands at a log point."""
 

@@ -21,7 +21,7 @@ from paceline.data.loader import Micro
 from paceline.monitor.progress import Display
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
-from paceline.train.recorder import Pending, Recorder
+from paceline.train.recorder import Recorder
 from paceline.train.step import Stepper
 from paceline.train.update import Updater
 
@@ -74,14 +74,15 @@ def run(job: Job) -> None:
 
 def take_step(job: Job, micro: Micro) -> None:
     """The update for the micro-batches that were added, of which `micro` is the last."""
-    stepper, updater, position = job.stepper, job.updater, job.position
-    factor = stepper.factor() if stepper.by_data else None
-    norm = updater.apply(micro.step, factor)
-    position.step = job.display.completed = step = micro.step + 1
+    stepper, updater = job.stepper, job.updater
+    norm = updater.apply(micro.step, stepper.factor() if stepper.by_data else None)
+    job.position.step = job.display.completed = step = micro.step + 1
     lr, parts, samples = updater.lr, stepper.noted, micro.step_samples
-    job.recorder.pending.append(Pending(step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
+    job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if stepper.metrics:
         job.recorder.log_metrics(stepper.metrics)
     for hook in job.on_step:
         hook(Step(step, micro.epoch, lr, samples, norm, parts, stepper.means))
-    stepper.reset()
+    stepper.noted = []
+    if stepper.by_data or stepper.metrics:
+        stepper.reset()

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +19,12 @@ from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import History, Record
 
+_SECONDS_BETWEEN_LOOKS = 0.5  # at the process's memory, which costs as much as a record
 
-class Pending(NamedTuple):
-    """A finished step whose numbers are still on the device."""
-
-    step: int
-    epoch: int
-    lr: float
-    samples: int  # over all ranks
-    parts: Sequence[tuple[Tensor, Any]]  # (mean, samples) or (sum, weight) of this rank's micro-batches
-    means: bool
-    norm: Tensor | None
-    skipped: Tensor | float | None
+# A finished step whose numbers are still on the device: (step, epoch, learning rate, samples over all ranks, parts,
+# whether parts are means, gradient norm, skipped), where parts are (mean, samples) or (sum, weight) of this rank's
+# micro-batches. A plain tuple, because one is made in every step.
+Pending = tuple[int, int, float, int, Sequence[tuple[Tensor, Any]], bool, Tensor | None, Tensor | float | None]
 
 
 @dataclass
@@ -84,8 +78,10 @@ class Recorder:
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
         self.stop_wished = False  # by this rank; what all ranks wish is known at the next log point
+        self._ranks = collectives.world()
         self._logged: dict[str, list[tuple[Any, Any]]] = {}
         self._since = time.perf_counter()
+        self._memory, self._memory_read = (0, 0), -math.inf
 
     def log(self, name: str, value: Any, weight: Any = 1.0) -> None:
         """Keep a value for the next log point, where its weighted mean over steps and ranks is written."""
@@ -103,16 +99,24 @@ class Recorder:
             return Flushed()
         pending, self.pending[:] = list(self.pending), []
         count = len(pending)
-        numbers = _numbers(pending, len(self._logged), self.stop_wished, self._device)
-        collectives.all_reduce(numbers)
-        values = numbers.tolist()
+        values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_wished)]
+        if self._ranks > 1:
+            numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
+            collectives.all_reduce(numbers)
+            values = numbers.tolist()
         extras = self._reduce_logged() if values[4 * count] else {}
-        records = _records(pending, values, collectives.world())
+        records = _records(pending, values, self._ranks)
         records[-1].update(extras)
-        self._write(records, sum(entry.samples for entry in pending), extras)
-        weights = values[count : 2 * count]
-        bad = [record for record, weight in zip(records, weights, strict=True) if weight and self._is_bad(record)]
-        return Flushed(records, bool(values[4 * count + 1]), bad[0] if bad else None)
+        self._write(records, sum([entry[3] for entry in pending]), extras)
+        return Flushed(records, bool(values[4 * count + 1]), self._first_bad(records, values))
+
+    def _first_bad(self, records: Sequence[Record], values: Sequence[float]) -> Record | None:
+        """The first record whose loss or norm is not finite; a step that weighed nothing has no loss to look at."""
+        if math.isfinite(sum(values)):
+            return None
+        weights = values[len(records) : 2 * len(records)]
+        bad = (record for record, weight in zip(records, weights, strict=True) if weight and self._is_bad(record))
+        return next(bad, None)
 
     def _reduce_logged(self) -> dict[str, float]:
         own = {
@@ -138,7 +142,9 @@ class Recorder:
         self._sinks.write([*records[:-1], {**last, **timed}])
         memory = None
         if self._sinks.events is not None:
-            memory, peak = process_memory(self._device)
+            if now > self._memory_read + _SECONDS_BETWEEN_LOOKS:
+                self._memory, self._memory_read = process_memory(self._device), now
+            memory, peak = self._memory
             self._sinks.events.log_point(last["step"], rate, wait, memory, peak)
         tokens = None if self.tokens_per_sample is None else rate * self.tokens_per_sample
         standing = Standing(last["step"], last["epoch"], last["loss"], last["lr"], rate, tokens, wait, memory, extras)
@@ -150,9 +156,8 @@ class Recorder:
         if not self.pending:
             return
         pending, self.pending[:] = list(self.pending), []
-        values = _numbers(pending, 0, False, self._device).tolist()
-        records = _records(pending, values, ranks=1)
-        if collectives.world() > 1:
+        records = _records(pending, _numbers(pending, self._device), ranks=1)
+        if self._ranks > 1:
             records = [{**record, "of_rank": collectives.rank()} for record in records]
         self._history.steps.extend(records)
         self._sinks.write(records)
@@ -178,38 +183,37 @@ class Recorder:
         self._since, self.waited = time.perf_counter(), 0.0
 
 
-def _numbers(pending: Sequence[Pending], logged: int, stop: bool, device: torch.device) -> Tensor:
-    """Sums, weights, norms and skips of each step, then how many values were logged and whether to stop: one vector,
-    for one collective and one look at the device."""
-    sums, weights = _sums_and_weights(pending, device)
-    norms = _vector([entry.norm for entry in pending], device)
-    skips = _vector([entry.skipped for entry in pending], device)
-    return torch.cat([sums, weights, norms, skips, _vector([float(logged), float(stop)], device)])
+def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
+    """Sums, weights, norms and skips of each step, in four rows after one another, as far as this rank knows them."""
+    number = _reader(pending, device)
+    sums: list[float] = []
+    weights: list[float] = []
+    norms: list[float] = []
+    skips: list[float] = []
+    for *_, parts, means, norm, skipped in pending:
+        total = count = 0.0
+        for value, weight in parts:
+            weighs = number(weight) if type(weight) is Tensor else weight
+            if weighs:  # a stand-in weighs nothing, whatever its value is
+                total += number(value) * weighs if means else number(value)
+                count += weighs
+        sums.append(total)
+        weights.append(count)
+        norms.append(0.0 if norm is None else number(norm))
+        skips.append(number(skipped) if isinstance(skipped, Tensor) else skipped or 0.0)
+    return sums + weights + norms + skips
 
 
-def _sums_and_weights(pending: Sequence[Pending], device: torch.device) -> tuple[Tensor, Tensor]:
-    values = _vector([value for entry in pending for value, _ in entry.parts], device)
-    weights = _vector([weight for entry in pending for _, weight in entry.parts], device)
-    means = _vector([float(entry.means) for entry in pending for _ in entry.parts], device)
-    # A stand-in's mean weighs nothing, whatever it is.
-    sums = torch.where(weights > 0, values * torch.where(means > 0, weights, 1.0), 0.0)
-    if len(values) == len(pending):
-        return sums, weights
-    steps = [number for number, entry in enumerate(pending) for _ in entry.parts]
-    index = torch.tensor(steps, device=device)
-    empty = torch.zeros(len(pending), dtype=torch.float64, device=device)
-    return empty.index_add(0, index, sums), empty.index_add(0, index, weights)
-
-
-def _vector(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers, tensors and None (as 0) in float64."""
-    kinds = set(map(type, values))
-    if Tensor not in kinds:
-        return torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=device)
-    if kinds != {Tensor} or len({value.dtype for value in values}) > 1:
-        values = [torch.as_tensor(value or 0.0 if not isinstance(value, Tensor) else value) for value in values]
-        values = [value.reshape(()).to(device, torch.float64) for value in values]
-    return torch.stack(list(values)).to(device, torch.float64)
+def _reader(pending: Sequence[Pending], device: torch.device) -> Callable[[Tensor], float]:
+    """What turns a tensor into a number. From a GPU all of them are read at once, for one wait."""
+    if device.type == "cpu":
+        return Tensor.item
+    everything = [part for entry in pending for pair in entry[4] for part in pair]
+    everything += [value for entry in pending for value in entry[6:]]
+    tensors = [value for value in everything if type(value) is Tensor]
+    numbers = torch.stack([tensor.reshape(()).to(device, torch.float64) for tensor in tensors]).tolist()
+    known = dict(zip(map(id, tensors), numbers, strict=True))
+    return lambda tensor: known[id(tensor)]
 
 
 def _records(pending: Sequence[Pending], values: Sequence[float], ranks: int) -> list[Record]:
@@ -217,13 +221,9 @@ def _records(pending: Sequence[Pending], values: Sequence[float], ranks: int) ->
     sums, weights, norms, skips = (values[part * count : (part + 1) * count] for part in range(4))
     records = []
     for entry, total, weight, norm, skipped in zip(pending, sums, weights, norms, skips, strict=True):
-        record = {
-            "step": entry.step,
-            "epoch": entry.epoch,
-            "loss": total / weight if weight else math.nan,
-            "lr": entry.lr,
-        }
-        if entry.norm is not None:
+        loss = total / weight if weight else math.nan
+        record: Record = {"step": entry[0], "epoch": entry[1], "loss": loss, "lr": entry[2]}
+        if entry[6] is not None:
             record["grad_norm"] = norm / ranks  # every rank's is the whole norm
         if skipped:
             record["skipped"] = True
