@@ -218,18 +218,26 @@ def print_row(name: str, times: list[float], reference: list[float], calls: list
     print("".join(f" {number:.0f} |" for number in calls))
 
 
+def _is_wanted(package: str, without_peers: bool) -> bool:
+    if package in ("torch", "paceline"):
+        return True
+    needed = (package, "accelerate") if package == "transformers" else (package,)
+    return not without_peers and all(find_spec(name) for name in needed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=500, help="in each round")
     parser.add_argument("--fused", action="store_true", help="AdamW: torch's default beside paceline's own")
+    parser.add_argument("--without-peers", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # peers greet and warn at every start
     logging.disable(logging.INFO)
     os.environ["TERM"] = "xterm"  # a live bar needs a terminal that can move its cursor
     rows = ADAMW_LOOPS if options.fused else SGD_LOOPS
-    loops = {name: loop for (name, package), loop in rows.items() if find_spec(package)}
+    loops = {name: loop for (name, package), loop in rows.items() if _is_wanted(package, options.without_peers)}
     weights = {name: run(loop, tiny_model(), Batches(tiny_batches(), COUNTED)) for name, loop in loops.items()}
     if not options.fused:  # a fused AdamW rounds differently, and paceline's does not decay biases
         assert all(torch.equal(weights["raw"], others) for others in weights.values()), "not the same work"

@@ -2,7 +2,8 @@
 
     {"time": 1760000000.123, "step": 40, "samples_per_second": 812.5, "data_wait": 0.03, "memory": …, "peak_memory": …}
 
-A rank writes its own file and reads nobody's, so no rank waits for another. Whoever compares ranks (which one is slow,
+At most ten a second are written, the last one always. A rank writes its own file and reads nobody's, so no rank waits
+for another. Whoever compares ranks (which one is slow,
 which one waits for data, which one fills up) reads the folder.
 """
 
@@ -20,23 +21,36 @@ from paceline.monitor.metrics import MetricsFile
 
 
 class RankEvents:
+    SECONDS_BETWEEN = 0.1
+
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(folder / f"rank-{rank:05d}.jsonl")
+        self._held: dict[str, float] | None = None
+        self._next = 0.0
 
     def log_point(self, step: int, samples_per_second: float, data_wait: float, memory: int, peak_memory: int) -> None:
         """`data_wait` is the fraction of the time since the last log point; memory is in bytes."""
-        record = {
-            "time": round(time.time(), 3),
+        now = time.time()
+        self._held = {
+            "time": round(now, 3),
             "step": step,
             "samples_per_second": round(samples_per_second, 2),
             "data_wait": round(data_wait, 4),
             "memory": memory,
             "peak_memory": peak_memory,
         }
-        self._file.append([record])
+        if now >= self._next:
+            self._write()
+            self._next = now + self.SECONDS_BETWEEN
+
+    def _write(self) -> None:
+        if self._held is not None:
+            self._file.append([self._held])
+            self._held = None
 
     def close(self) -> None:
+        self._write()
         self._file.close()
 
 

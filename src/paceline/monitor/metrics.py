@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,25 +24,26 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
-        self._names: set[str] = set()  # those that JSON spells as they are
+        self._templates: dict[tuple[str, ...], str] = {}  # by a record's names
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        lines = "".join([self._line(record) for record in records])
+        lines = "".join([self._lines(names, list(alike)) for names, alike in groupby(records, key=tuple)])
         if self._file is None:
             self._file = open_to_append(self.path)
         self._file.write(lines)
         self._file.flush()
 
-    def _line(self, record: Mapping[str, Any]) -> str:
-        """Most records are a few finite numbers, for which this takes a third of json's time."""
-        numbers = record.values()
-        if record.keys() <= self._names and set(map(type, numbers)) <= _NUMBERS and all(map(math.isfinite, numbers)):
-            return "{" + ", ".join([f'"{name}": {number!r}' for name, number in record.items()]) + "}\n"
-        self._names.update(name for name in record if _encode(name) == f'"{name}"')
-        try:
-            return _encode(record) + "\n"
-        except ValueError:
-            return _encode(_finite(record)) + "\n"
+    def _lines(self, names: tuple[str, ...], records: list[Mapping[str, Any]]) -> str:
+        """Most records are a few finite numbers under the same names: those go through one template, all at once, which
+        takes a tenth of json's time."""
+        numbers = tuple(chain.from_iterable([record.values() for record in records]))
+        if not (set(map(type, numbers)) <= _NUMBERS and all(map(math.isfinite, numbers))):
+            return "".join([_line(record) for record in records])
+        template = self._templates.get(names)
+        if template is None:
+            pairs = [_encode(name).replace("%", "%%") + ": %r" for name in names]
+            template = self._templates[names] = "{" + ", ".join(pairs) + "}\n"
+        return template * len(records) % numbers
 
     def close(self) -> None:
         """Can be called twice; an append afterwards opens the file again."""
@@ -61,6 +63,13 @@ def open_to_append(path: Path) -> TextIO:
     if torn:
         lines.write("\n")
     return lines
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    try:
+        return _encode(record) + "\n"
+    except ValueError:
+        return _encode(_finite(record)) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -64,7 +64,9 @@ def _muon(model: nn.Module, named: list[NamedParameter], settings: Settings, lr:
 
 
 def _decay_groups(named: list[NamedParameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay on matrices only: norms and biases have no reason to be small."""
+    """Weight decay on matrices only: norms and biases have no reason to be small. Without any, one group will do."""
+    if weight_decay == 0.0:
+        return [{"params": named, "weight_decay": 0.0}]
     groups: list[dict[str, Any]] = [
         {"params": [(name, p) for name, p in named if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [(name, p) for name, p in named if p.dim() <= 1], "weight_decay": 0.0},
