@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 
 import paceline
 import tiny
+from fresh import in_a_fresh_process
 from paceline.errors import PacelineError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
@@ -22,19 +20,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, 
 def train(device: str, **changes: Any) -> paceline.History:
     recipe = tiny.recipe("gpt", batch=10, device=device, precision="fp64", **changes)
     return paceline.Trainer.from_config(paceline.Config.from_dict(recipe)).train()
-
-
-def in_a_fresh_process(code: str, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """CUDA that was opened here could not be used by forked ranks."""
-    (cwd / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{code}")
-    return subprocess.run(
-        [sys.executable, *command, "script.py"],
-        cwd=cwd,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
 
 
 def test_a_launched_rank_trains_on_its_gpu_and_then_launching_from_a_process_with_cuda_is_refused(

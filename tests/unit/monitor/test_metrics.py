@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.monitor.metrics import MetricsFile
 
 
@@ -11,14 +13,22 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line, parse_constant=lambda word: f"not JSON: {word}") for line in path.read_text().splitlines()]
 
 
-def test_a_record_is_a_line_that_is_there_before_the_file_is_closed(tmp_path: Path) -> None:
+def test_a_record_is_a_line_that_is_there_before_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     file.append([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}])
+    assert lines(file.path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
     file.append([{"step": 3, "name": "é"}])
-    try:
-        assert lines(file.path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 3, "name": "é"}]
-    finally:
-        file.close()
+    assert len(lines(file.path)) == 2  # held: the last write was just now
+    now[0] += 0.2
+    file.append([{'odd "% name': 4}])
+    assert lines(file.path)[2:] == [{"step": 3, "name": "é"}, {'odd "% name': 4}]
+    file.append([{"step": 5}])
+    file.close()
+    assert lines(file.path)[4:] == [{"step": 5}]
 
 
 def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:

@@ -1,0 +1,203 @@
+"""The Trainer's promises that only a GPU can show: no waiting, flags on the device, memory that runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+import tiny
+from fresh import in_a_fresh_process
+from paceline.errors import TrainError
+from paceline.parallel.devices import DataParallel
+from paceline.train.calling import choose_call
+from paceline.train.step import LossModule
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
+
+
+class NoWaiting:
+    """Between log points every operation that waits for the GPU is an error."""
+
+    def __init__(self, log_every: int) -> None:
+        self.log_every, self.guarded = log_every, 0
+
+    def on_step(self, record: Any) -> None:
+        at_log_point = record.step % self.log_every == 0
+        torch.cuda.set_sync_debug_mode("default" if at_log_point else "error")
+        self.guarded += not at_log_point
+
+    def on_log(self, record: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def on_end(self, record: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    on_error = on_end
+
+
+@pytest.fixture(autouse=True)
+def waiting_allowed_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "bf16", "accumulate": 3, "clip_norm": 1.0, "ema": 0.99},
+        {"precision": "fp16", "clip_norm": 1.0, "clip_value": 0.5},
+        {"nonfinite": "skip", "schedule": {"name": "cosine", "warmup": 3, "steps": 40}},
+        {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}, "precision": "fp16"},
+    ],
+)
+@pytest.mark.parametrize("name", ["gpt", "padded-gpt"])
+def test_nothing_waits_for_the_gpu_between_log_points(name: str, settings: dict[str, Any]) -> None:
+    guard = NoWaiting(log_every=8)
+    recipe = tiny.recipe(name, batch=12, log_every=8, device="cuda", **settings)
+    config = paceline.Config.from_dict(recipe)
+    trainer = paceline.Trainer.from_config(config)
+    trainer._callbacks.hooks.update(
+        {hook: [getattr(guard, hook)] for hook in ("on_step", "on_log", "on_end", "on_error")}
+    )
+    data, _ = tiny.tiny_text(length=64, padded=name == "padded-gpt")
+    history = trainer.train(data, max_steps=32)
+    assert guard.guarded == 28 and history.losses[-1] < history.losses[0]
+
+
+def test_the_guard_bites() -> None:
+    guard = NoWaiting(log_every=8)
+    trainer = tiny.classifier_trainer(device="cuda", callbacks=[guard, lambda record: record.loss.item()], log_every=8)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        trainer.train(tiny.blobs(), max_steps=4)
+
+
+def broken(index: int) -> TensorDataset:
+    inputs, targets = tiny.blobs().tensors
+    inputs = inputs.clone()
+    inputs[index, 3] = float("nan")
+    return TensorDataset(inputs, targets)
+
+
+def test_a_nan_is_found_at_the_log_point_with_the_weights_that_its_step_had() -> None:
+    trainer = tiny.classifier_trainer(device="cuda", log_every=10)
+    with pytest.raises(TrainError) as caught:
+        trainer.train(broken(7), epochs=9)
+    assert "sample 7" in str(caught.value) and torch.isfinite(tiny.weights(trainer)).all()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_steps_that_are_not_finite_are_skipped_fused_or_not(optimizer: str) -> None:
+    trainer = tiny.classifier_trainer(device="cuda", nonfinite="skip", optimizer={"name": optimizer, "lr": 1e-2})
+    history = trainer.train(broken(7), epochs=3)
+    assert sum(bool(record.get("skipped")) for record in history.steps) == 3
+    assert torch.isfinite(tiny.weights(trainer)).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains(precision: str) -> None:
+    history = tiny.classifier_trainer(device="cuda", precision=precision).train(tiny.blobs(), epochs=6)
+    plain = tiny.classifier_trainer(device="cpu").train(tiny.blobs(), epochs=6)
+    assert history.losses == pytest.approx(plain.losses, rel=2e-2)
+
+
+def test_deterministic_gives_the_same_bits_twice() -> None:
+    def train() -> torch.Tensor:
+        recipe = tiny.recipe("resnet", batch=12, device="cuda", deterministic=True, precision="bf16")
+        trainer = paceline.Trainer.from_config(paceline.Config.from_dict(recipe))
+        trainer.train()
+        return tiny.weights(trainer)
+
+    try:
+        assert torch.equal(train(), train())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_compiled_training_gives_the_plain_losses() -> None:
+    plain, compiled = (
+        paceline.Trainer.from_config(
+            paceline.Config.from_dict(tiny.recipe("gpt", batch=12, device="cuda", compile=compile_))
+        ).train()
+        for compile_ in (False, True)
+    )
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+def test_data_parallel_over_two_devices_is_the_whole_batch() -> None:
+    """One GPU taken twice: what is shown is the cutting and the adding up."""
+    device = torch.device("cuda", 0)
+    for loss_fn in (None, lambda model, batch: paceline.Loss(model(batch[0]).square().sum(), batch[1].sum())):
+        model = tiny.classifier().to(device)
+        batch = tuple(tensor.to(device) for tensor in tiny.blobs(9)[:])
+        module = LossModule(model)
+        module.call = choose_call(model, batch, loss_fn, None if loss_fn else nn.CrossEntropyLoss())
+        value, weight = module(batch)
+        split, split_weight = DataParallel(module, [device, device])(batch)
+        assert split.item() == pytest.approx(value.item(), rel=1e-5)
+        assert weight is None if split_weight is None else float(split_weight) == float(weight)
+        split.backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+GREEDY = """
+import paceline, tiny, torch
+class Greedy(torch.nn.Module):
+    '''Two gibibytes of activations a sample.'''
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+    def forward(self, inputs):
+        wide = self.layer(inputs)[:, :1] * torch.ones(1, 2**28, device=inputs.device)
+        return self.layer(inputs) + wide.square().mean(1, keepdim=True)
+"""
+
+
+def test_the_finder_finds_what_fits_and_trains_with_it(tmp_path: Path) -> None:
+    code = (
+        GREEDY
+        + """
+trainer = paceline.Trainer(Greedy(), criterion=torch.nn.CrossEntropyLoss(), batch=48 * 4, micro_batch="auto", run=False)
+history = trainer.train(tiny.blobs(48 * 4), max_steps=2)
+print("found", trainer.config.micro_batch, "steps", len(history.steps))
+"""
+    )
+    done = in_a_fresh_process(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = int(done.stdout.split("found ")[1].split()[0])
+    assert 16 <= found <= 64 and "steps 2" in done.stdout
+
+
+def test_out_of_memory_says_what_was_asked_and_free(tmp_path: Path) -> None:
+    code = (
+        GREEDY
+        + """
+trainer = paceline.Trainer(Greedy(), criterion=torch.nn.CrossEntropyLoss(), batch=400, run=False, quiet=True)
+trainer.train(tiny.blobs(400), max_steps=1)
+"""
+    )
+    done = in_a_fresh_process(code, cwd=tmp_path)
+    assert "train.out-of-memory" in done.stderr and "rank 0 (cuda:0)" in done.stderr, done.stderr
+    assert "GiB more was asked for" in done.stderr and "micro_batch: 200 (accumulate 2" in done.stderr
+
+
+def test_two_ranks_share_a_batch_norm_on_the_gpu(tmp_path: Path) -> None:
+    code = """
+import paceline, tiny
+def train(recipe):
+    return paceline.Trainer.from_config(paceline.Config.from_dict(recipe)).train().losses
+if __name__ == "__main__":
+    recipe = tiny.recipe("resnet", batch=10, precision="fp64", device="cuda:0", backend="gloo", accumulate=3)
+    one, two = (paceline.launch(train, ranks=ranks, recipe=recipe) for ranks in (1, 2))
+    print("worst", max(abs(a - b) / a for a, b in zip(one, two)))
+"""
+    done = in_a_fresh_process(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("worst ")[1].split()[0]) < 1e-9
