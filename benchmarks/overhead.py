@@ -250,7 +250,8 @@ def main() -> None:
         if name not in loops:
             print(f"| {name} | not installed: pip install -c constraints.txt {package} |" + " |" * 6)
             continue
-        print_row(f"{name} ({package} {version(package)})", times[name], times["raw"], calls_a_step(loops[name]))
+        numbered = paceline.__version__ if package == "paceline" else version(package)
+        print_row(f"{name} ({package} {numbered})", times[name], times["raw"], calls_a_step(loops[name]))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from paceline.parallel.devices import DataParallel
 from paceline.train.calling import choose_call
 from paceline.train.step import LossModule
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu"),
+    # torch's own: the watch for waiting is a prototype, compile uses what torch deprecates, threads open contexts late.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:.*torch.jit", "ignore:.*cuBLAS"),
+]
 
 
 class NoWaiting:
@@ -190,14 +195,15 @@ trainer.train(tiny.blobs(400), max_steps=1)
 
 def test_two_ranks_share_a_batch_norm_on_the_gpu(tmp_path: Path) -> None:
     code = """
-import paceline, tiny
-def train(recipe):
-    return paceline.Trainer.from_config(paceline.Config.from_dict(recipe)).train().losses
-if __name__ == "__main__":
-    recipe = tiny.recipe("resnet", batch=10, precision="fp64", device="cuda:0", backend="gloo", accumulate=3)
-    one, two = (paceline.launch(train, ranks=ranks, recipe=recipe) for ranks in (1, 2))
-    print("worst", max(abs(a - b) / a for a, b in zip(one, two)))
+import json, pathlib, paceline, tiny
+recipe = tiny.recipe("resnet", batch=10, precision="fp64", device="cuda:0", backend="gloo", accumulate=3)
+trainer = paceline.Trainer.from_config(paceline.Config.from_dict(recipe))
+losses = trainer.train().losses
+pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.place.rank}").write_text(json.dumps(losses))
 """
-    done = in_a_fresh_process(code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split("worst ")[1].split()[0]) < 1e-9
+    for ranks in (1, 2):
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        done = in_a_fresh_process(code, *launcher, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (json.loads((tmp_path / f"losses-{ranks}-0").read_text()) for ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-9)

@@ -57,11 +57,12 @@ class Work:
 
 
 def rank() -> int:
-    return group.current_place().rank
+    # An open group knows, and asking it is a tenth of the cost of reading the environment.
+    return torch_dist.get_rank() if torch_dist.is_initialized() else group.current_place().rank
 
 
 def world() -> int:
-    return group.current_place().world
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else group.current_place().world
 
 
 def local_rank() -> int:

@@ -34,7 +34,7 @@ class Agenda:
     save_every: int | None = None
     profiler: Profiler | None = None
     end_of_epoch: Callable[[], None] = _nothing
-    evaluate: Callable[[int, int], str | None] = _nothing
+    evaluate: Callable[[int, int], str | None] | None = None  # None: there is nothing to evaluate on
     save: Callable[[int], None] = _nothing
     on_nonfinite: Callable[[Record], str | None] = _nothing
     on_first_log: Callable[[], None] = _nothing
@@ -115,6 +115,8 @@ class Agenda:
         self.callbacks.call("on_epoch", Epoch(epoch, step))
 
     def _evaluate(self, step: int, epoch: int) -> str | None:
+        if self.evaluate is None:
+            return None
         self._evaluated = step
         reason = self._log()
         if reason is None:

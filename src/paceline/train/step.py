@@ -18,11 +18,11 @@ import torch
 
 # An optimizer's first step imports this, which takes a second: once here, rather than in every forked rank.
 import torch._dynamo
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from paceline.data.loader import Micro
 from paceline.precision.scaler import Scaler
-from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.train.calling import Call, read_loss
 from paceline.train.nonfinite import Watch
@@ -78,7 +78,7 @@ class Stepper:
         self.metrics: list[tuple[Mapping[str, Any], Any]] = []
         self.by_data = False  # whether the step's weight has to be asked of the other ranks
         self._total: Tensor | None = None
-        self._pending: collectives.Work | None = None
+        self._pending: torch_dist.Work | None = None
 
     def add(self, micro: Micro) -> Tensor:
         """Forward and backward of one micro-batch, whose loss comes back; the last one reduces the gradients."""
@@ -130,19 +130,21 @@ class Stepper:
 
     def _send_weight(self, micro: Micro, device: torch.device) -> None:
         """Start adding up the weights of all ranks; the answer is needed only after the backward."""
-        weight = sum(weight for _, weight in self.noted)
+        weight = sum([weight for _, weight in self.noted])
         self._total = torch.as_tensor(weight, dtype=torch.float64, device=device).clone()
         self._nominal = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
-        self._pending = collectives.all_reduce(self._total, async_op=True)
+        if self._ranks > 1:
+            self._pending = torch_dist.all_reduce(self._total, async_op=True)
 
     def settle(self, micro: Micro) -> None:
         """Where the caller decided only now that `micro` was the step's last: add up the weights."""
-        if self.by_data and self._pending is None:
+        if self.by_data and self._total is None:
             self._send_weight(micro, self.noted[0][0].device)
 
     def factor(self) -> Tensor:
         """What the reduced gradients still have to be multiplied by, where the weights depend on the data."""
-        assert self._pending is not None and self._total is not None
-        self._pending.wait()
+        assert self._total is not None
+        if self._pending is not None:
+            self._pending.wait()
         # A step in which nothing counted (all padding) has no gradient.
         return torch.where(self._total > 0, self._nominal / self._total, 0.0)

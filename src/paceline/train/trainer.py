@@ -272,7 +272,7 @@ class Trainer:
             save_every=config.save_every if self._saver.run is not None else None,
             profiler=profiler,
             end_of_epoch=self._rates.epoch_ended,
-            evaluate=lambda step, epoch: self._evaluated(recorder, val, step, epoch),
+            evaluate=None if val is None else lambda step, epoch: self._evaluated(recorder, val, step, epoch),
             save=self._saver.step,
             on_nonfinite=lambda record: self._nonfinite(loader, record),
         )
@@ -300,8 +300,6 @@ class Trainer:
         return chain([first], micros)
 
     def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int) -> str | None:
-        if val is None:
-            return None
         record: Record = {"step": step, "epoch": epoch, **self.evaluate(val).values}
         if self._engine.average is not None:
             with self.ema_weights():

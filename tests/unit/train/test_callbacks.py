@@ -85,7 +85,7 @@ def test_stop_ends_training_at_the_next_log_point() -> None:
         callbacks=[lambda record: trainer.stop() if record.step == 5 else None], log_every=4
     )
     history = trainer.train(tiny.blobs(), epochs=100)
-    assert len(history.steps) == 6 and history.ended == "trainer.stop()"
+    assert len(history.steps) == 8 and history.ended == "trainer.stop()"
 
 
 class Misspelt:
