@@ -59,6 +59,10 @@ def digest(batch: Any) -> int:
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
     """Some samples of a ready batch: rows of what is as long as the batch, all of what is not (a class weight)."""
+    if type(batch) in (tuple, list) and all(type(part) is torch.Tensor and part.dim() for part in batch):
+        length = batch[0].shape[0]
+        if all(part.shape[0] == length for part in batch):  # the common case, without a walk
+            return type(batch)([part[start:stop] for part in batch])
     length = samples_in(batch)
     return batch if (start, stop) == (0, length) else _rows(batch, start, stop, length)
 
