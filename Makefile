@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help train test lint gpu docs bench clean
+.PHONY: help train test lint gpu docs parity bench clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    lint, types and import rules only"
 	@echo "make gpu     the tests that need a GPU"
 	@echo "make docs    run every line of code in the docs"
+	@echo "make parity  every model on 1, 2, 3 and 4 ranks, side by side (4 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
 
 # The stamp is written last, so an interrupted install starts again and a finished one is not repeated.
@@ -41,7 +42,13 @@ gpu: $(READY)
 docs: $(READY)
 	@$(BIN)/python -m pytest tests/docs $(ARGS)
 
+parity: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_table.py
+
 bench: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py --fused
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ddp_overhead.py
 	@$(BIN)/python benchmarks/start_time.py
 	@$(BIN)/python benchmarks/import_time.py
 	@$(BIN)/python benchmarks/data_order.py

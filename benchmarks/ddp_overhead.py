@@ -69,9 +69,9 @@ def weighted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> paceline.Lo
 
 
 CASES = (
-    Case("tiny model, mean", 0.98, 300, tiny_model, tiny_batches, {}),
+    Case("tiny model, mean", 0.98, 150, tiny_model, tiny_batches, {}),
     Case("50 ms step, mean", 0.98, 20, large_model, large_batches, {}),
-    Case("tiny model, weighted", 0.88, 300, tiny_model, tiny_batches, {"criterion": None, "loss_fn": weighted_loss}),
+    Case("tiny model, weighted", 0.88, 150, tiny_model, tiny_batches, {"criterion": None, "loss_fn": weighted_loss}),
 )
 
 
@@ -103,7 +103,7 @@ def measure(rounds: int) -> list[dict[str, list[float]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     rounds = parser.parse_args().rounds
     import paceline.train.trainer  # once, before the ranks are forked
 

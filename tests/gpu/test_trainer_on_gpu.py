@@ -23,7 +23,12 @@ from paceline.train.step import LossModule
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu"),
     # torch's own: the watch for waiting is a prototype, compile uses what torch deprecates, threads open contexts late.
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:.*torch.jit", "ignore:.*cuBLAS"),
+    pytest.mark.filterwarnings(
+        "ignore:Synchronization debug mode",
+        "ignore:.*torch.jit",
+        "ignore:.*cuBLAS",
+        "ignore:TensorFloat32 tensor cores",
+    ),
 ]
 
 
@@ -68,10 +73,7 @@ def test_nothing_waits_for_the_gpu_between_log_points(name: str, settings: dict[
     guard = NoWaiting(log_every=8)
     recipe = tiny.recipe(name, batch=12, log_every=8, device="cuda", **settings)
     config = paceline.Config.from_dict(recipe)
-    trainer = paceline.Trainer.from_config(config)
-    trainer._callbacks.hooks.update(
-        {hook: [getattr(guard, hook)] for hook in ("on_step", "on_log", "on_end", "on_error")}
-    )
+    trainer = paceline.Trainer.from_config(config, callbacks=[guard])
     data, _ = tiny.tiny_text(length=64, padded=name == "padded-gpt")
     history = trainer.train(data, max_steps=32)
     assert guard.guarded == 28 and history.losses[-1] < history.losses[0]

@@ -118,6 +118,14 @@ def test_outputs_may_be_dicts_and_targets_are_left_out() -> None:
     assert outputs["sum"].flatten().tolist() == [0, 3, 6, 9, 12, 15, 18]
 
 
+@ranks(3)
+def test_a_batch_norm_without_memory_evaluates_on_ranks_without_samples() -> None:
+    """Its statistics are those of the samples at hand, so all ranks have to come to each of them."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2))
+    trainer = tiny.classifier_trainer(model, batch=5)
+    assert trainer.evaluate(tiny.blobs(12)) > 0.0
+
+
 def test_evaluating_leaves_frozen_parts_and_the_mode_alone() -> None:
     trainer = tiny.classifier_trainer()
     trainer.model[0].eval()
@@ -152,15 +160,15 @@ def test_averaged_weights_are_evaluated_beside_the_others() -> None:
 
 
 def test_averaged_weights_follow_their_definition_in_float64() -> None:
-    trainer = tiny.classifier_trainer(ema=0.9, precision="fp64")
-    reference, steps = tiny.weights(trainer).clone(), []
+    steps = []
 
     def follow(record: Any) -> None:
         decay = min(0.9, (1 + record.step) / (10 + record.step))
         reference.mul_(decay).add_(tiny.weights(trainer), alpha=1 - decay)
         steps.append(record.step)
 
-    trainer._callbacks.hooks["on_step"].append(follow)
+    trainer = tiny.classifier_trainer(ema=0.9, precision="fp64", callbacks=[follow])
+    reference = tiny.weights(trainer).clone()
     trainer.train(tiny.blobs(), epochs=4)
     with trainer.ema_weights():
         assert len(steps) == 12 and torch.allclose(tiny.weights(trainer), reference, rtol=1e-13, atol=0)

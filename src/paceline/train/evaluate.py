@@ -1,7 +1,7 @@
 """Evaluation that counts each sample exactly once, on any number of ranks; and predictions, in the data's order.
 
 Each rank runs its own share without talking to the others; sums and weights are added up at the end. A rank without
-samples in a batch skips it, since nothing in an evaluation waits for anybody.
+samples in a batch skips it, since nothing in an evaluation waits for anybody (but a batch norm without memory).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import Micro
@@ -54,11 +55,14 @@ def evaluate(
     for metric in collected.values():
         metric.to(device)
         metric.reset()
+    meet = any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules())
     with _evaluating(module, seed) as draw:
         for micro in micros:
+            draw.here, draw.calls = micro, 0
             if micro.samples:
-                draw.here, draw.calls = micro, 0
                 _add(sums, module, micro, metrics)
+            elif meet:  # in its forward the ranks wait for each other
+                module(micro.batch)
     values = sums.over_all_ranks()
     for name, metric in collected.items():
         values[name] = _compute(metric)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
+from paceline.config.derive import BatchPlan
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
+from paceline.train.engine import Engine
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
@@ -21,27 +23,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def explain(
-    error: BaseException, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, *, rank: int, ranks: int,
-    micro_batch: int | None, groups: int, device: torch.device,
-) -> TrainError:  # fmt: skip
-    asked = _ASKED.search(str(error))
-    where = f"rank {rank} ({device})"
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    states = sum(
-        t.numel() * t.element_size()
-        for s in optimizer.state.values()
-        for t in s.values()
-        if isinstance(t, torch.Tensor)
-    )
+def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> TrainError:
+    """`plan` is None in a loop of the user's own."""
+    asked, device = _ASKED.search(str(error)), engine.world.device
+    parameters = sum(_bytes(parameter) for parameter in engine.model.parameters())
+    gradients = sum(_bytes(parameter) for parameter in engine.model.parameters() if parameter.requires_grad)
+    states = sum(_bytes(value) for state in engine.optimizer.state.values() for value in state.values())
+    samples = f"{plan.micro_batch.value} samples" if plan else "unknown size"
     return TrainError(
         "out-of-memory",
-        f"Out of memory on {where}: {_size(asked.group(1) if asked else None)} more was asked for; {_free(device)}.",
-        why=f"the model holds {_gib(parameters)}, its gradients {_gib(held)}, the optimizer {_gib(states)}; "
-        f"the rest are activations of a micro-batch of {micro_batch or 'unknown size'} samples",
-        fix=_advice(config, micro_batch, groups, ranks, held, states),
+        f"Out of memory on rank {engine.world.place.rank} ({device}): "
+        f"{_size(asked.group(1) if asked else None)} more was asked for; {_free(device)}.",
+        why=f"the model holds {_gib(parameters)}, its gradients {_gib(gradients)}, the optimizer {_gib(states)}; "
+        f"the rest are activations of a micro-batch of {samples}",
+        fix=_advice(engine.config, plan, engine.world.size, gradients + states),
     )
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _free(device: torch.device) -> str:
@@ -65,18 +65,17 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def _advice(config: Config, micro_batch: int | None, groups: int, ranks: int, held: int, states: int) -> str:
+def _advice(config: Config, plan: BatchPlan | None, ranks: int, shardable: int) -> str:
     """What helps, most first, with the numbers worked out."""
     advice = []
-    if micro_batch and micro_batch > 1:
-        smaller = micro_batch // 2
-        batch = config.batch or micro_batch * groups * ranks
-        groups = -(-batch // (smaller * ranks))
+    if plan is not None and int(plan.micro_batch.value) > 1:
+        smaller = int(plan.micro_batch.value) // 2
+        groups = -(-plan.size // (smaller * ranks))
         advice.append(f"micro_batch: {smaller} (accumulate {groups}; the same training with half the activations)")
     if config.precision in ("fp32", "fp64"):
         advice.append("precision: bf16 (activations at half the size)")
     if ranks > 1:
-        saved = (held + states) * (ranks - 1) // ranks
-        advice.append(f"sharding gradients and optimizer over the {ranks} ranks would free {_gib(saved)} on each")
+        saved = _gib(shardable * (ranks - 1) // ranks)
+        advice.append(f"sharding gradients and optimizer over the {ranks} ranks would free {saved} on each")
     advice.append("recomputing activations (torch.utils.checkpoint) in the model's blocks")
     return "; ".join(advice)

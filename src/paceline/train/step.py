@@ -130,8 +130,11 @@ class Stepper:
 
     def _send_weight(self, micro: Micro, device: torch.device) -> None:
         """Start adding up the weights of all ranks; the answer is needed only after the backward."""
-        weight = sum([weight for _, weight in self.noted])
-        self._total = torch.as_tensor(weight, dtype=torch.float64, device=device).clone()
+        weight = self.noted[0][1] if len(self.noted) == 1 else sum([weight for _, weight in self.noted])
+        if isinstance(weight, Tensor):
+            self._total = weight.detach().to(torch.float64, copy=True)
+        else:
+            self._total = torch.tensor(weight, dtype=torch.float64, device=device)
         self._nominal = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
         if self._ranks > 1:
             self._pending = torch_dist.all_reduce(self._total, async_op=True)
@@ -141,10 +144,16 @@ class Stepper:
         if self.by_data and self._total is None:
             self._send_weight(micro, self.noted[0][0].device)
 
-    def factor(self) -> Tensor:
-        """What the reduced gradients still have to be multiplied by, where the weights depend on the data."""
-        assert self._total is not None
+    def factor(self) -> Tensor | float:
+        """What the reduced gradients still have to be multiplied by, where the weights depend on the data.
+
+        A step in which nothing counted (all padding) has no gradient.
+        """
+        total = self._total
+        assert total is not None
         if self._pending is not None:
             self._pending.wait()
-        # A step in which nothing counted (all padding) has no gradient.
-        return torch.where(self._total > 0, self._nominal / self._total, 0.0)
+        if total.device.type == "cpu":  # the number is there, and plain arithmetic is cheaper than four operations
+            number = total.item()
+            return self._nominal / number if number > 0 else 0.0
+        return torch.where(total > 0, self._nominal / total, 0.0)

@@ -69,10 +69,18 @@ class Trainer:
         self._set_up(config, model, task, callbacks, device)
 
     @classmethod
-    def from_config(cls, config: Config, model: nn.Module | None = None) -> Trainer:
+    def from_config(
+        cls,
+        config: Config,
+        model: nn.Module | None = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> Trainer:
         """A trainer for a recipe. Its model is the recipe's unless one is given; so is its data in `train()`."""
         trainer = cls.__new__(cls)
-        trainer._set_up(config, model or build.build_model(config), Task(), (), config.device)
+        task = Task(metrics=metrics or {})
+        trainer._set_up(config, model or build.build_model(config), task, callbacks, config.device)
         return trainer
 
     def _set_up(
@@ -148,7 +156,7 @@ class Trainer:
             job.recorder.flush_alone()
             self._callbacks.call("on_error", Failed(self.step_count, error))
             if memory.is_out_of_memory(error):
-                raise self._out_of_memory(error) from error
+                raise memory.explain(error, self._engine, self._plan) from error
             raise
         finally:
             self._recorder = None
@@ -322,20 +330,6 @@ class Trainer:
             raise error
         engine.warn(str(error))
         return f"step {record['step']} was not finite (nonfinite: stop)"
-
-    def _out_of_memory(self, error: BaseException) -> TrainError:
-        plan = self._plan
-        return memory.explain(
-            error,
-            self.model,
-            self.optimizer,
-            self.config,
-            rank=self.world.place.rank,
-            ranks=self.world.size,
-            micro_batch=None if plan is None else int(plan.micro_batch.value),
-            groups=1 if plan is None else plan.groups,
-            device=self.world.device,
-        )
 
     def _own_loop(self, loader: Loader | None = None) -> OwnLoop:
         if self._own is None:

@@ -49,7 +49,7 @@ class Updater:
         self.lr = 0.0  # of the last step, in the first group
         self.skipped: Tensor | float | None = None
 
-    def apply(self, step: int, factor: Tensor | None) -> Tensor | None:
+    def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out."""
         norm = None
         if factor is not None or self._touches_gradients:
@@ -80,9 +80,12 @@ class Updater:
         scaler.update()
         self.skipped = scaler.overflowed
 
-    def _shape(self, factor: Tensor | None) -> Tensor | None:
+    def _shape(self, factor: Tensor | float | None) -> Tensor | None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if factor is not None:
+        if isinstance(factor, float):
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+        elif factor is not None:
             for dtype in {gradient.dtype for gradient in gradients}:
                 same = [gradient for gradient in gradients if gradient.dtype == dtype]
                 torch._foreach_mul_(same, factor.to(dtype))
