@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
+
+
+@contextmanager
+def explained(engine: Engine, plan: BatchPlan | None) -> Iterator[None]:
+    """Memory that runs out in here becomes an error that says what to do; others pass as they are."""
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            raise explain(error, engine, plan) from error
+        raise
 
 
 def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> TrainError:

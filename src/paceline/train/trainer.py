@@ -150,13 +150,12 @@ class Trainer:
     def _run_job(self, job: loop.Job, history: History) -> None:
         self._callbacks.call("on_start", Start(self.step_count, history.run))
         try:
-            loop.run(job)
+            with memory.explained(self._engine, self._plan):
+                loop.run(job)
         except BaseException as error:
             self._engine.stepper.reset()
             job.recorder.flush_alone()
             self._callbacks.call("on_error", Failed(self.step_count, error))
-            if memory.is_out_of_memory(error):
-                raise memory.explain(error, self._engine, self._plan) from error
             raise
         finally:
             self._recorder = None
@@ -179,13 +178,16 @@ class Trainer:
 
     def training_step(self, batch: Any) -> StepResult:
         """This rank's micro-batch and, when its group is full, the optimizer step: (local loss, whether it stepped)."""
-        return self._own_loop().training_step(batch)
+        with memory.explained(self._engine, self._plan):
+            return self._own_loop().training_step(batch)
 
     def forward(self, batch: Any) -> Tensor:
-        return self._own_loop().forward(batch)
+        with memory.explained(self._engine, self._plan):
+            return self._own_loop().forward(batch)
 
     def backward(self, loss: Tensor) -> None:
-        self._own_loop().backward(loss)
+        with memory.explained(self._engine, self._plan):
+            self._own_loop().backward(loss)
 
     def step(self) -> None:
         self._own_loop().step()

@@ -39,6 +39,14 @@ def test_out_of_memory_says_what_was_asked_what_was_free_and_what_to_change() ->
     assert "micro_batch: 4 (accumulate 4" in text and "precision: bf16" in text
 
 
+def test_out_of_memory_is_explained_in_a_loop_of_ones_own_too() -> None:
+    trainer = tiny.classifier_trainer(Greedy())
+    for height in (trainer.training_step, trainer.forward):
+        with pytest.raises(TrainError) as caught:
+            height(tiny.blobs(16)[:])
+        assert caught.value.code == "train.out-of-memory"
+
+
 def test_other_errors_pass_as_they_are() -> None:
     def fail(model: nn.Module, batch: Any) -> torch.Tensor:
         raise RuntimeError("something else")
