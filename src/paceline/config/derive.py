@@ -178,10 +178,19 @@ def _disagreement(size: int, micro: int, accumulate: int, ranks: int) -> ConfigE
 
 
 def derive_schedule(
-    config: Config, batch: int, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None
+    config: Config,
+    batch: int,
+    steps_per_epoch: int | None,
+    epochs: int | None,
+    max_steps: int | None,
+    *,
+    endless: bool = False,
 ) -> SchedulePlan:
-    """Everything that a schedule needs, in optimizer steps, whatever unit the recipe counts in."""
-    steps = _horizon(config, steps_per_epoch, epochs, max_steps)
+    """Everything that a schedule needs, in optimizer steps, whatever unit the recipe counts in.
+
+    A loop of the user's own is `endless`: it has to know its horizon only where the schedule needs one.
+    """
+    steps = _horizon(config, steps_per_epoch, epochs, max_steps, endless)
     every, cuts = _cuts(config, steps_per_epoch)
     return SchedulePlan(
         lr=learning_rate(config, batch),
@@ -193,14 +202,16 @@ def derive_schedule(
     )
 
 
-def _horizon(config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None) -> Derived:
+def _horizon(
+    config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None, endless: bool
+) -> Derived:
     if config.schedule.steps is not None:
         return _in_steps(config, "steps", config.schedule.steps, steps_per_epoch)
     if epochs is not None and steps_per_epoch is not None:
         return Derived(epochs * steps_per_epoch, f"{_count(epochs, 'epoch')} × {_count(steps_per_epoch, 'step')}")
     if max_steps is not None:
         return Derived(max_steps, "max_steps")
-    if epochs is None:
+    if epochs is None and not endless:
         raise ConfigError(
             "no-end",
             "Nothing says when training ends.",
@@ -212,7 +223,15 @@ def _horizon(config: Config, steps_per_epoch: int | None, epochs: int | None, ma
             f"The schedule {config.schedule.name!r} needs to know the number of steps, but the data has no length.",
             fix="set schedule.steps or max_steps",
         )
-    return Derived(0, f"{epochs} epochs of data that has no length: until it ends")
+    return Derived(0, "until it ends: nothing says when")
+
+
+def total_steps(per_epoch: int | None, epochs: int | None, max_steps: int | None) -> int | None:
+    """How many steps a run has at most; None where that is not known."""
+    totals = [] if epochs is None or per_epoch is None else [epochs * per_epoch]
+    if max_steps is not None:
+        totals.append(max_steps)
+    return min(totals, default=None)
 
 
 def _in_steps(config: Config, key: str, number: int, steps_per_epoch: int | None) -> Derived:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,8 +21,9 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[st
             hint = did_you_mean(place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
             lines.append(f"unknown key {place!r} ({came_from}): {hint}")
         elif finding["type"] == "model_type":
+            keys = _known_keys(schema, place.split("."))
             lines.append(
-                f"{place!r} is {finding['input']!r} ({came_from}): it is a section, with keys such as {place}.name"
+                f"{place!r} is {finding['input']!r} ({came_from}): it is a section, with keys such as {place}.{keys[0]}"
             )
         else:
             line = f"{place!r} is {finding['input']!r} ({came_from}): {_lower(finding['msg'])}"
@@ -43,10 +44,17 @@ def _is_union_branch(part: Any, schema: type[BaseModel], location: tuple[Any, ..
 def _known_keys(schema: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         field = schema.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        section = None if field is None else _section(field.annotation)
+        if section is None:
             return []
-        schema = field.annotation
+        schema = section
     return list(schema.model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field is, or may be: `Ema | None`."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
 
 def _origin(place: str, origins: Mapping[str, str]) -> str:

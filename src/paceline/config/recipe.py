@@ -127,8 +127,9 @@ class Config(Section):
         merged, origins = files.merge(values, overrides, origin)
         # `train:` with nothing behind it is an empty section.
         merged = {key: {} if value is None and key in _SECTIONS else value for key, value in merged.items()}
+        config = cls.__new__(cls)
         try:
-            config = cls.model_validate(merged)
+            Section.__init__(config, **merged)  # not our own, which knows no origins
         except ValidationError as error:
             raise problems.explain(error, cls, origins) from None
         config._origins.update(origins)

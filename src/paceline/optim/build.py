@@ -74,6 +74,19 @@ def _decay_groups(named: list[NamedParameter], weight_decay: float) -> list[dict
     return [group for group in groups if group["params"]]
 
 
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Zeros, from which the first step makes what it would have made without them.
+
+    torch's fused SGD leaves its buffers unwritten when the first step is skipped (fp16, nonfinite), and goes on with
+    whatever lay in that memory.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            if group["fused"] and group["momentum"] and not group["dampening"]:
+                for parameter in group["params"]:
+                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
 def _betas(settings: Settings) -> tuple[float, float]:
     first, second = settings.betas
     return first, second

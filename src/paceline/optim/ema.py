@@ -25,6 +25,7 @@ class Average:
     def __init__(self, model: nn.Module, decay: float, warmup: bool) -> None:
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
         self._decay, self._warmup = decay, warmup
+        self.is_swapped = False
         self._names = list(named)
         self._parameters: list[Tensor] = list(named.values())
         self._averages = [
@@ -57,10 +58,12 @@ class Average:
         """
         own = [parameter.detach().clone() for parameter in self._parameters]
         try:
+            self.is_swapped = True
             self._overwrite(self._averages)
             yield
         finally:
             self._overwrite(own)
+            self.is_swapped = False
 
     @torch.no_grad()
     def _overwrite(self, values: list[Tensor]) -> None:

@@ -15,6 +15,8 @@ from paceline.train.callbacks import Callbacks, Epoch
 from paceline.train.history import Record
 from paceline.train.recorder import Recorder
 
+ENDED = "the data ended"
+
 
 def _nothing(*args: Any) -> None:
     return None
@@ -38,7 +40,7 @@ class Agenda:
     save: Callable[[int], None] = _nothing
     on_nonfinite: Callable[[Record], str | None] = _nothing
     on_first_log: Callable[[], None] = _nothing
-    reason: str = "the data ended"
+    reason: str = ENDED
     _evaluated: int = field(default=-1)
     _epochs_ended: int = field(default=-1)
 
@@ -73,8 +75,8 @@ class Agenda:
         if reason is None and (by_epoch or (self.eval_every and step % self.eval_every == 0)):
             reason = self._evaluate(step, epoch)
         if self.save_every and step % self.save_every == 0:
-            self.save(step)
-            self.recorder.pause_over()
+            with self.recorder.paused():
+                self.save(step)
         if reason is None and step == self.max_steps:
             reason = f"max_steps={step}"
         self.reason = reason or self.reason
@@ -92,6 +94,8 @@ class Agenda:
     def finish(self, step: int, epoch: int) -> None:
         """After the last step: what is still pending."""
         self._log()
+        if self.steps_per_epoch is None and step != self.began_at and self.reason == ENDED:
+            self._end_epoch(step, epoch)
         if step != self.began_at and step != self._evaluated:
             self._evaluate(step, epoch)
         if self.profiler is not None:
@@ -120,6 +124,6 @@ class Agenda:
         self._evaluated = step
         reason = self._log()
         if reason is None:
-            reason = self.evaluate(step, epoch)
-            self.recorder.pause_over()
+            with self.recorder.paused():
+                reason = self.evaluate(step, epoch)
         return reason

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,12 @@ class Call:
     loss: ModelCall  # to what the loss is read from
     outputs: ModelCall  # to the model's outputs, the targets left out where there are any
     criterion: Callable[..., Any] | None = None
+    weighed: ModelCall | None = None  # the same with the weight of what a criterion counted
+    should_weigh: bool = False  # as far as this batch shows
+
+    def as_weighed(self) -> Call:
+        assert self.weighed is not None
+        return replace(self, loss=self.weighed, rule=f"{self.rule}; weighed by the targets that count")
 
 
 def choose_call(
@@ -49,13 +55,17 @@ def choose_call(
     loss_fn: Callable[[Any, Any], Any] | None,
     criterion: Callable[..., Any] | None,
 ) -> Call:
-    outputs = _choose_outputs(model, batch)
+    outputs = choose_outputs(model, batch)
     if loss_fn is not None:
         return Call("loss_fn(model, batch)", loss_fn, outputs)
     if criterion is not None:
         _require_pair(batch)
+        _require_mean(criterion)
         rule = "criterion(model(input), target)"
-        return Call(rule, lambda model, batch: criterion(model(batch[0]), batch[1]), outputs, criterion)
+        plain = Call(rule, lambda model, batch: criterion(model(batch[0]), batch[1]), outputs, criterion)
+        if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or batch[1].is_floating_point():
+            return plain
+        return replace(plain, weighed=_counted(criterion), should_weigh=_skips_targets(criterion, batch[1]))
     if isinstance(batch, Mapping):
         rule, call = _choose_for_dict(model, batch)
         return Call(rule, call, outputs)
@@ -76,6 +86,41 @@ def _require_pair(batch: Any) -> None:
             f"A criterion needs batches of (input, target), but this one is {_describe(batch)}.",
             fix="give loss_fn=lambda model, batch: … instead",
         )
+
+
+def _require_mean(criterion: Any) -> None:
+    reduction = getattr(criterion, "reduction", "mean")
+    if reduction != "mean":
+        raise TrainError(
+            "criterion-not-a-mean",
+            f"The criterion {type(criterion).__name__} has reduction={reduction!r}.",
+            why="a criterion's value is taken for the mean over its batch, so that ranks can be added up",
+            fix="use reduction='mean'; or loss_fn=… that returns paceline.Loss(sum, weight)",
+        )
+
+
+def _skips_targets(criterion: Any, targets: Tensor) -> bool:
+    """Whether the mean is not one over all samples: classes weigh differently, or targets are left out.
+
+    Targets of tokens or pixels may hold some to be left out in any later batch; class numbers of whole samples hardly.
+    """
+    return criterion.weight is not None or targets.dim() > 1 or bool((targets == criterion.ignore_index).any())
+
+
+def _counted(criterion: Any) -> ModelCall:
+    """The criterion's mean with the weight that it divided by."""
+
+    def call(model: Any, batch: Any) -> Loss:
+        targets = batch[1]
+        counts = targets != criterion.ignore_index
+        if criterion.weight is None:
+            weight = counts.sum()
+        else:
+            weight = (criterion.weight[targets.where(counts, 0)] * counts).sum()
+        mean = criterion(model(batch[0]), targets)
+        return Loss(torch.where(weight > 0, mean, 0.0) * weight, weight)
+
+    return call
 
 
 def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ModelCall]:
@@ -105,9 +150,11 @@ def _first_counted_label(model: nn.Module, batch: Mapping[str, Any]) -> int | No
     if not (isinstance(labels, Tensor) and labels.dim() == 2 and hasattr(config, "model_type")):
         return None
     names = " ".join(type(part).__name__ for part in (model, getattr(model, "base_model", None)))
-    if re.search("MaskedLM|TokenClassification|ConditionalGeneration", names):
+    if getattr(config, "is_encoder_decoder", False) or re.search("MaskedLM|TokenClassification", names):
         return 0
-    return 1 if re.search("CausalLM|LMHead", names) else None
+    if getattr(config, "model_type", None) in ("xlm", "xlnet", "flaubert"):  # the labels are the caller's to shift
+        return 0
+    return 1 if re.search("CausalLM|LMHead|ConditionalGeneration", names) else None
 
 
 def _token_mean(first: int) -> ModelCall:
@@ -153,7 +200,7 @@ def _whole(model: Any, batch: Any) -> Any:
         raise
 
 
-def _choose_outputs(model: nn.Module, batch: Any) -> ModelCall:
+def choose_outputs(model: nn.Module, batch: Any) -> ModelCall:
     """For predictions: the inputs without their targets, where it is plain which those are."""
     if isinstance(batch, Mapping):
         parameters = inspect.signature(model.forward).parameters
@@ -196,7 +243,11 @@ def read_loss(result: Any) -> tuple[Tensor, Tensor | float | None, Mapping[str, 
     if isinstance(inner, Loss):
         return _scalar(inner.sum), inner.weight, metrics
     value = _scalar(result if inner is None else inner)
-    return (value, None, metrics) if weight is None else (value * weight, weight, metrics)
+    if weight is None:
+        return value, None, metrics
+    if isinstance(weight, Tensor):
+        weight = weight.reshape(())
+    return value * weight, weight, metrics
 
 
 def _part(result: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import Micro
 from paceline.data.transfer import to_device
 from paceline.errors import TrainError
-from paceline.optim.build import build_optimizer
+from paceline.optim.build import build_optimizer, fill_momentum
 from paceline.optim.ema import Average
 from paceline.parallel.batchnorm import synchronise
 from paceline.parallel.devices import DataParallel, gpus
@@ -60,7 +60,7 @@ class Engine:
         self._place_model()
         self._build_optimizer()
         self.scaler = Scaler(self.world.device, config.scaler, enabled=config.precision == "fp16")
-        self.average = None if config.ema is None else Average(self.model, config.ema.decay, config.ema.warmup)
+        self.average: Average | None = None
         self._build_step()
         # From here on the ranks draw differently (dropout), the model being the same on all of them.
         seeds.seed_everything(seeds.mix(config.seed, 1, self.world.place.rank) >> 1)
@@ -85,6 +85,7 @@ class Engine:
         self.own_optimizer = given is None
         self.optimizer = given or build_optimizer(self.model, self.config.optimizer, self.config.optimizer.lr)
         left_out = build.check_parameters(self.model, self.optimizer)
+        fill_momentum(self.optimizer)
         if left_out:
             self.say(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
 
@@ -92,9 +93,11 @@ class Engine:
         config, device = self.config, self.world.device
         self.module = LossModule(self.model, policy.forward_context(config.precision, device))
         self.wrapped = self._wrap()
+        if config.ema is not None:  # after the wrap, which gives every rank the weights of rank 0
+            self.average = Average(self.model, config.ema.decay, config.ema.warmup)
         self.draw = drawing(config.seed)
-        watched = config.nonfinite == "raise" and not self.scaler.is_enabled()
-        self.watch = Watch(self.optimizer, device) if watched else None
+        watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
+        self.watch = Watch(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = judge(config.nonfinite, scaled=self.scaler.is_enabled())
         self.stepper = Stepper(
             self.module,
@@ -102,7 +105,8 @@ class Engine:
             ranks=self.world.size,
             draw=self.draw,
             scaler=self.scaler,
-            watch=self.watch,
+            # One rank that holds its weights while others go on is an end; `stop` goes by what all ranks see.
+            watch=self.watch if config.nonfinite == "raise" else None,
         )
         self.updater = Updater(
             self.optimizer,
@@ -111,7 +115,7 @@ class Engine:
             average=self.average,
             clip_norm=config.clip_norm,
             clip_value=config.clip_value,
-            skip_nonfinite=config.nonfinite != "raise",
+            nonfinite=config.nonfinite,
             watch=self.watch,
         )
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
@@ -131,9 +135,12 @@ class Engine:
         allow_unused = config.unused_parameters == "allow"
         return replicate(self.module, self.world.size, device, config.ddp, allow_unused=allow_unused)
 
+    def on_device(self, micros: Iterator[Micro]) -> Iterator[Micro]:
+        return to_device(micros, self.world.device, policy.input_cast(self.config.precision))
+
     def ready(self, micros: Iterator[Micro]) -> Iterator[Micro]:
         """Micro-batches on the device; the first of them decides how the model is called."""
-        on_device = to_device(micros, self.world.device, policy.input_cast(self.config.precision))
+        on_device = self.on_device(micros)
         if self.module.call is not None:
             return on_device
         first = next(on_device, None)
@@ -143,7 +150,10 @@ class Engine:
         return chain([first], on_device)  # rather than a generator: a step pays for each
 
     def choose_call(self, batch: Any) -> None:
-        self.module.call = choose_call(self.model, batch, self.task.loss_fn, self.task.criterion)
+        call = choose_call(self.model, batch, self.task.loss_fn, self.task.criterion)
+        # Ranks see different batches, and have to come to the same rule.
+        weighed = any(collectives.all_gather_object(call.weighed is not None and call.should_weigh))
+        self.module.call = call.as_weighed() if weighed else call
         self.say(f"loss: {self.module.call.rule}")
 
     def check(self, micro: Micro, groups: int, fingerprint: Callable[[], Any]) -> None:
@@ -189,6 +199,13 @@ class Engine:
 
 def one_optimizer(optimizer: Any) -> None:
     """Several optimizers, or something else, are refused before anything is built."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainError(
+            "needs-closure",
+            "LBFGS evaluates the loss several times in one step.",
+            why="a step here is one pass over its micro-batches, on all ranks at the same time",
+            fix="use another optimizer",
+        )
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(optimizer, (list, tuple, set)):

@@ -22,7 +22,7 @@ from paceline.errors import TrainError
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.runtime.seeds import mix
-from paceline.train.calling import outputs_in, read_loss, targets_in
+from paceline.train.calling import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.train.step import LossModule
 
 # A coordinate that no training step has, so that evaluation never reuses a step's noise.
@@ -65,7 +65,7 @@ def evaluate(
                 module(micro.batch)
     values = sums.over_all_ranks()
     for name, metric in collected.items():
-        values[name] = _compute(metric)
+        values |= _compute(name, metric)
     return Evaluation({"loss": values.pop("loss", math.nan), **values})
 
 
@@ -151,27 +151,35 @@ def _targets(batch: Any, name: str) -> Any:
     return targets
 
 
-def _compute(metric: Any) -> float:
+def _compute(name: str, metric: Any) -> dict[str, float]:
     """A torchmetrics object adds up over the ranks by itself; one on a rank without samples warns, for nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return float(metric.compute())
+        result = metric.compute()
+    parts = {f"{name}_{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {name: result}
+    for key, value in parts.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise TrainError(
+                "not-a-number",
+                f"The metric {key!r} gives a tensor of shape {tuple(value.shape)}.",
+                fix='use a metric that gives one number, e.g. average="macro"',
+            )
+    return {key: float(value) for key, value in parts.items()}
 
 
 def predict(module: LossModule, micros: Iterable[Micro], device: torch.device, seed: int) -> Any:
     """The model's outputs for every sample, in the data's order, on the CPU of every rank."""
     own: list[Any] = []
     places: list[int] = []
+    call: ModelCall | None = None
     seen = 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
             if micro.samples:
                 draw.here, draw.calls = micro, 0
+                call = call or choose_outputs(module.model, micro.batch)
                 with module.context or torch.no_grad():
-                    assert module.call is not None
-                    own.append(
-                        apply(_bare(module.call.outputs(module.model, micro.batch)), lambda tensor: tensor.cpu())
-                    )
+                    own.append(apply(_bare(call(module.model, micro.batch)), Tensor.cpu))
                 places.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.step_samples * micro.last
     return _in_order(own, places, device)
@@ -185,7 +193,8 @@ def _bare(outputs: Any) -> Any:
 
 def _in_order(own: list[Any], places: list[int], device: torch.device) -> Any:
     """Every rank's rows on every rank, by their place in the data."""
-    like = own[0] if own else None
+    skeletons = collectives.all_gather_object(apply(own[0], _no_tensor) if own else "nothing")
+    like = own[0] if own else next(skeleton for skeleton in skeletons if skeleton != "nothing")
     flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in own), strict=True)]
     shapes = collectives.all_gather_object(
         {"places": places, "kinds": [[str(t.dtype).removeprefix("torch."), list(t.shape[1:])] for t in flat]}
@@ -202,9 +211,19 @@ def _in_order(own: list[Any], places: list[int], device: torch.device) -> Any:
         collectives.all_gather(parts, padded)
         rows = [part[: len(rank["places"])].cpu() for part, rank in zip(parts, shapes, strict=True)]
         whole.append(torch.cat(rows)[order])
-    return whole[0] if like is None or isinstance(like, Tensor) else _refill(like, whole)
+    return _refill(like, iter(whole))
 
 
-def _refill(like: Any, tensors: list[Tensor]) -> Any:
-    remaining = iter(tensors)
-    return apply(like, lambda _: next(remaining))
+def _no_tensor(tensor: Tensor) -> Any:
+    return None
+
+
+def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
+    """The shape of the outputs; a rank that had none knows it from another, with None where tensors were."""
+    if like is None:
+        return next(tensors)
+    if isinstance(like, (list, tuple)) and None in like:
+        return type(like)(_refill(part, tensors) for part in like)
+    if isinstance(like, Mapping) and None in like.values():
+        return {key: _refill(part, tensors) for key, part in like.items()}
+    return apply(like, lambda _: next(tensors))

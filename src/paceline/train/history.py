@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.errors import TrainError
+
 Record = dict[str, Any]
+
+
+RESERVED = {"step", "epoch", "loss", "lr", "grad_norm", "skipped", "time", "samples_per_second", "evaluation"}
+
+
+def require_free_names(names: Iterable[str], where: str) -> None:
+    """A value of the user's must not take the place of one of ours."""
+    taken = sorted(RESERVED.intersection(names))
+    if taken:
+        raise TrainError(
+            "reserved-name",
+            f"{where} uses the name {taken[0]!r}, which a record has already.",
+            fix=f"choose another name than {', '.join(sorted(RESERVED))}",
+        )
 
 
 @dataclass

@@ -32,23 +32,42 @@ class Watch:
     the fused optimizer reads it. Other optimizers on a GPU go on, and the report says what can still be said.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, *, may_wait: bool = False) -> None:
         self.tripped = False  # as far as the host knows
-        self._on_cpu = device.type == "cpu"
+        self._on_host = device.type == "cpu" or (may_wait and not is_fused(optimizer))
         self._flag = torch.zeros((), device=device)
-        if not self._on_cpu and is_fused(optimizer):
+        self._step = torch.full((), -1, device=device)  # of this rank's first bad loss
+        if not self._on_host and is_fused(optimizer):
             optimizer.found_inf = self._flag  # type: ignore[attr-defined]
 
-    def look(self, number: Tensor) -> None:
-        if self._on_cpu:
-            if not isfinite(number.item()):
+    def look_at_loss(self, loss: Tensor, step: int) -> None:
+        """This rank's own; the others may be finite."""
+        if self._on_host:
+            if not isfinite(loss.item()) and not self.tripped:
+                self.tripped = True
+                self._step.fill_(step)
+        else:
+            bad = ~torch.isfinite(loss)
+            self._step = torch.where(bad & (self._flag == 0), step, self._step)
+            torch.maximum(self._flag, bad.float(), out=self._flag)
+
+    def look_at_norm(self, norm: Tensor) -> None:
+        """The reduced gradient's, equal on every rank."""
+        if self._on_host:
+            if not isfinite(norm.item()):
                 self.tripped = True
         else:
-            torch.maximum(self._flag, (~torch.isfinite(number)).float(), out=self._flag)
+            torch.maximum(self._flag, (~torch.isfinite(norm)).float(), out=self._flag)
 
-    def read(self) -> bool:
-        """Whether anything was not finite; waits for the device."""
-        return self.tripped or bool(self._flag)
+    def saw_loss_of(self, step: int) -> bool:
+        """Whether this rank's loss was the bad one in that step, counted from 0; waits for the device."""
+        return int(self._step) == step
+
+    def reset(self) -> None:
+        """Somebody has looked: updates may go on."""
+        self.tripped = False
+        self._flag.zero_()
+        self._step.fill_(-1)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -70,13 +89,18 @@ def judge(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
     return is_bad
 
 
-def report(record: Record, module: Any, micros: Iterable[Micro] | None, draw: drawing, tainted: bool) -> TrainError:
+def report(
+    record: Record, module: Any, micros: Iterable[Micro] | None, draw: drawing, watch: Watch | None
+) -> TrainError:
     """Run the step again on every rank (its collectives need all of them) and say where it went wrong."""
-    found: dict[str, Any] = {"tainted": tainted, "where": None, "samples": []}
+    seen = watch is not None and watch.saw_loss_of(record["step"] - 1)
+    found: dict[str, Any] = {"seen": seen, "where": None, "samples": []}
     if micros is not None:
         found |= _look(module, list(micros), draw)
     ranks = collectives.all_gather_object(found)
-    guilty = [rank for rank, facts in enumerate(ranks) if facts["tainted"]] or [
+    if watch is not None:
+        watch.reset()
+    guilty = [rank for rank, facts in enumerate(ranks) if facts["seen"]] or [
         rank for rank, facts in enumerate(ranks) if facts["where"]
     ]
     rank = guilty[0] if guilty else None
@@ -114,8 +138,10 @@ def _look(module: Any, micros: list[Micro], draw: drawing) -> dict[str, Any]:
         here = _in_data(micro) or _in_weights(module.model)
         with _first_bad_output(module.model) as outputs:
             draw.here, draw.calls = micro, 0
-            module(micro.batch)
+            value, _ = module(micro.batch)
         here = here or (outputs[0] if outputs else None)
+        if not _finite(value):
+            here = here or "every module's output is finite, but the loss made from them is not"
         with _first_bad_gradient(module.model) as gradients:
             draw.calls = 0
             module(micro.batch)[0].backward()

@@ -25,6 +25,16 @@ class Outcome:
         self.stop = None if stop is None else Best(stop.metric, stop.mode, stop.min_delta)
         self._waited = 0
 
+    def require_evaluations(self, there_are: bool) -> None:
+        wanted = [name for name in ("save_best", "early_stop") if getattr(self._config, name) is not None]
+        wanted += ["schedule: plateau"] if self._config.schedule.name == "plateau" else []
+        if wanted and not there_are:
+            raise TrainError(
+                "no-evaluation",
+                f"{wanted[0]} goes by evaluations, but there is no data to evaluate on.",
+                fix="trainer.train(data, val_data, …)",
+            )
+
     def of(self, record: Record) -> tuple[Record, str | None]:
         """The record that all ranks go by, and why training should end, if it should."""
         record = collectives.broadcast_object(record)

@@ -13,7 +13,7 @@ Batches of your own work as well: each rank gives its own, and the weights of al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,8 +23,10 @@ from torch import Tensor
 from paceline.data.batches import samples_in
 from paceline.data.loader import Loader, Micro
 from paceline.errors import TrainError
+from paceline.runtime import collectives
 from paceline.train import loop
 from paceline.train.engine import Engine
+from paceline.train.recorder import Recorder, Sinks
 
 
 class StepResult(NamedTuple):
@@ -39,6 +41,7 @@ class EpochLoader:
         self._own, self._loader, self._groups = own, loader, groups
 
     def __iter__(self) -> Iterator[Any]:
+        self._own.start_over()
         engine = self._own.engine
         per_epoch, step = self._loader.steps_per_epoch, engine.position.step
         epochs = self._own.epochs_begun + 1 if per_epoch is None else step // per_epoch + 1
@@ -57,14 +60,17 @@ class EpochLoader:
 class OwnLoop:
     """What a loop outside the Trainer needs remembered between its calls."""
 
-    def __init__(self, engine: Engine, job: loop.Job, groups: int | None) -> None:
-        self.engine, self.epochs_begun = engine, 0
-        self._job, self._groups = job, groups
+    def __init__(self, engine: Engine, job: loop.Job, begin: Callable[[int | None], None]) -> None:
+        self.engine, self.epochs_begun = engine, engine.position.epoch
+        self._job, self._begin = job, begin
         self.recorder = job.recorder
+        self._begun = False
+        self._groups = 1
+        self._foreign_samples: int | None = None  # in one group of the user's own batches, over all ranks
         self._expected: Micro | None = None
         self._loader: Loader | None = None
         self._in_group = 0
-        self._reducing = True
+        self._reducing = self._reduced = True
         self._current: tuple[Micro, Tensor, Tensor | float | None, Tensor] | None = None
         self._added: Micro | None = None
 
@@ -72,8 +78,15 @@ class OwnLoop:
         """The next batch will be this one, of which everything is known."""
         self._expected, self._loader, self._groups = micro, loader, groups
 
+    def start_over(self) -> None:
+        """A new pass over the data: what was added of an unfinished step is forgotten, as its samples come again."""
+        self.engine.stepper.reset()
+        self.engine.module.zero_grad(set_to_none=True)
+        self._in_group, self._added, self._current = 0, None, None
+
     def training_step(self, batch: Any) -> StepResult:
         """One micro-batch and, when its group is full, the optimizer step."""
+        self._require_own_weights()
         micro = self._micro(batch)
         with self.engine.draw:
             self._check(micro)
@@ -88,8 +101,9 @@ class OwnLoop:
     def forward(self, batch: Any) -> Tensor:
         """The mean loss of this rank's micro-batch, for `backward`."""
         micro = replace(self._micro(batch), exact=False, last=False)
-        with self.engine.draw, self._unless_reducing():
+        with self.engine.draw:
             self._check(micro)
+        with self.engine.draw, self._unless_reducing():
             value, weight = self.engine.stepper.forward(micro)
             self.engine.draw.here = None
         mean = value if weight is None else value / weight
@@ -106,7 +120,7 @@ class OwnLoop:
                 fix="loss = trainer.forward(batch); trainer.backward(loss); trainer.step()",
             )
         micro, value, weight, mean = self._current
-        self._current, self._added = None, micro
+        self._current, self._added, self._reduced = None, micro, self._reducing
         if loss is not mean:  # the user added something to it
             value = loss if weight is None else loss * weight
         with self.engine.draw, self._unless_reducing():
@@ -122,6 +136,14 @@ class OwnLoop:
                 "trainer.step() was called, but nothing was added since the last step.",
                 fix="call trainer.forward(batch) and trainer.backward(loss) first",
             )
+        if not self._reduced and self.engine.world.size > 1:
+            raise TrainError(
+                "not-reduced",
+                "trainer.step() was called, but the last backward ran under no_sync().",
+                why="its gradients are this rank's alone, and the ranks' weights would part",
+                fix="run the last backward of a step outside of no_sync()",
+            )
+        self._require_own_weights()
         micro, self._added = self._added, None
         self.engine.stepper.settle(micro)
         self._finish(replace(micro, step=self.engine.position.step))
@@ -148,15 +170,16 @@ class OwnLoop:
     def _foreign(self, batch: Any) -> Micro:
         """A batch of the user's own: how much the other ranks hold is taken to be as much, and added up."""
         micro = self._on_device(batch)
-        config, ranks = self.engine.config, self.engine.world.size
-        groups = self._groups or config.accumulate
-        if groups is None:
-            groups = max(1, round((config.batch or 0) / (micro.samples * ranks)))
+        if self._foreign_samples is None:
+            # Once, and agreed: backwards are seeded with it on every rank, and all have to step at the same time.
+            config = self.engine.config
+            self._foreign_samples = sum(collectives.all_gather_object(micro.samples))
+            self._groups = config.accumulate or max(1, round((config.batch or 0) / self._foreign_samples))
         self._in_group += 1
-        last = self._in_group >= groups
+        last = self._in_group >= self._groups
         if last:
             self._in_group = 0
-        return replace(micro, step_samples=micro.samples * ranks * groups, last=last)
+        return replace(micro, step_samples=self._foreign_samples * self._groups, last=last)
 
     def _on_device(self, batch: Any) -> Micro:
         samples, world = samples_in(batch), self.engine.world
@@ -174,13 +197,43 @@ class OwnLoop:
         )
         return next(self.engine.ready(iter([micro])))
 
+    def _require_own_weights(self) -> None:
+        average = self.engine.average
+        if average is not None and average.is_swapped:
+            raise TrainError(
+                "step-on-average",
+                "A training step was asked for inside trainer.ema_weights().",
+                why="it would train the averaged weights, and be lost when the context ends",
+                fix="train outside of it",
+            )
+
     def _check(self, micro: Micro) -> None:
         loader = self._loader
-        self.engine.check(micro, self._groups or 1, (lambda: None) if loader is None else loader.fingerprint)
+        if not self._begun:
+            self._begun = True
+            self._job.agenda.steps_per_epoch = loader.steps_per_epoch if loader else None
+            self._begin(self._job.agenda.steps_per_epoch)
+            self._due = self._job.agenda.next_due(self.engine.position.step)
+        self.engine.check(micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
 
     def _finish(self, micro: Micro) -> None:
         job = self._job
+        job.position.epoch = micro.epoch
         loop.take_step(job, micro)
-        if job.position.step % job.agenda.log_every == 0:
-            job.agenda.attend(job.position.step, micro.epoch)
+        if job.position.step == self._due:
+            with self.engine.draw:
+                job.agenda.attend(job.position.step, micro.epoch)
             job.recorder.release()
+            self._due = job.agenda.next_due(job.position.step)
+
+    def read_again(self, step: int) -> Iterator[Micro] | None:
+        """A step's micro-batches once more, where they came from a loader that can."""
+        if self._loader is None or not self._loader.repeatable:
+            return None
+        return self.engine.ready(self._loader.micros(step, None))
+
+
+def end_own_loop(recorder: Recorder, sinks: Sinks) -> None:
+    """Nobody says when such a loop is over: when the trainer is forgotten, or the process ends."""
+    recorder.flush_alone()
+    sinks.close()

@@ -99,4 +99,4 @@ class Rates:
         if self.plateau is not None:
             self.plateau.observe(values[self._config.schedule.metric])
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(values["loss"])
+            self.scheduler.step(values[self._config.schedule.metric])

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.errors import TrainError
 from paceline.monitor.events import RankEvents, process_memory
 from paceline.monitor.loggers import Logger
 from paceline.monitor.metrics import MetricsFile
 from paceline.monitor.progress import Display, Standing
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
-from paceline.train.history import History, Record
+from paceline.train.history import History, Record, require_free_names
 
 _SECONDS_BETWEEN_LOOKS = 0.5  # at the process's memory, which costs as much as a record
 
@@ -85,11 +87,16 @@ class Recorder:
 
     def log(self, name: str, value: Any, weight: Any = 1.0) -> None:
         """Keep a value for the next log point, where its weighted mean over steps and ranks is written."""
-        kept = value.detach() if isinstance(value, Tensor) else float(value)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise TrainError(
+                "not-a-number", f"The value of {name!r} has the shape {tuple(value.shape)}, not of a number."
+            )
+        kept = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         self._logged.setdefault(name, []).append((kept, weight))
 
     def log_metrics(self, metrics: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
         for values, weight in metrics:
+            require_free_names(values, "metrics beside the loss")
             for name, value in values.items():
                 self.log(name, value, weight)
 
@@ -178,8 +185,15 @@ class Recorder:
     def note(self, text: str) -> None:
         self._display.note(text)
 
-    def pause_over(self) -> None:
-        """The time since the last log point was not training's."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time in here is not training's."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def begin(self) -> None:
+        """Training's time begins now."""
         self._since, self.waited = time.perf_counter(), 0.0
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from paceline.checkpoint import folder as checkpoints
 from paceline.checkpoint.folder import Snapshot
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
+from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.engine import Engine
 from paceline.train.outcome import Outcome
@@ -29,23 +30,32 @@ class Saver:
         self.outcome = Outcome(config, rates, self.best)
         self.run: Path | None = None
         self._best: Path | None = None
+        self._saved: int | None = None
 
     def step(self, step: int) -> None:
         if self.run is not None:
-            self._save(checkpoints.free_name(self.run / "checkpoints" / f"step-{step:06d}"))
+            self._save(self.run / "checkpoints" / f"step-{step:06d}")
+            self._saved = step
+
+    def last(self, step: int) -> None:
+        """At the end, unless this step was just saved."""
+        if self._saved != step:
+            self.step(step)
 
     def best(self, step: int) -> None:
         """Under a name of its own; the best one before goes once this is whole."""
         if self.run is None:
             return
-        before, self._best = self._best, self.run / "checkpoints" / f"best-step-{step:06d}"
-        self._save(self._best)
+        before, self._best = self._best, self._save(self.run / "checkpoints" / f"best-step-{step:06d}")
         if before is not None and self._engine.world.is_main:
             shutil.rmtree(before)
 
-    def _save(self, folder: Path) -> None:
-        self.write(folder)
-        self._callbacks.call("on_save", Saved(self._engine.position.step, str(folder)))
+    def _save(self, folder: Path) -> Path:
+        """Rank 0 knows which name is free, and tells it: these saves are a matter of all ranks."""
+        free = Path(collectives.broadcast_object(str(checkpoints.free_name(folder))))
+        self.write(free)
+        self._callbacks.call("on_save", Saved(self._engine.position.step, str(free)))
+        return free
 
     def write(self, folder: Path, *, include_optimizer: bool = True, metadata: Mapping[str, Any] | None = None) -> None:
         """Rank 0 writes and waits for nobody."""
@@ -68,6 +78,9 @@ class Saver:
         """Take over what the checkpoint holds; its metadata comes back."""
         snapshot = checkpoints.read(folder)
         _restore(self._engine, self._rates, self.outcome, snapshot, folder)
+        if self._engine.watch is not None:
+            self._engine.watch.reset()
+        self._saved = None
         return dict(snapshot.metadata)
 
 
@@ -83,15 +96,31 @@ def _plain_state(engine: Engine, rates: Rates, outcome: Outcome) -> dict[str, An
 
 def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
     """A scheduler's own attributes; functions (LambdaLR) are the user's and are built again."""
-    return {key: value for key, value in state.items() if _is_plain(value)}
+    return {key: _plain(value) for key, value in state.items() if not callable(value)}
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
+def _plain(value: Any) -> Any:
+    """JSON's keys are strings: a dict with others (MultiStepLR counts milestones in one) goes as pairs."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: _plain(inner) for key, inner in value.items() if not callable(inner)}
+        return {_PAIRS: [[key, _plain(inner)] for key, inner in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value if not callable(inner)]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+_PAIRS = "paceline: pairs"
+
+
+def _unplain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if _PAIRS in value:
+            return Counter({key: _unplain(inner) for key, inner in value[_PAIRS]})
+        return {key: _unplain(inner) for key, inner in value.items()}
+    return [_unplain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _restore(engine: Engine, rates: Rates, outcome: Outcome, snapshot: Snapshot, source: str | Path) -> None:
@@ -106,7 +135,10 @@ def _restore(engine: Engine, rates: Rates, outcome: Outcome, snapshot: Snapshot,
         if rates.plateau is not None and state["plateau"]:
             rates.plateau.load_state_dict(state["plateau"])
         if rates.scheduler is not None and state["scheduler"]:
-            rates.scheduler.load_state_dict(state["scheduler"])
+            rates.scheduler.load_state_dict(_unplain(state["scheduler"]))
+            if snapshot.optimizer is None:  # the rates are the optimizer's, and that one is fresh
+                for group, rate in zip(engine.optimizer.param_groups, rates.scheduler.get_last_lr(), strict=True):
+                    group["lr"] = rate
         outcome.load_state_dict(state["outcome"])
     engine.position.step, engine.position.epoch = snapshot.step, snapshot.epoch
 

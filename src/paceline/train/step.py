@@ -106,15 +106,17 @@ class Stepper:
             factor = self._ranks * micro.samples / micro.step_samples  # DDP divides by the number of ranks
         else:
             self.by_data, self.means = True, False
-            own = micro.samples > 0  # a stand-in only keeps this rank in step with the others
-            factor = self._ranks / (self.nominal or micro.step_samples) if own else 0.0
-            self.noted.append((noted if own else noted * 0.0, weight if own else 0.0))
+            if micro.samples == 0:  # a stand-in only keeps this rank in step with the others
+                weight = 0.0
+            factor = self._ranks / (self.nominal or micro.step_samples) if micro.samples else 0.0
+            noted = _where_it_counts(noted, weight)
+            self.noted.append((noted, weight))
         if self._module.metrics is not None:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
         if self.by_data and micro.last:
             self._send_weight(micro, value.device)
         if self._watch is not None:
-            self._watch.look(noted)
+            self._watch.look_at_loss(noted, micro.step)
         if factor == 1.0 and self._scaler is None:
             value.backward()
         else:
@@ -157,3 +159,12 @@ class Stepper:
             number = total.item()
             return self._nominal / number if number > 0 else 0.0
         return torch.where(total > 0, self._nominal / total, 0.0)
+
+
+def _where_it_counts(loss: Tensor, weight: Tensor | float) -> Tensor:
+    """A mean over nothing is 0/0; at weight zero it is not a loss but nothing."""
+    if isinstance(weight, Tensor):
+        if weight.device.type != "cpu":
+            return torch.where(weight > 0, loss, 0.0)
+        weight = weight.item()
+    return loss if weight > 0 else torch.zeros_like(loss)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -29,14 +30,14 @@ from paceline.monitor.profile import Profiler
 from paceline.monitor.progress import Display, Silent, choose_display
 from paceline.parallel.replicate import share_buffers
 from paceline.runtime import collectives, environment
-from paceline.train import build, evaluate, loop, memory, nonfinite
+from paceline.train import build, evaluate, loop, memory, nonfinite, preflight
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Callbacks, End, Failed, Start
 from paceline.train.engine import Engine, Task, one_optimizer
 from paceline.train.evaluate import Evaluation
 from paceline.train.finder import Finder
-from paceline.train.history import History, Record
-from paceline.train.own_loop import EpochLoader, OwnLoop, StepResult
+from paceline.train.history import History, Record, require_free_names
+from paceline.train.own_loop import EpochLoader, OwnLoop, StepResult, end_own_loop
 from paceline.train.rates import Rates
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.saving import Saver
@@ -65,6 +66,7 @@ class Trainer:
             optimizer = None
         one_optimizer(optimizer)
         config = Config.from_dict(values, origin="Trainer's keywords")
+        require_free_names(metrics or {}, "metrics")
         task = Task(optimizer, loss_fn, criterion, scheduler, metrics or {})
         self._set_up(config, model, task, callbacks, device)
 
@@ -128,10 +130,11 @@ class Trainer:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         data = adopt.look_at(data, self.config.seed)
         val = None if val is None else adopt.look_at(val, self.config.seed)
+        self._saver.outcome.require_evaluations(val is not None)
         loader, batch = self._share_out(data)
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._open_run({**batch.rows(), **self._rates.begin(schedule)}))
-        total = _total_steps(loader.steps_per_epoch, epochs, max_steps)
+        total = derive.total_steps(loader.steps_per_epoch, epochs, max_steps)
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
         silent = self.config.quiet or not self.is_main_process
@@ -144,23 +147,29 @@ class Trainer:
             sinks.close()
         share_buffers(self.model)
         if history.steps and self.config.save_last:
-            self._saver.step(self.step_count)
+            self._saver.last(self.step_count)
         return history
 
     def _run_job(self, job: loop.Job, history: History) -> None:
         self._callbacks.call("on_start", Start(self.step_count, history.run))
         try:
-            with memory.explained(self._engine, self._plan):
+            with memory.explained(self._engine, self._plan), preflight.named_unused(self.model):
                 loop.run(job)
         except BaseException as error:
             self._engine.stepper.reset()
             job.recorder.flush_alone()
-            self._callbacks.call("on_error", Failed(self.step_count, error))
+            self._tell_of(error)
             raise
         finally:
             self._recorder = None
         history.ended = job.agenda.reason
         self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
+
+    def _tell_of(self, error: BaseException) -> None:
+        try:
+            self._callbacks.call("on_error", Failed(self.step_count, error))
+        except Exception as second:  # the first one is what the user has to read
+            self._engine.warn(f"a callback's on_error failed: {type(second).__name__}: {second}")
 
     def evaluate(self, data: Any) -> Evaluation:
         """The mean loss over `data`, each sample counted once, and the metrics. A matter of all ranks."""
@@ -172,7 +181,7 @@ class Trainer:
 
     def predict(self, data: Any) -> Any:
         """The model's outputs for every sample of `data`, in order, on every rank's CPU. A matter of all ranks."""
-        micros = self._engine.ready(self._whole(data).micros(0, 1))
+        micros = self._engine.on_device(self._whole(data).micros(0, 1))
         share_buffers(self.model)
         return evaluate.predict(self._engine.module, micros, self.world.device, self.config.seed)
 
@@ -198,10 +207,11 @@ class Trainer:
     def loader(self, data: Any) -> EpochLoader:
         """This rank's micro-batches of `data`, an epoch at a time, for one's own loop."""
         loader, batch = self._share_out(adopt.look_at(data, self.config.seed))
-        return EpochLoader(self._own_loop(loader), loader, batch.groups)
+        return EpochLoader(self._own_loop(), loader, batch.groups)
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Write a value with the next log point: its mean over the steps since the last one, and over the ranks."""
+        require_free_names([name], "trainer.log")
         (self._recorder or self._own_loop().recorder).log(name, value)
 
     def stop(self) -> None:
@@ -284,7 +294,7 @@ class Trainer:
             end_of_epoch=self._rates.epoch_ended,
             evaluate=None if val is None else lambda step, epoch: self._evaluated(recorder, val, step, epoch),
             save=self._saver.step,
-            on_nonfinite=lambda record: self._nonfinite(loader, record),
+            on_nonfinite=lambda record: self._nonfinite(self._read_again(loader, record["step"] - 1), record),
         )
         nothing_left = max_steps is not None and self.step_count >= max_steps
         on_step = self._callbacks.hooks["on_step"]
@@ -306,7 +316,7 @@ class Trainer:
         assert self._plan is not None
         self._engine.check(first, self._plan.groups, loader.fingerprint)
         recorder.tokens_per_sample = build.tokens_per_sample(first.batch)
-        recorder.pause_over()
+        recorder.begin()
         return chain([first], micros)
 
     def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int) -> str | None:
@@ -318,46 +328,49 @@ class Trainer:
         recorder.evaluation(record)
         return reason
 
-    def _nonfinite(self, loader: Loader, record: Record) -> str | None:
-        """The step was not finite: raise, or end training. (`skip` never comes here: such steps were left out.)"""
+    def _read_again(self, loader: Loader, step: int) -> Iterator[Micro] | None:
+        return self._engine.ready(loader.micros(step, None)) if loader.repeatable else None
+
+    def _nonfinite(self, again: Iterator[Micro] | None, record: Record, *, ends: bool = True) -> str | None:
+        """The step was not finite: raise, or end training, where that is ours. (`skip` has left such steps out.)"""
         engine = self._engine
-        micros = None
-        if loader.repeatable:
-            again = engine.ready(loader.micros(record["step"] - 1, None))
-            micros = build.of_one_step(again)
-        error = nonfinite.report(
-            record, engine.module, micros, engine.draw, engine.watch is not None and engine.watch.read()
-        )
-        if self.config.nonfinite == "raise":
+        micros = None if again is None else build.of_one_step(again)
+        error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch)
+        if self.config.nonfinite == "raise" or not ends:
             raise error
         engine.warn(str(error))
         return f"step {record['step']} was not finite (nonfinite: stop)"
 
-    def _own_loop(self, loader: Loader | None = None) -> OwnLoop:
+    def _own_loop(self) -> OwnLoop:
         if self._own is None:
-            plan = derive.derive_schedule(
-                self.config,
-                self._plan.size if self._plan else self.config.batch or derive.DEFAULT_BATCH,
-                loader.steps_per_epoch if loader else None,
-                self.config.train.epochs,
-                self.config.train.max_steps or self.config.schedule.steps or 0,
-            )
-            rows = {**(self._plan.rows() if self._plan else {}), **self._rates.begin(plan)}
             if isinstance(self.config.run, str):  # a loop of one's own writes only where it was told to
-                self._open_run(rows)
-            else:
-                self._engine.say(show.table(rows))
-            self.model.train()
+                self._saver.run = build.open_run(self.config, self.model, self.world.is_main)
+            if not self.model.training:
+                self.model.train()
             sinks = build.open_sinks(self.config, self._saver.run, self.world)
-            history, display = History(), Silent(self.step_count)
-            recorder = self._new_recorder(history, sinks, display)
-            agenda = Agenda(recorder, self._callbacks, log_every=self.config.log_every)
-            engine, on_step = self._engine, self._callbacks.hooks["on_step"]
-            job = loop.Job(
-                lambda: iter(()), engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step
+            display, engine = Silent(self.step_count), self._engine
+            recorder = self._new_recorder(History(), sinks, display)
+            agenda = Agenda(
+                recorder,
+                self._callbacks,
+                log_every=self.config.log_every,
+                end_of_epoch=self._rates.epoch_ended,
+                on_nonfinite=lambda record: self._nonfinite(own.read_again(record["step"] - 1), record, ends=False),
             )
-            self._own = OwnLoop(engine, job, self.config.accumulate)
+            hooks = self._callbacks.hooks["on_step"]
+            parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks)
+            self._own = own = OwnLoop(engine, loop.Job(lambda: iter(()), *parts), self._begin_own_loop)
+            weakref.finalize(own, end_own_loop, recorder, sinks)
         return self._own
+
+    def _begin_own_loop(self, steps_per_epoch: int | None) -> None:
+        """At its first step, when it is known what it trains on."""
+        config = self.config
+        size = self._plan.size if self._plan else config.batch or derive.DEFAULT_BATCH
+        ends = (config.train.epochs, config.train.max_steps)
+        plan = derive.derive_schedule(config, size, steps_per_epoch, *ends, endless=True)
+        rows = {**(self._plan.rows() if self._plan else {}), **self._rates.begin(plan)}
+        self._open_run(rows) if self._saver.run is not None else self._engine.say(show.table(rows))
 
     def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:
         wish = adopt.Wish(
@@ -381,10 +394,3 @@ class Trainer:
         if run is not None and self.is_main_process:
             build.write_run(run, self.config, rows)
         return str(run) if run else None
-
-
-def _total_steps(per_epoch: int | None, epochs: int | None, max_steps: int | None) -> int | None:
-    totals = [] if epochs is None or per_epoch is None else [epochs * per_epoch]
-    if max_steps is not None:
-        totals.append(max_steps)
-    return min(totals, default=None)

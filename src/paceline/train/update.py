@@ -32,7 +32,7 @@ class Updater:
         average: Average | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        skip_nonfinite: bool = False,
+        nonfinite: str = "raise",
         watch: Watch | None = None,
     ) -> None:
         self.optimizer, self.average = optimizer, average
@@ -42,8 +42,12 @@ class Updater:
         self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
         self._scaler = scaler if scaler.is_enabled() else None
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._skip = skip_nonfinite and self._scaler is None  # the scaler skips by itself
-        self._touches_gradients = clip_norm is not None or clip_value is not None or self._skip
+        self._skip = nonfinite == "skip" and self._scaler is None  # the scaler skips by itself
+        self._judges_norm = nonfinite != "raise" and self._scaler is None
+        self._touches_gradients = clip_norm is not None or clip_value is not None or self._judges_norm
+        # A forward over NaN leaves it in a batch norm's memory, whether or not the step is taken.
+        kept = [buffer for buffer in module.buffers() if buffer.is_floating_point()] if nonfinite != "raise" else []
+        self._buffers = [(buffer, buffer.clone()) for buffer in kept]
         self._on_device = self._parameters[0].device.type != "cpu" and is_fused(optimizer)
         self._watch = watch
         self.lr = 0.0  # of the last step, in the first group
@@ -54,8 +58,6 @@ class Updater:
         norm = None
         if factor is not None or self._touches_gradients:
             norm = self._shape(factor)
-            if norm is not None and self._watch is not None:
-                self._watch.look(norm)
         if self.learning_rate is not None:
             rate = self.learning_rate(step)
             for group in self.optimizer.param_groups:
@@ -73,7 +75,15 @@ class Updater:
                 self.scheduler.step()
         for parameter in self._everything:
             parameter.grad = None
+        if self._buffers:
+            self._mend_buffers()
         return norm
+
+    @torch.no_grad()
+    def _mend_buffers(self) -> None:
+        for buffer, before in self._buffers:
+            buffer.copy_(torch.where(torch.isfinite(buffer), buffer, before))
+            before.copy_(buffer)
 
     def _scaled_step(self, scaler: Scaler) -> None:
         scaler.step(self.optimizer)
@@ -93,8 +103,12 @@ class Updater:
             return None
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        norm = clip(gradients, self._clip_norm, self._clip_value)
-        return total_norm(gradients) if norm is None and self._skip else norm
+        # Clipping by value would hide what is infinite.
+        whole = total_norm(gradients) if self._judges_norm or self._clip_norm is not None else None
+        if whole is not None and self._watch is not None:
+            self._watch.look_at_norm(whole)
+        clipped = clip(gradients, self._clip_norm, self._clip_value, None if self._clip_value is not None else whole)
+        return whole if self._clip_value is not None or clipped is None else clipped
 
     def _skipped(self, norm: Tensor) -> bool:
         """Whether the host has to leave the step out; a fused optimizer on a GPU does so itself."""
