@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 import tiny
@@ -109,6 +109,27 @@ class Dicts(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"inputs": torch.full((3,), float(index)), "targets": torch.tensor(0)}
+
+
+@ranks(3)
+def test_a_rank_without_samples_gets_all_of_a_tuples_tensors() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return inputs * self.scale, inputs.sum(-1)
+
+    outputs = paceline.Trainer(Two(), batch=4, run=False, quiet=True).predict([tiny.blobs(2)[:][0]])
+    assert [tuple(tensor.shape) for tensor in outputs] == [(2, 8), (2,)]
+
+
+def test_inputs_alone_can_be_predicted_before_training_with_a_criterion() -> None:
+    inputs = tiny.blobs(5).tensors[0]
+    assert torch.allclose(
+        tiny.classifier_trainer().predict(TensorDataset(inputs)), tiny.classifier()(inputs), atol=1e-6
+    )
 
 
 @ranks(2)

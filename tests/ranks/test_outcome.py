@@ -137,3 +137,61 @@ def test_early_stop_waits_for_its_patience() -> None:
     settings: dict[str, Any] = {"metrics": {"error": metric}, "early_stop": {"metric": "error", "patience": 3}}
     history = tiny.classifier_trainer(**settings).train(tiny.blobs(), tiny.blobs(), epochs=9)
     assert len(history.evaluations) == 5
+
+
+@pytest.mark.parametrize("kind", ["multistep", "sequential", "lambda", "onecycle"])
+def test_a_torch_scheduler_goes_on_where_its_checkpoint_was(kind: str, tmp_path: Path) -> None:
+    schedulers = torch.optim.lr_scheduler
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        if kind == "multistep":
+            return schedulers.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+        if kind == "lambda":
+            return schedulers.LambdaLR(optimizer, lambda step: 0.9**step)
+        if kind == "onecycle":
+            return schedulers.OneCycleLR(optimizer, 1.0, total_steps=20)
+        parts = [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.MultiStepLR(optimizer, [1, 2], gamma=0.5)]
+        return schedulers.SequentialLR(optimizer, parts, milestones=[2])
+
+    def trainer() -> Any:
+        model = tiny.classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"optimizer": optimizer, "scheduler": make(optimizer), "scheduler_interval": "step"}
+        return tiny.classifier_trainer(model, clip_norm=1e-3, **settings)
+
+    whole = trainer().train(tiny.blobs(), max_steps=8)
+    first = trainer()
+    first.train(tiny.blobs(), max_steps=3)
+    first.save_checkpoint(tmp_path / "c")
+    second = trainer()
+    second.load_checkpoint(tmp_path / "c")
+    resumed = second.train(tiny.blobs(), max_steps=8)
+    assert [r["lr"] for r in resumed.steps] == [r["lr"] for r in whole.steps[3:]]
+
+
+def test_a_torch_plateau_scheduler_looks_at_the_named_metric() -> None:
+    model = tiny.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
+    settings = {"metrics": {"score": ByRank({0: [0.1, 0.2, 0.3]})}, "schedule": {"metric": "score"}}
+    trainer = tiny.classifier_trainer(model, optimizer=optimizer, scheduler=scheduler, clip_norm=1e-3, **settings)
+    trainer.train(tiny.blobs(), tiny.blobs(), epochs=3)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_a_step_is_saved_once_and_every_rank_hears_the_same_name(tmp_path: Path) -> None:
+    @ranks(2)
+    def body() -> None:
+        heard: list[str] = []
+
+        class Saves:
+            def on_save(self, record: Any) -> None:
+                heard.append(record.folder)
+
+        trainer = tiny.classifier_trainer(save_every=3, run=str(tmp_path / "r"), callbacks=[Saves()])
+        trainer.train(tiny.blobs(), epochs=2)
+        assert [Path(folder).name for folder in heard] == ["step-000003", "step-000006"]
+        assert all(Path(folder).is_dir() for folder in heard) or dist.rank() == 1
+
+    body()
+    assert checkpoints(tmp_path / "r") == ["step-000003", "step-000006"]

@@ -136,6 +136,24 @@ def test_a_preflight_leaves_no_trace(world: int) -> None:
     body()
 
 
+def test_buffers_that_a_forward_replaces_are_put_back() -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 2)
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("wide", torch.zeros(1).expand(3))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            outputs: torch.Tensor = self.layer(inputs)
+            return outputs
+
+    trainer = tiny.classifier_trainer(Replacing())
+    trainer.train(tiny.blobs(), epochs=1)
+    assert trainer.model.count == 3
+
+
 def test_the_nominal_weight_is_a_power_of_two_near_the_real_one() -> None:
     assert [preflight.nominal(weight, 1) for weight in (0.0, 1.0, 3.0, 1000.0)] == [1.0, 1.0, 4.0, 1024.0]
     assert preflight.nominal(1000.0, 3) == 2048.0 or preflight.nominal(1000.0, 3) == 4096.0

@@ -34,16 +34,37 @@ from paceline.runtime import collectives, noise
 def synchronise(model: nn.Module) -> list[str]:
     """Make the model's batch norms count the samples of all ranks; the names of those that changed.
 
-    A layer changes its class, not its identity: parameters, hooks, state_dict names and isinstance checks stay. Only
-    torch's own classes are changed, because a subclass may compute something else.
+    A layer changes its class, not its identity: parameters, hooks, state_dict names and isinstance checks stay. A
+    subclass with a forward of its own is left alone, because it may compute something else (`left_alone` names those).
     """
     changed = []
     for name, module in model.named_modules():
         synchronised = _SYNCHRONISED.get(type(module))
+        if synchronised is None and _is_plain_subclass(module):
+            kind = type(module)
+            synchronised = _SYNCHRONISED[kind] = type(f"Sync{kind.__name__}", (_Synchronised, kind), {})
         if synchronised is not None:
             module.__class__ = synchronised
             changed.append(name)
     return changed
+
+
+def left_alone(model: nn.Module) -> list[str]:
+    """Batch norms that still count this rank's samples only."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return [
+        name for name, module in model.named_modules()
+        if isinstance(module, kinds) and not isinstance(module, _Synchronised)
+    ]  # fmt: skip
+
+
+def _is_plain_subclass(module: nn.Module) -> bool:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return isinstance(module, kinds) and type(module).forward is _BatchNorm.forward and not _is_ours(module)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, _Synchronised)
 
 
 class _Synchronised(_BatchNorm):

@@ -208,7 +208,7 @@ def choose_outputs(model: nn.Module, batch: Any) -> ModelCall:
         wanted = [key for key in batch if key not in _TARGETS and (takes_any or key in parameters)]
         if wanted:
             return lambda model, batch: model(**{key: batch[key] for key in wanted})
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return lambda model, batch: model(batch[0])
     return _plain
 

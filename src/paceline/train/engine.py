@@ -19,7 +19,7 @@ from paceline.data.transfer import to_device
 from paceline.errors import TrainError
 from paceline.optim.build import build_optimizer, fill_momentum
 from paceline.optim.ema import Average
-from paceline.parallel.batchnorm import synchronise
+from paceline.parallel.batchnorm import left_alone, synchronise
 from paceline.parallel.devices import DataParallel, gpus
 from paceline.parallel.replicate import replicate, unwrap
 from paceline.precision import policy
@@ -77,6 +77,11 @@ class Engine:
             changed = synchronise(self.model)
             if changed:
                 self.say(f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)")
+            others = left_alone(self.model)
+            if others:
+                self.warn(
+                    f"{', '.join(others[:4])}: a batch norm with a forward of its own counts each rank's samples only"
+                )
         if config.compile:
             self.model.compile()
 

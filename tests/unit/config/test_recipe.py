@@ -154,3 +154,15 @@ def test_every_shipped_recipe_is_valid() -> None:
     for path in recipes:
         Config.from_file(path)
     Config.default()
+
+
+def test_a_bad_value_says_where_it_came_from_and_optional_sections_know_their_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"seed": "x"}, origin="my-recipe.yaml")
+    assert "my-recipe.yaml" in str(caught.value) and "default" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"early_stop": {"metrics": "loss"}})
+    assert "metric" in str(caught.value) and "did you mean" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"profile": 3})
+    assert "profile.steps" in str(caught.value)

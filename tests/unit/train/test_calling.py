@@ -77,3 +77,35 @@ def test_what_is_no_loss_has_a_code(result: Any) -> None:
     with pytest.raises(TrainError) as caught:
         read_loss(result)
     assert caught.value.code == "train.no-loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "first"),
+    [
+        ("GPT2LMHeadModel", {"model_type": "gpt2"}, 1),
+        ("LlamaForCausalLM", {"model_type": "llama"}, 1),
+        ("LlavaForConditionalGeneration", {"model_type": "llava"}, 1),
+        ("BertForMaskedLM", {"model_type": "bert"}, 0),
+        ("BertForTokenClassification", {"model_type": "bert"}, 0),
+        ("T5ForConditionalGeneration", {"model_type": "t5", "is_encoder_decoder": True}, 0),
+        ("MarianMTModel", {"model_type": "marian", "is_encoder_decoder": True}, 0),
+        ("XLMWithLMHeadModel", {"model_type": "xlm"}, 0),
+        ("BertForSequenceClassification", {"model_type": "bert"}, None),
+    ],
+)
+def test_a_hugging_face_models_labels_count_as_it_counts_them(
+    name: str, config: dict[str, Any], first: int | None
+) -> None:
+    """Their loss is a mean over the labels that are not -100, the first of which some models leave out."""
+
+    def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=torch.tensor(2.0))
+
+    model = type(name, (nn.Module,), {"forward": forward})()
+    model.config = SimpleNamespace(**config)
+    labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
+    batch = {"input_ids": labels, "labels": labels}
+    value, weight, _ = read_loss(choose_call(model, batch, None, None).loss(model, batch))
+    counted = None if first is None else int((labels[:, first:] != -100).sum())
+    assert (None if weight is None else int(weight)) == counted
+    assert value == 2.0 * (counted or 1)

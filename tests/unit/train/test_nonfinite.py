@@ -109,3 +109,47 @@ def test_a_step_in_which_all_is_padding_is_no_error() -> None:
 
     history = tiny.classifier_trainer(loss_fn=nothing_counts).train(tiny.blobs(), epochs=1)
     assert len(history.steps) == 3
+
+
+def test_skipping_keeps_a_batch_norms_memory_finite() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    trainer = tiny.classifier_trainer(model, nonfinite="skip")
+    trainer.train(with_a_broken_sample(7), epochs=2)
+    assert torch.isfinite(model[1].running_mean).all() and trainer.evaluate(tiny.blobs()) < 5.0
+
+
+def test_stop_takes_no_step_after_the_bad_one() -> None:
+    """The log point comes later; the weights are those before the bad step."""
+    step = next(number for number, batch in enumerate(trainer_batches(), 1) if 7 in batch)
+    stopped = tiny.classifier_trainer(nonfinite="stop", log_every=100)
+    stopped.train(with_a_broken_sample(7), epochs=3)
+    reference = tiny.classifier_trainer(nonfinite="stop")
+    if step > 1:
+        reference.train(tiny.blobs(), max_steps=step - 1)
+    assert torch.equal(tiny.weights(stopped), tiny.weights(reference))
+
+
+def test_clipping_by_value_does_not_hide_an_infinite_gradient() -> None:
+    def steep(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) * 0.0).sqrt().mean() * 1e30
+
+    history = tiny.classifier_trainer(loss_fn=steep, clip_value=0.1, nonfinite="skip").train(tiny.blobs(), max_steps=2)
+    assert all(record["skipped"] for record in history.steps)
+
+
+def test_training_goes_on_after_the_error_was_caught() -> None:
+    trainer = tiny.classifier_trainer()
+    with pytest.raises(TrainError):
+        trainer.train(with_a_broken_sample(7), epochs=1)
+    before = tiny.weights(trainer)
+    trainer.train(tiny.blobs(), max_steps=trainer.step_count + 3)
+    assert not torch.equal(tiny.weights(trainer), before)
+
+
+def test_a_loss_that_is_not_finite_over_finite_outputs_is_told_apart() -> None:
+    def divides(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0]).mean() / 0.0
+
+    with pytest.raises(TrainError) as caught:
+        tiny.classifier_trainer(loss_fn=divides).train(tiny.blobs(), max_steps=1)
+    assert "the loss made from them is not" in str(caught.value)

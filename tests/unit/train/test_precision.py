@@ -104,3 +104,16 @@ def test_clipping_sees_gradients_without_the_scale() -> None:
 def test_an_unknown_precision_has_a_code() -> None:
     with pytest.raises(paceline.errors.ConfigError):
         tiny.classifier_trainer(precision="fp8")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_skipped_first_step_leaves_no_rubbish_in_fused_momentum(own: bool) -> None:
+    """torch's fused SGD does not write its buffers in a step that is skipped, and reads them in the next."""
+    model = tiny.classifier()
+    optimizer: Any = {"name": "sgd", "lr": 0.01, "momentum": 0.9}
+    if own:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    trainer = tiny.classifier_trainer(model, optimizer=optimizer, precision="fp16", scaler={"initial": 2.0**26})
+    history = trainer.train(tiny.blobs(), max_steps=30)
+    assert history.steps[0]["skipped"] and torch.isfinite(tiny.weights(trainer)).all()
+    assert history.losses[-1] < history.losses[0]
