@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import dist
 from paceline.errors import TrainError
-from paceline.parallel.batchnorm import synchronise
+from paceline.parallel.batchnorm import left_alone, synchronise
 from paceline.runtime import noise
 from paceline.testing import ranks, run_on_ranks
 
@@ -245,7 +245,8 @@ def test_evaluation_and_frozen_layers_are_torchs_own_and_talk_to_nobody() -> Non
 
 def test_layers_change_their_class_and_nothing_else() -> None:
     class Mine(nn.BatchNorm2d):
-        pass
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2.0
 
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(2), Mine(2)), nn.BatchNorm3d(2), nn.ReLU())
     modules, state, seen = list(model.modules()), model.state_dict(keep_vars=True), []
@@ -255,7 +256,7 @@ def test_layers_change_their_class_and_nothing_else() -> None:
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     after = model.state_dict(keep_vars=True)
     assert list(after) == list(state) and all(after[name] is state[name] for name in state)
-    assert isinstance(model[1][0], nn.BatchNorm2d) and type(model[1][1]) is Mine
+    assert isinstance(model[1][0], nn.BatchNorm2d) and type(model[1][1]) is Mine and left_alone(model) == ["1.1"]
     model[0](torch.randn(3, 2))
     assert seen == ["hook"]
     with pytest.raises(ValueError, match="4D"):
