@@ -113,7 +113,9 @@ class Scaler(Section):
 
 
 class Ddp(Section):
-    bucket_mb: PositiveFloat = Field(25.0, description="megabytes of gradients that are reduced together")
+    bucket_mb: PositiveFloat | None = Field(
+        None, description="megabytes of gradients that are reduced together; torch's own: 25, the first one 1"
+    )
     static_graph: bool = Field(False, description="the same parameters are used in the same order in every step")
     gradient_as_bucket_view: bool = Field(True, description="gradients lie in the buckets: one copy less")
     broadcast_buffers: bool = Field(True, description="rank 0's buffers for all before each forward")

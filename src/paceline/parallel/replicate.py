@@ -20,13 +20,15 @@ def replicate(
     if ranks == 1:
         return step
     options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
+    if settings.bucket_mb is not None:
+        # Said aloud, torch makes the first bucket as large as the others, and the reduction begins later.
+        options["bucket_cap_mb"] = settings.bucket_mb
     if not settings.broadcast_buffers:
         # torch 2.13 renamed it, and warns about the old name.
         new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         options["forward_sync_buffers" if new else "broadcast_buffers"] = False
     return DistributedDataParallel(
         step,
-        bucket_cap_mb=settings.bucket_mb,
         static_graph=settings.static_graph,
         gradient_as_bucket_view=settings.gradient_as_bucket_view,
         find_unused_parameters=allow_unused and not settings.static_graph,
