@@ -24,6 +24,7 @@ from paceline.runtime.noise import drawing
 from paceline.runtime.seeds import mix
 from paceline.train.calling import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.train.step import LossModule
+from paceline.train.sums import means_over_ranks
 
 # A coordinate that no training step has, so that evaluation never reuses a step's noise.
 _EVALUATION = -1
@@ -96,14 +97,8 @@ class _Sums:
         self._sums[name] = pair if name not in self._sums else self._sums[name] + pair
 
     def over_all_ranks(self) -> dict[str, float]:
-        """The means. A rank that had no samples knows no names: so these travel as objects."""
-        own = {name: pair.tolist() for name, pair in self._sums.items()}
-        total: dict[str, list[float]] = {}
-        for rank in collectives.all_gather_object(own):
-            for name, (value, weight) in rank.items():
-                before = total.setdefault(name, [0.0, 0.0])
-                before[0], before[1] = before[0] + value, before[1] + weight
-        return {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
+        """The means. A rank that had no samples knows no names."""
+        return means_over_ranks({name: pair.tolist() for name, pair in self._sums.items()})
 
 
 def _add(sums: _Sums, module: LossModule, micro: Micro, metrics: Mapping[str, Any]) -> None:

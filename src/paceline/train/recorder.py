@@ -20,6 +20,7 @@ from paceline.monitor.progress import Display, Standing
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import History, Record, require_free_names
+from paceline.train.sums import means_over_ranks
 
 _SECONDS_BETWEEN_LOOKS = 0.5  # at the process's memory, which costs as much as a record
 
@@ -131,12 +132,7 @@ class Recorder:
             for name, pairs in self._logged.items()
         }
         self._logged = {}
-        sums: dict[str, list[float]] = {}
-        for rank in collectives.all_gather_object(own):
-            for name, (total, weight) in rank.items():
-                before = sums.setdefault(name, [0.0, 0.0])
-                before[0], before[1] = before[0] + total, before[1] + weight
-        return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+        return means_over_ranks(own)
 
     def _write(self, records: list[Record], samples: int, extras: Mapping[str, float]) -> None:
         now = time.perf_counter()
