@@ -9,7 +9,7 @@ from paceline.runtime import collectives
 
 
 def means_over_ranks(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """From this rank's (Σ value × weight, Σ weight) by name. Ranks may know different names: these travel as objects."""
+    """From this rank's (Σ value × weight, Σ weight) by name. Ranks may know different names, so they travel along."""
     total: dict[str, list[float]] = {}
     for rank in collectives.all_gather_object({name: list(pair) for name, pair in own.items()}):
         for name, (value, weight) in rank.items():
