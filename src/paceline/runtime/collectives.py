@@ -103,6 +103,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None, async_op: bo
         return _done(async_op)
     _compare("all_reduce", tensor, op, group)
     handle = torch_dist.all_reduce(tensor, reduce_op, group=group, async_op=async_op)
+    objects.keep(tensor)
     return _finish(handle, async_op, _division(op, tensor, group))
 
 
@@ -121,6 +122,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group = None, async_op: bool 
     if not _several(group, peer=src):
         return _done(async_op)
     _compare("broadcast", tensor, f"src={src}", group)
+    objects.keep(tensor)
     return _finish(torch_dist.broadcast(tensor, src, group=group, async_op=async_op), async_op)
 
 
@@ -132,6 +134,7 @@ def all_gather(tensors: list[Tensor], tensor: Tensor, group: Group = None, async
         tensors[0].copy_(tensor)
         return _done(async_op)
     _compare("all_gather", tensor, "", group)
+    objects.keep(tensor, tensors)
     return _finish(torch_dist.all_gather(tensors, tensor, group=group, async_op=async_op), async_op)
 
 

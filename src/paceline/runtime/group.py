@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +22,9 @@ from paceline.runtime.environment import Place
 
 # The first step compiles, warms allocators and waits for the slowest node's import.
 FIRST_STEP_SECONDS = 1800.0
+
+# gloo's threads may need Python to let go of the last tensors; afterwards this process may have none (objects.keep).
+_LETTING_GO = 0.02
 
 # Whether this process's group was opened here, and whether it went on alone after a failed start. The group is
 # torch's global state, and so are these facts about it.
@@ -176,6 +180,7 @@ def leave() -> None:
     """Close the group if paceline opened it. Safe to call twice, and where none is open."""
     global _ours
     if _ours and torch_dist.is_initialized():
+        time.sleep(_LETTING_GO)
         torch_dist.destroy_process_group()
     _ours = False
     atexit.unregister(leave)

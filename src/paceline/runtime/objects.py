@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from typing import Any
 
 import torch
@@ -11,6 +12,16 @@ import torch.distributed as torch_dist
 from paceline.errors import WorldError
 
 Group = torch_dist.ProcessGroup | None
+
+# gloo's own thread lets go of a tensor a moment after the call has returned. If it is the last to do so it needs Python,
+# and a process that is about to end has none left: it would abort. So the last ones are held here.
+_kept: deque[Any] = deque(maxlen=16)
+
+
+def keep(*tensors: Any) -> None:
+    """Hold on to what was just sent or received."""
+    _kept.extend(tensors)
+
 
 # In place of a length: the source had nothing to send, and the others must not wait for it.
 _FAILED = -1
@@ -42,12 +53,14 @@ def broadcast(value: Any, src: int, group: Group) -> Any:
             problem = error
     size = torch.tensor([_FAILED if problem else len(mine)], device=device)
     torch_dist.broadcast(size, src, group=group)
+    keep(size)
     if problem:
         raise problem
     if size.item() == _FAILED:
         raise WorldError("not-json", f"Rank {src}'s object can't travel between ranks; its own error says why.")
     data = as_tensor(mine, int(size.item()), device)
     torch_dist.broadcast(data, src, group=group)
+    keep(data)
     return decode(bytes(data.cpu().numpy()))
 
 
@@ -59,7 +72,9 @@ def all_gather(value: Any, group: Group) -> list[Any]:
     torch_dist.all_reduce(sizes, group=group)
     longest = int(sizes.max().item())
     gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    torch_dist.all_gather(gathered, as_tensor(mine, longest, device), group=group)
+    sent = as_tensor(mine, longest, device)
+    torch_dist.all_gather(gathered, sent, group=group)
+    keep(sizes, sent, gathered)
     return [decode(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
