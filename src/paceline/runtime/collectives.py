@@ -134,7 +134,7 @@ def all_gather(tensors: list[Tensor], tensor: Tensor, group: Group = None, async
         tensors[0].copy_(tensor)
         return _done(async_op)
     _compare("all_gather", tensor, "", group)
-    objects.keep(tensor, tensors)
+    objects.keep(tensor, *tensors)
     return _finish(torch_dist.all_gather(tensors, tensor, group=group, async_op=async_op), async_op)
 
 

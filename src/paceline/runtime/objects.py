@@ -13,14 +13,16 @@ from paceline.errors import WorldError
 
 Group = torch_dist.ProcessGroup | None
 
-# gloo's own thread lets go of a tensor a moment after the call has returned. If it is the last to do so it needs Python,
-# and a process that is about to end has none left: it would abort. So the last ones are held here.
-_kept: deque[Any] = deque(maxlen=16)
+# gloo's own thread lets go of a tensor a moment after the call has returned. If it is the last to do so it needs
+# Python, and a process that is about to end has none left: it would abort. So the last ones are held here; large ones
+# belong to somebody who holds them.
+_kept: deque[torch.Tensor] = deque(maxlen=32)
+_LARGE = 1 << 16
 
 
-def keep(*tensors: Any) -> None:
+def keep(*tensors: torch.Tensor) -> None:
     """Hold on to what was just sent or received."""
-    _kept.extend(tensors)
+    _kept.extend([tensor for tensor in tensors if tensor.numel() < _LARGE])
 
 
 # In place of a length: the source had nothing to send, and the others must not wait for it.
@@ -74,7 +76,7 @@ def all_gather(value: Any, group: Group) -> list[Any]:
     gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
     sent = as_tensor(mine, longest, device)
     torch_dist.all_gather(gathered, sent, group=group)
-    keep(sizes, sent, gathered)
+    keep(sizes, sent, *gathered)
     return [decode(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
