@@ -22,7 +22,7 @@ _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _NUMBERS = {int, float}
 
 
-# With steps of 0.2 ms and a log point every ten, a write at each would cost a tenth of the time.
+# With steps of 0.4 ms and a log point every ten, writing at each cost 5 % of the time.
 SECONDS_BETWEEN_WRITES = 0.1
 
 
@@ -51,8 +51,8 @@ class MetricsFile:
         self._file.flush()
 
     def _lines(self, names: tuple[str, ...], records: list[Mapping[str, Any]]) -> str:
-        """Most records are a few finite numbers under the same names: those go through one template, all at once, which
-        takes a tenth of json's time."""
+        """Most records are a few finite numbers under the same names: those go through one template, all at once,
+        which is much cheaper than the JSON encoder."""
         numbers = tuple(chain.from_iterable([record.values() for record in records]))
         if not (set(map(type, numbers)) <= _NUMBERS and all(map(math.isfinite, numbers))):
             return "".join([_line(record) for record in records])
