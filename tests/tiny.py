@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer, register_data, register_model
+from paceline import Config, Trainer, register_data, register_model
 from paceline.models.resnet import BasicBlock, ResNet, _small_stem
 
 
@@ -128,6 +129,69 @@ def tiny_hf_gpt2() -> torch.nn.Module:
     return model
 
 
+class Pixels(Dataset[dict[str, torch.Tensor]]):
+    """What a Hugging Face image classifier takes."""
+
+    draws_randomness = False
+
+    def __init__(self, length: int, first: int = 0) -> None:
+        self.images = Images(length, first)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self.images[index]
+        return {"pixel_values": sample["inputs"], "labels": sample["targets"]}
+
+
+@register_data("tiny-pixels")
+def tiny_pixels(length: int = 50) -> tuple[Pixels, Pixels]:
+    return Pixels(length), Pixels(13, first=1000)
+
+
+@register_model("tiny-hf-vit")
+def tiny_hf_vit() -> torch.nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    settings = ViTConfig(
+        image_size=8, patch_size=4, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model: torch.nn.Module = ViTForImageClassification(settings)
+    return model
+
+
+@register_data("tiny-pairs")
+def tiny_pairs() -> tuple[TensorDataset, TensorDataset]:
+    return blobs(50), blobs(13, first=1)
+
+
+def trainer_of(settings: dict[str, Any]) -> Trainer:
+    """For a recipe; or, under the name `sequential`, for layers and a criterion as a user writes them."""
+    if settings["model"]["name"] != "sequential":
+        return Trainer.from_config(Config.from_dict(settings))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        sizes = [8, 16, 16, 16, 16]
+        layers = [part for a, b in pairwise(sizes) for part in (torch.nn.Linear(a, b), torch.nn.Tanh())]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 2))
+    own = {key: value for key, value in settings.items() if key not in ("model", "train")}
+    return Trainer(model, criterion=torch.nn.CrossEntropyLoss(), **own)
+
+
+@register_model("tiny-llama")
+def tiny_llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, pad_token_id=32,
+    )  # fmt: skip
+    model: torch.nn.Module = LlamaForCausalLM(settings)
+    return model
+
+
 def hand_written_loop(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Dataset[Any], batches: list[list[int]]
 ) -> None:
@@ -166,8 +230,23 @@ def recipe(name: str, **changes: Any) -> dict[str, Any]:
             "data": {"name": "tiny-images"},
             "optimizer": {"name": "sgd", "lr": 0.1},
         },
+        "sequential": {
+            "model": {"name": "sequential"},
+            "data": {"name": "tiny-pairs"},
+            "optimizer": {"name": "sgd", "lr": 0.3},
+        },
+        "hf-vit": {
+            "model": {"name": "tiny-hf-vit"},
+            "data": {"name": "tiny-pixels"},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+        },
         "hf-gpt2": {
             "model": {"name": "tiny-hf-gpt2"},
+            "data": {"name": "tiny-labelled"},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+        },
+        "llama": {
+            "model": {"name": "tiny-llama"},
             "data": {"name": "tiny-labelled"},
             "optimizer": {"name": "sgd", "lr": 0.1},
         },

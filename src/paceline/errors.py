@@ -2,6 +2,7 @@
 
     PacelineError
     ├── ConfigError       the recipe, before anything started           config.*
+    ├── LayoutError       how ranks share a model, and what it takes     layout.*
     ├── LaunchError       starting ranks, and ranks that ended          launch.*
     ├── WorldError        ranks that have to agree, and collectives     world.*
     ├── DataError         datasets, loaders, batches                    data.*
@@ -43,6 +44,10 @@ class PacelineError(Exception):
 
 class ConfigError(PacelineError):
     family = "config"
+
+
+class LayoutError(PacelineError):
+    family = "layout"
 
 
 class LaunchError(PacelineError):

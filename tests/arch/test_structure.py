@@ -11,6 +11,7 @@ from pathlib import Path
 
 import paceline
 from paceline import errors
+from paceline.config.layout import REFUSED
 from paceline.doctor import catalog
 
 SOURCE = Path(paceline.__file__).parent
@@ -76,7 +77,7 @@ def used_codes() -> set[str]:
         for family in families_of(node.func) if node.args else []:
             names = [part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)]
             found |= {f"{family}.{name}" for name in names if isinstance(name, str) and name.islower()}
-    return found
+    return found | {f"layout.{refused.code}" for refused in REFUSED}
 
 
 def test_every_error_code_has_a_page_and_every_page_a_code() -> None:

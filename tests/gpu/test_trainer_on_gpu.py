@@ -144,6 +144,9 @@ def test_data_parallel_over_two_devices_is_the_whole_batch(tmp_path: Path) -> No
     """One GPU taken twice: what is shown is the cutting and the adding up. NCCL leaves a socket open in its process."""
     code = """
 import paceline, tiny, torch
+from paceline.parallel.devices import DataParallel
+from paceline.train.calling import choose_call
+from paceline.train.step import LossModule
 device = torch.device("cuda", 0)
 for loss_fn in (None, lambda model, batch: paceline.Loss(model(batch[0]).square().sum(), batch[1].sum())):
     model = tiny.classifier().to(device)

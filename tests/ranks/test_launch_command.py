@@ -343,7 +343,7 @@ def test_fallback_goes_on_and_says_so(tmp_path: Path, key: str) -> None:
         done = paceline("train", change, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert ("going on as one rank" if key == "port" else "going on with gloo") in done.stderr
-    assert f"replicate={1 if key == 'port' else 2}" in done.stdout
+    assert ("layout         one rank" if key == "port" else "replicate=2") in done.stdout
 
 
 def test_fallback_goes_on_alone_when_the_others_never_come(tmp_path: Path) -> None:

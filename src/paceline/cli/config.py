@@ -20,16 +20,22 @@ def show(
     ] = None,
 ) -> None:
     """Print the effective recipe with where each value came from, then what follows from it."""
-    from paceline.config import derive
+    from paceline.config import derive, layout
     from paceline.config import show as text
 
     config, _ = recipe.read(arguments, ranks)
     print(text.effective(config))
     number = config.launch.ranks or recipe.DEFAULT_CPU_RANKS
     print(f"\n# derived, for {number} rank{'s' if number > 1 else ''}:")
-    batch = derive.derive_batch(config, number)
+    plan = layout.derive_layout(config, number)
+    batch = derive.derive_batch(config, plan)
     rows = {**batch.rows(), "learning rate": derive.learning_rate(config, batch.size)}
     print("\n".join("# " + line for line in text.table(rows).splitlines()))
+    applied = layout.order_of(config, plan.degrees)
+    if applied:
+        print("\n# applied to the model, in this order:")
+    for place, part in enumerate(applied, start=1):
+        print(f"#   {place}. {part.name:<10} {part.reason}")
 
 
 @app.command("schema")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 
+from paceline.config.layout import Plan as Layout
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
 
@@ -29,9 +30,7 @@ class Derived:
 class BatchPlan:
     """How one optimizer step is made up, on a given number of ranks."""
 
-    world: int
-    strategy: Derived
-    data_ranks: int
+    layout: Layout
     batch: Derived
     micro_batch: Derived
     accumulate: Derived
@@ -46,11 +45,9 @@ class BatchPlan:
 
     def rows(self) -> dict[str, Derived]:
         return {
-            "world": Derived(self.world, "ranks in the process group"),
-            "strategy": self.strategy,
-            "layout": Derived(
-                f"replicate={self.data_ranks}", "every rank holds the whole model and reads its own data"
-            ),
+            "world": Derived(self.layout.degrees.world, "ranks in the process group"),
+            "strategy": Derived(self.layout.strategy, self.layout.reason),
+            "layout": Derived(str(self.layout.degrees), f"{_count(self.layout.degrees.data_ranks, 'data rank')}"),
             "batch": self.batch,
             "micro_batch": self.micro_batch,
             "accumulate": self.accumulate,
@@ -81,25 +78,9 @@ class SchedulePlan:
         return rows
 
 
-def derive_strategy(config: Config, world: int) -> Derived:
-    if config.strategy in ("single", "dp") and world > 1:
-        raise ConfigError(
-            "single-in-a-world",
-            f"The strategy is `{config.strategy}`, which is of one process, but this one is one of {world} ranks.",
-            why="each rank would train its own model on the same data",
-            fix="set strategy: ddp (or auto), or start one rank",
-        )
-    if config.strategy != "auto":
-        return Derived(config.strategy, FROM_RECIPE)
-    if world == 1:
-        return Derived("single", "one rank: nothing to wrap")
-    return Derived("ddp", f"{world} ranks, each with the whole model")
-
-
-def derive_batch(config: Config, world: int, loader_batch: int | None = None) -> BatchPlan:
+def derive_batch(config: Config, layout: Layout, loader_batch: int | None = None) -> BatchPlan:
     """Any two of batch, micro_batch and accumulate give the third; `loader_batch` is the data's own."""
-    strategy = derive_strategy(config, world)
-    ranks = world
+    ranks = layout.degrees.data_ranks
     batch = _global_batch(config, ranks, loader_batch)
     micro, accumulate = _micro_batch(config), config.accumulate
     size = int(batch.value)
@@ -124,7 +105,7 @@ def derive_batch(config: Config, world: int, loader_batch: int | None = None) ->
             f"accumulate is {derived_groups.value}, but the batch holds {size} samples.",
             fix="lower accumulate or raise batch",
         )
-    return BatchPlan(world, strategy, ranks, batch, derived_micro, derived_groups)
+    return BatchPlan(layout, batch, derived_micro, derived_groups)
 
 
 def _micro_batch(config: Config) -> int | None:

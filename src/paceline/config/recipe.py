@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
 
 from paceline.config import files, problems
 from paceline.config.sections import (
@@ -21,16 +21,22 @@ from paceline.config.sections import (
     Ddp,
     EarlyStop,
     Ema,
+    Fsdp,
     Launch,
+    Layout,
     Model,
     Optimizer,
+    Pipeline,
     Profile,
     Scaler,
     Schedule,
     Section,
+    Split,
+    Tensor,
     Train,
     as_list,
     as_section,
+    known_recompute,
     number_as_text,
 )
 
@@ -44,7 +50,12 @@ class Config(Section):
     schedule: Schedule = Field(Schedule(), description="how the learning rate moves over the steps")
     train: Train = Field(Train(), description="when training ends: what train() takes")
     launch: Launch = Field(Launch(), description="how ranks are started")
-    ddp: Ddp = Field(Ddp(), description="how gradients are averaged")
+    layout: Layout | None = Field(None, description="ranks on each axis, in place of a strategy")
+    ddp: Ddp = Field(Ddp(), description="replicate: how gradients are averaged")
+    fsdp: Fsdp = Field(Fsdp(), description="shard: how weights are cut")
+    tensor: Tensor = Field(Tensor(), description="tensor: how layers are cut")
+    pipeline: Pipeline = Field(Pipeline(), description="pipeline: how stages are made and run")
+    split: Split = Field(Split(), description="split: how layers are placed over devices")
     scaler: Scaler = Field(Scaler(), description="fp16's loss scale")
     ema: Annotated[Ema | None, BeforeValidator(as_section("decay"))] = Field(
         None, description="an average of the weights over the steps: a decay, or a section"
@@ -64,10 +75,20 @@ class Config(Section):
     )
     accumulate: PositiveInt | None = Field(None, description="micro-batches a data rank takes in one step")
 
-    strategy: Literal["auto", "single", "dp", "ddp"] = Field("auto", description="how ranks share the model")
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp", "tp", "pp", "split"] = Field(
+        "auto", description="how ranks share the model: a name for a layout"
+    )
+    blocks: Annotated[list[str], BeforeValidator(as_list)] | None = Field(
+        None, description="names of the modules that are sharded, recomputed and compiled each on its own; else found"
+    )
+    recompute: Annotated[str, AfterValidator(known_recompute)] = Field(
+        "off", description="activations made again in the backward: off, full, selective, every-2, every-3, …"
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field("fp32", description="what the model computes in")
     tf32: bool = Field(False, description="fp32 matrix products in tf32 on GPUs: faster, 10 bits of mantissa")
-    compile: bool = Field(False, description="torch.compile the model")
+    compile: bool | Literal["blocks", "model"] = Field(
+        False, description="torch.compile each block (true), or the model as a whole"
+    )
     deterministic: bool = Field(False, description="the same bits twice; slower on GPUs")
     preflight: bool = Field(True, description="before the first step, a step of weight zero that checks the ranks")
     unused_parameters: Literal["error", "allow"] = Field(
@@ -150,4 +171,4 @@ class Config(Section):
         return self.model_dump()
 
 
-_SECTIONS = {"optimizer", "schedule", "train", "launch", "ddp", "scaler"}
+_SECTIONS = {"optimizer", "schedule", "train", "launch", "ddp", "fsdp", "tensor", "pipeline", "split", "scaler"}

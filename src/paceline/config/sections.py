@@ -6,6 +6,7 @@ checks them when it is built, so that a model of yours needs no change in this f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,12 @@ def as_section(key: str) -> Callable[[Any], Any]:
 def _steps_or_fraction(value: int | float) -> int | float:
     if value >= 1 and value != int(value):
         raise ValueError("a number of steps is whole; a fraction of all steps is below 1")
+    return value
+
+
+def known_recompute(value: str) -> str:
+    if not re.fullmatch(r"off|full|selective|every-[1-9]\d*", value):
+        raise ValueError("it is off, full, selective, or every-2, every-3, …")
     return value
 
 
@@ -119,6 +126,61 @@ class Ddp(Section):
     static_graph: bool = Field(False, description="the same parameters are used in the same order in every step")
     gradient_as_bucket_view: bool = Field(True, description="gradients lie in the buckets: one copy less")
     broadcast_buffers: bool = Field(True, description="rank 0's buffers for all before each forward")
+
+
+Degree = PositiveInt | Literal["auto"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Layout(Section):
+    """Ranks on each axis. `auto` is what the others leave of the world."""
+
+    pipeline: Degree = Field(1, description="stages of layers")
+    replicate: Degree = Field(1, description="copies of the model, which read different data")
+    shard: Degree = Field(
+        1, description="parts that weights and optimizer state are cut into; they read different data"
+    )
+    tensor: Degree = Field(1, description="parts that every layer is cut into; they read the same data")
+
+
+class Fsdp(Section):
+    reshard: bool = Field(True, description="give a block's weights back after its forward, and gather them again")
+    prefetch: PositiveInt = Field(1, description="blocks whose weights are gathered ahead of their turn")
+    offload: bool = Field(False, description="weights, gradients and optimizer state wait in CPU memory (GPU only)")
+    param_dtype: Dtype | None = Field(None, description="what weights travel in; else the precision's")
+    reduce_dtype: Dtype | None = Field(None, description="what gradients are summed in; else fp32")
+    output_dtype: Dtype | None = Field(None, description="what blocks return; else what they compute")
+    buffer_dtype: Dtype | None = Field(None, description="what floating-point buffers are cast to; else as they are")
+
+
+class Tensor(Section):
+    plan: dict[str, Literal["column", "row", "sequence", "vocabulary"]] | None = Field(
+        None, description="how modules are cut, by name (* stands for one part of it); else what the model says"
+    )
+    sequence: bool = Field(True, description="cut activations between layers over the tokens, where the plan allows")
+
+
+Balance = Annotated[list[PositiveInt] | list[str], BeforeValidator(as_list)]
+
+
+class Pipeline(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+        "1f1b", description="in which order micro-batches go through the stages"
+    )
+    microbatches: PositiveInt | None = Field(None, description="parts of a micro-batch; else twice the stages")
+    stages: PositiveInt | None = Field(None, description="stages a rank holds; else 1, or 2 where interleaved")
+    balance: Balance | None = Field(None, description="layers a stage, or the names at which stages begin")
+    cost: Literal["memory", "time"] = Field(
+        "memory", description="what stages are made even by: bytes of weights, or multiplications"
+    )
+
+
+class Split(Section):
+    devices: Annotated[list[str], BeforeValidator(as_list)] | None = Field(
+        None, description="where layers go, in order; else all GPUs"
+    )
+    balance: Balance | None = Field(None, description="layers a device, or the names at which devices begin")
+    microbatches: PositiveInt = Field(1, description="parts of a micro-batch that follow each other")
 
 
 class Best(Section):

@@ -3,47 +3,69 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError
+from paceline.models.cross_entropy import cross_entropy
 from paceline.models.loss import Loss
+from paceline.models.parts import Parts
 from paceline.models.registry import register_model
+
+STD = 0.02  # GPT-2's
+
+
+class Linear(nn.Linear):
+    """Begins with small normals; smaller ones where a layer writes into the residual."""
+
+    def __init__(self, inputs: int, outputs: int, std: float = STD, bias: bool = True) -> None:
+        self.std = std  # torch resets the parameters while it makes the layer
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=STD)
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention. Each head's query, key and value lie together, so that heads can be cut apart."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, std: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.size, self.dropout = width // heads, dropout
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width, std)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        samples, tokens, width = inputs.shape
-        shape = (samples, tokens, 3, self.heads, width // self.heads)
-        query, key, value = self.qkv(inputs).view(shape).permute(2, 0, 3, 1, 4)
+        together = self.qkv(inputs)
+        samples, tokens, _ = together.shape
+        query, key, value = together.view(samples, tokens, -1, 3, self.size).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )
-        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(samples, tokens, width))
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(samples, tokens, -1))
         return projected
 
 
 class Block(nn.Module):
     """Attention and a feed-forward layer, each behind a norm and around a residual."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, std: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads, dropout, std)
         self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up = Linear(width, 4 * width)
+        self.down = Linear(4 * width, width, std)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -60,6 +82,28 @@ class GPT(nn.Module):
     With `ignore_index`, targets of that value count nothing and the loss is a sum with the number of others as its
     weight, which stays exact however padding falls on ranks.
     """
+
+    initialised_by_reset = True
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "tokens": "vocabulary",
+        "positions": "sequence",
+        "blocks.*.norm1": "sequence",
+        "blocks.*.attention.qkv": "column",
+        "blocks.*.attention.out": "row",
+        "blocks.*.norm2": "sequence",
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+        "norm": "sequence",
+        "head": "vocabulary",
+    }
+    parts = Parts(
+        first="embed",
+        blocks="blocks",
+        last="read_out",
+        loss="loss",
+        of_first=("tokens", "positions", "drop"),
+        of_last=("norm", "head"),
+    )
 
     def __init__(
         self,
@@ -78,24 +122,24 @@ class GPT(nn.Module):
                 f"gpt's width {width} is not divisible by its {heads} heads.",
                 fix="choose a width that is a multiple of heads",
             )
-        self.context, self.ignore_index = context, ignore_index
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
+        self.context, self.heads, self.ignore_index = context, heads, ignore_index
+        self.tokens = Embedding(vocabulary, width)
+        self.positions = Embedding(context, width)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        std = STD / math.sqrt(2 * layers)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, std) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self._initialise(layers)
-
-    def _initialise(self, layers: int) -> None:
-        """GPT-2's: small normals, and smaller ones where a layer writes into the residual."""
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                last = name.endswith(("attention.out", "down"))
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * layers) if last else 0.02)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        self.head = Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Any:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.read_out(hidden)
+        return logits if targets is None else self.loss(logits, targets)
+
+    def embed(self, inputs: Tensor) -> Tensor:
         length = inputs.shape[1]
         if length > self.context:
             raise ModelError(
@@ -104,18 +148,18 @@ class GPT(nn.Module):
                 fix="raise model.context, or shorten the samples (data.context)",
             )
         positions = torch.arange(length, device=inputs.device)
-        hidden = self.drop(self.tokens(inputs) + self.positions(positions))
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = functional.linear(self.norm(hidden), self.tokens.weight)
-        return logits if targets is None else self._loss(logits, targets)
+        hidden: Tensor = self.drop(self.tokens(inputs) + self.positions(positions))
+        return hidden
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Any:
-        flat, wanted = logits.flatten(0, 1), targets.flatten()
+    def read_out(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Any:
         if self.ignore_index is None:
-            return {"loss": functional.cross_entropy(flat, wanted)}
-        total = functional.cross_entropy(flat, wanted, ignore_index=self.ignore_index, reduction="sum")
-        return Loss(total, (wanted != self.ignore_index).sum())
+            return {"loss": cross_entropy(logits, targets)}
+        total = cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum")
+        return Loss(total, (targets != self.ignore_index).sum())
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, length: int, temperature: float = 0.8) -> Tensor:

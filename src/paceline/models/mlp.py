@@ -8,12 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.models.parts import Parts
 from paceline.models.registry import register_model
 
 
 @register_model("mlp")
 class MLP(nn.Module):
     """Flattens its input; `hidden` layers of `width` units."""
+
+    parts = Parts(first="flatten", blocks="layers", last="read_out", loss="loss", of_first=(), of_last=())
 
     def __init__(self, inputs: int = 3072, width: int = 128, hidden: int = 2, classes: int = 4) -> None:
         super().__init__()
@@ -24,7 +27,14 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Any:
-        logits = self.layers(inputs.flatten(1))
-        if targets is None:
-            return logits
+        logits = self.read_out(self.layers(self.flatten(inputs)))
+        return logits if targets is None else self.loss(logits, targets)
+
+    def flatten(self, inputs: Tensor) -> Tensor:
+        return inputs.flatten(1)
+
+    def read_out(self, hidden: Tensor) -> Tensor:
+        return hidden  # the last layer's outputs are the logits
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Any:
         return {"loss": functional.cross_entropy(logits, targets)}

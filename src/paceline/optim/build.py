@@ -93,4 +93,5 @@ def _betas(settings: Settings) -> tuple[float, float]:
 
 
 def _can_fuse(named: list[NamedParameter]) -> bool:
-    return all(p.is_floating_point() and p.device.type in {"cpu", "cuda"} for _, p in named)
+    # What is on meta will be filled on one of the others.
+    return all(p.is_floating_point() and p.device.type in {"cpu", "cuda", "meta"} for _, p in named)

@@ -7,6 +7,8 @@ models: all gradients go through few calls, and they are sorted by device and dt
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,16 @@ TINY = 1e-6  # keeps the division finite for a gradient of zero; torch's value
 
 @torch.no_grad()
 def clip(
-    gradients: list[Tensor], norm: float | None, value: float | None, known_norm: Tensor | None = None
+    gradients: list[Tensor],
+    norm: float | None,
+    value: float | None,
+    known_norm: Tensor | None = None,
+    norm_of: Callable[[list[Tensor]], Tensor] | None = None,
 ) -> Tensor | None:
     """Clip in place; returns the norm before it was clipped, where it is known.
 
     `known_norm` is the gradients' norm, for callers that have it already. After clipping by value it no longer holds
-    and is worked out again, if `norm` asks for it.
+    and is worked out again, if `norm` asks for it, by `norm_of` where these are pieces of gradients.
     """
     alike = _alike(gradients)
     if value is not None:
@@ -29,7 +35,10 @@ def clip(
             torch._foreach_clamp_max_(group, value)
     if norm is None:
         return known_norm
-    total = known_norm if known_norm is not None and value is None else _norm(alike)
+    if known_norm is not None and value is None:
+        total = known_norm
+    else:
+        total = _norm(alike) if norm_of is None else norm_of(gradients)
     # norm / (total + TINY), at most 1, spelled in place: the operators cost twice as much.
     factor = (total + TINY).reciprocal_().mul_(norm).clamp_(max=1.0)
     for group in alike:

@@ -1,11 +1,12 @@
 """An average of the weights over the steps, which often evaluates better than the last ones.
 
-    average = Average(model, decay=0.999, warmup=True)
+    average = Average(dict(model.named_parameters()), decay=0.999, warmup=True)
     average.update(step)              # after every optimizer step
     with average.swapped():           # the model computes with the averaged weights
         evaluate(model)
 
-Every floating-point parameter has a copy in float32 (or wider), frozen ones too; buffers are the model's own.
+Every floating-point parameter has a copy in float32 (or wider), frozen ones too; buffers are the model's own. Where
+a model is cut over ranks, the parameters given here are a rank's own pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.errors import CheckpointError
 
@@ -22,8 +23,8 @@ from paceline.errors import CheckpointError
 class Average:
     """The exponential moving average of a model's parameters, which begins at their values at construction."""
 
-    def __init__(self, model: nn.Module, decay: float, warmup: bool) -> None:
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float, warmup: bool) -> None:
+        named = {name: parameter for name, parameter in parameters.items() if parameter.is_floating_point()}
         self._decay, self._warmup = decay, warmup
         self.is_swapped = False
         self._names = list(named)

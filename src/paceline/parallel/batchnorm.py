@@ -31,8 +31,8 @@ from paceline.errors import TrainError
 from paceline.runtime import collectives, noise
 
 
-def synchronise(model: nn.Module) -> list[str]:
-    """Make the model's batch norms count the samples of all ranks; the names of those that changed.
+def synchronise(model: nn.Module, group: collectives.Group = None) -> list[str]:
+    """Make the model's batch norms count the samples of all ranks of the group; the names of those that changed.
 
     A layer changes its class, not its identity: parameters, hooks, state_dict names and isinstance checks stay. A
     subclass with a forward of its own is left alone, because it may compute something else (`left_alone` names those).
@@ -45,6 +45,8 @@ def synchronise(model: nn.Module) -> list[str]:
             synchronised = _SYNCHRONISED[kind] = type(f"Sync{kind.__name__}", (_Synchronised, kind), {})
         if synchronised is not None:
             module.__class__ = synchronised
+            if group is not None:
+                module.process_group = group
             changed.append(name)
     return changed
 
@@ -71,7 +73,7 @@ class _Synchronised(_BatchNorm):
     """Stands before one of torch's batch norms and replaces the part that looks at the batch."""
 
     def forward(self, input: Tensor) -> Tensor:
-        group = getattr(self, "process_group", None)  # a layer that was nn.SyncBatchNorm may have one
+        group = getattr(self, "process_group", None)
         own = noise.own_samples()
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not by_batch or (_size(group) == 1 and own != 0):

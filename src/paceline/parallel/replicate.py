@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.sections import Ddp
-from paceline.runtime import collectives
+from paceline.errors import LayoutError
+from paceline.runtime.mesh import Mesh, broadcast_from_first
 
 
 def replicate(
@@ -19,7 +20,17 @@ def replicate(
     """The step, with its gradients averaged over `ranks`; one rank needs no wrapping."""
     if ranks == 1:
         return step
-    options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
+    kinds = sorted({parameter.device.type for parameter in step.parameters()})
+    if len(kinds) > 1:
+        raise LayoutError(
+            "copies-on-mixed-devices",
+            f"The model's layers lie on {' and '.join(kinds)}, and there are {ranks} ranks.",
+            why="torch's DDP averages gradients of one kind of device",
+            fix="place all layers on GPUs, or train it in one process",
+        )
+    # A model whose layers the user put on several GPUs has no one device.
+    alone = len({parameter.device for parameter in step.parameters()}) == 1
+    options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" and alone else {}
     if settings.bucket_mb is not None:
         # Said aloud, torch makes the first bucket as large as the others, and the reduction begins later.
         options["bucket_cap_mb"] = settings.bucket_mb
@@ -36,11 +47,12 @@ def replicate(
     )
 
 
-def share_buffers(model: nn.Module) -> None:
-    """Rank 0's buffers (a BatchNorm's running statistics) on every rank: DDP does that before a forward, not after the
-    last one, and an evaluation has to be of one model."""
-    for buffer in model.buffers():
-        collectives.broadcast(buffer)
+def share_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """The first rank's buffers (a BatchNorm's running statistics) on every rank that reads other data: DDP does that
+    before a forward, not after the last one, and an evaluation has to be of one model."""
+    if mesh.data_ranks > 1:
+        for buffer in model.buffers():
+            broadcast_from_first(buffer, mesh.data_group)
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:

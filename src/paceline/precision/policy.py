@@ -21,6 +21,11 @@ from torch.overrides import TorchFunctionMode
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def half(precision: str) -> torch.dtype | None:
+    """The half precision that weights are cast to for a matrix product, where there is one."""
+    return _HALF.get(precision)
+
+
 def prepare_model(model: nn.Module, precision: str) -> None:
     if precision == "fp64":
         model.double()
@@ -49,9 +54,9 @@ class _StayDouble(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.float:  # whole numbers too: they meet the others in the next operation
+            return args[0].to(torch.float64)
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
-            if func is Tensor.float:
-                return args[0]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
             if func is Tensor.to:

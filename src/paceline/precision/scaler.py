@@ -6,6 +6,8 @@ infinite. Such a step is skipped and the scale goes down; after a while without 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,15 @@ from paceline.config.sections import Scaler as Settings
 class Scaler(torch.amp.GradScaler):
     """`overflowed` is the last step's flag, on the device: 1.0 where the step was skipped."""
 
-    def __init__(self, device: torch.device, settings: Settings, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        settings: Settings,
+        *,
+        enabled: bool,
+        agree: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        """`agree` makes a flag the highest of all ranks': where each sees only its part of the gradients."""
         super().__init__(
             device.type,
             init_scale=settings.initial,
@@ -26,11 +36,18 @@ class Scaler(torch.amp.GradScaler):
         )
         self._static = settings.static
         self.overflowed: Tensor | None = None
+        self._agree = agree
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        if self._agree is not None and self.is_enabled():
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                self._agree(flag)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         if not self.is_enabled():
             return
-        # All ranks hold the same reduced gradients, so they skip the same steps without asking each other.
+        # Ranks that hold the same reduced gradients skip the same steps without asking each other.
         found = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]

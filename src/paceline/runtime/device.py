@@ -5,6 +5,9 @@ GPUs are counted by `device_count()` only: `is_available()` opens the driver, af
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from paceline.errors import WorldError
@@ -53,6 +56,22 @@ def _existing(device: torch.device, count: int) -> torch.device:
 
 def _gpus(count: int) -> str:
     return ", ".join(gpu_names()) if count else "no GPU"
+
+
+def memory_of(device: torch.device, local_ranks: int) -> int:
+    """Bytes that one of `local_ranks` ranks on a machine can have. Opens the GPU's driver."""
+    if device.type == "cuda":
+        sharing = -(-local_ranks // torch.cuda.device_count())
+        return int(torch.cuda.get_device_properties(device).total_memory) // sharing
+    return _machine_memory() // local_ranks
+
+
+def _machine_memory() -> int:
+    """The machine's, or what its container may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return total if text == "max" else min(total, int(text))
 
 
 def activate(device: torch.device) -> None:

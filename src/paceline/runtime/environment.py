@@ -30,6 +30,10 @@ class Place:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def nodes(self) -> int:
+        return -(-self.world // self.local_world)
+
 
 def read_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that a launcher gave this process, or None where there was no launcher."""

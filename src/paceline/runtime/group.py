@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
+from torch._C._distributed_c10d import HashStore
 
 from paceline.errors import WorldError
 from paceline.runtime import device as devices
@@ -98,6 +99,16 @@ def _open(backend: str, timeout: float) -> None:
     if backend == "nccl":
         # NCCL meets at the first collective, not before: whether it can start is known only then.
         torch_dist.all_reduce(torch.zeros(1, device="cuda"))
+    global _ours
+    _ours = True
+    atexit.register(leave)
+
+
+def open_alone(device: torch.device) -> None:
+    """A group of one rank, for torch's parts that want one; it listens nowhere."""
+    if torch_dist.is_initialized():
+        return
+    torch_dist.init_process_group(default_backend(device), store=HashStore(), rank=0, world_size=1)
     global _ours
     _ours = True
     atexit.register(leave)

@@ -10,6 +10,7 @@ neither ranks nor accumulation change it. Elsewhere it is `torch.randn_like`.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -52,8 +53,35 @@ class drawing:
         self.calls += 1
         return mix(self._seed, here.step, self.calls - 1)
 
+    def from_here(self) -> drawing:
+        """Another one that draws what this one would draw from now on."""
+        same = drawing(self._seed, self.here)
+        same.calls = self.calls
+        return same
+
+    def of_rows(self, start: int, samples: int) -> drawing:
+        """Another one for some of the samples that are in the model."""
+        here = self.here
+        part = None if here is None else _Rows(samples, here.start + start, here.step_samples, here.step)
+        same = drawing(self._seed, part)
+        same.calls = self.calls
+        return same
+
+
+@dataclass
+class _Rows:
+    samples: int
+    start: int
+    step_samples: int
+    step: int
+
 
 _draw: ContextVar[drawing | None] = ContextVar("paceline_noise", default=None)
+
+
+def current() -> drawing | None:
+    """The context that we are in."""
+    return _draw.get()
 
 
 def own_samples() -> int | None:

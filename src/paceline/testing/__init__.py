@@ -9,6 +9,7 @@ def test_sum():
     assert tensor.item() == 2
 """
 
+from paceline.testing.comparison import parity
 from paceline.testing.runner import RankFailure, ranks, run_on_ranks
 
-__all__ = ["RankFailure", "ranks", "run_on_ranks"]
+__all__ = ["RankFailure", "parity", "ranks", "run_on_ranks"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 
 from paceline.config import derive, show
 from paceline.config.derive import Derived
+from paceline.config.fit import Machine
+from paceline.config.layout import derive_layout
 from paceline.config.recipe import Config
 from paceline.config.sections import Named
 from paceline.data.batches import tensors_in
@@ -23,9 +26,12 @@ from paceline.models.registry import find_model, get_model
 from paceline.monitor.events import RankEvents
 from paceline.monitor.loggers import open_loggers
 from paceline.monitor.metrics import MetricsFile
+from paceline.parallel.stages import plan as plan_stages
+from paceline.parallel.tensor import check_plan
 from paceline.runtime import collectives, environment, folder, seeds
-from paceline.runtime.device import choose_device
+from paceline.runtime.device import choose_device, memory_of
 from paceline.runtime.group import World
+from paceline.train import choosing
 from paceline.train.recorder import Sinks
 
 CONFIG = "config.yaml"
@@ -35,7 +41,20 @@ def build_model(config: Config) -> nn.Module:
     """The recipe's model, with the same initial weights on every rank."""
     section = _named(config.model, "model", "gpt")
     seeds.seed_everything(seeds.mix(config.seed, 0) >> 1)
-    return get_model(section.name)(config)
+    # Such a model gets its weights when it is clear which of them this rank holds.
+    by_reset = getattr(find_model(section.name, section.options()), "initialised_by_reset", False)
+    with torch.device("meta") if by_reset else nullcontext():
+        return get_model(section.name)(config)
+
+
+def shape_of_model(config: Config) -> nn.Module:
+    """The recipe's model without its weights. One whose code has to see values is built with them."""
+    build = get_model(_named(config.model, "model", "gpt").name)
+    try:
+        with torch.device("meta"):
+            return build(config)
+    except (RuntimeError, NotImplementedError):
+        return build(config)
 
 
 def build_data(config: Config) -> tuple[Any, Any]:
@@ -49,8 +68,16 @@ def check(config: Config, ranks: int) -> None:
     model, data = _named(config.model, "model", "gpt"), _named(config.data, "data", "stdlib-text")
     find_model(model.name, model.options())
     find_data(data.name, data.options())
-    derive.derive_batch(config, ranks)
-    choose_device(config.device, environment.Place())
+    plan = derive_layout(config, ranks)
+    derive.derive_batch(config, plan)
+    shape = shape_of_model(config)
+    if plan.degrees.tensor > 1:
+        check_plan(shape, config.tensor, plan.degrees.tensor)
+    if plan.degrees.pipeline > 1:
+        plan_stages(shape, config.pipeline, plan.degrees.pipeline)
+    device = choose_device(config.device, environment.Place())
+    if device.type == "cpu":  # asking a GPU would open its driver, and ranks could no longer be forked
+        choosing.settle_on(plan, config, shape, Machine(ranks, nodes=1, memory=memory_of(device, ranks)))
     if config.train.epochs is None and config.train.max_steps is None:
         derive.derive_schedule(config, 1, None, None, None)
 

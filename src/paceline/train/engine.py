@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.config import derive
+from paceline.config.layout import derive_layout
 from paceline.config.recipe import Config
 from paceline.data.loader import Micro
 from paceline.data.transfer import to_device
 from paceline.errors import TrainError
 from paceline.optim.build import build_optimizer, fill_momentum
 from paceline.optim.ema import Average
+from paceline.parallel import compose
 from paceline.parallel.batchnorm import left_alone, synchronise
-from paceline.parallel.devices import DataParallel, gpus
-from paceline.parallel.replicate import replicate, unwrap
+from paceline.parallel.binding import bind, names_of
+from paceline.parallel.meta import is_meta, materialise
+from paceline.parallel.pieces import piece, share_weights
+from paceline.parallel.replicate import unwrap
+from paceline.parallel.split import Everywhere, devices_of, is_spread
+from paceline.parallel.stages import plan as plan_stages
+from paceline.parallel.tensor import check_plan, is_cut_by_tokens
 from paceline.precision import policy
 from paceline.precision.scaler import Scaler
 from paceline.runtime import agreement, collectives, group, seeds
+from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import drawing
-from paceline.train import build, preflight
+from paceline.train import build, choosing, preflight
 from paceline.train.calling import choose_call
+from paceline.train.cut import Cut
 from paceline.train.loop import Position
 from paceline.train.nonfinite import Watch, is_fused, judge
+from paceline.train.pipeline_step import PipelineStepper, StagedLoss
+from paceline.train.staging import Staging
 from paceline.train.step import LossModule, Stepper
 from paceline.train.update import Updater
 
@@ -50,20 +61,36 @@ class Engine:
 
     def __init__(self, config: Config, model: nn.Module, task: Task, device: str | int | torch.device | None) -> None:
         self.config, self.task = config, task
+        if config.strategy == "split":  # batches and losses lie on its first device
+            device = devices_of(config.split)[0]
         self.world = group.join(device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback)
-        derive.derive_strategy(config, self.world.size)
+        plan = derive_layout(config, self.world.size, self.world.place.nodes)
+        if plan.degrees.tensor > 1:
+            check_plan(unwrap(model)[0], config.tensor, plan.degrees.tensor)
+        if plan.degrees.pipeline > 1:
+            plan_stages(unwrap(model)[0], config.pipeline, plan.degrees.pipeline)
         agreement.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         self.model, wrapper = unwrap(model)
+        self.layout = choosing.settle(plan, config, self.model, self.world)
         if wrapper:
             self.say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
         _set_switches(config, self.world.device)
+        self.mesh = Mesh.over(self.layout.degrees, self.world, wanted=config.fsdp.offload)
+        self._given_names = names_of(self.model)
+        if task.optimizer is not None:
+            self._left_out(task.optimizer)
         self._place_model()
+        context = self._context()
+        self.module = LossModule(self.model, context) if self.staging is None else self.staging.module(context)
+        self.wrapped = compose.wrap(self.module, self.mesh, config, policy.half(config.precision))
+        if is_meta(self.model):
+            materialise(self.module, self.model, self._home(), config.seed)
+        if isinstance(self.module, StagedLoss):
+            self.module.pipeline.equalise(self.model.get_parameter)
         self._build_optimizer()
-        self.scaler = Scaler(self.world.device, config.scaler, enabled=config.precision == "fp16")
-        self.average: Average | None = None
         self._build_step()
-        # From here on the ranks draw differently (dropout), the model being the same on all of them.
-        seeds.seed_everything(seeds.mix(config.seed, 1, self.world.place.rank) >> 1)
+        # From here on data ranks draw differently (dropout), the model being the same on all of them.
+        seeds.seed_everything(seeds.mix(config.seed, 1, self._drawing_rank()) >> 1)
         self.position = Position()
         self._checked = False
 
@@ -71,10 +98,24 @@ class Engine:
         config, device = self.config, self.world.device
         for part in (self.model, self.task.criterion):
             if isinstance(part, nn.Module):
-                part.to(device)
                 policy.prepare_model(part, config.precision)
-        if self.world.size > 1 and config.sync_batchnorm:
-            changed = synchronise(self.model)
+        if isinstance(self.task.criterion, nn.Module):
+            self.task.criterion.to(device)
+        if self.layout.degrees.is_replicated and not config.fsdp.offload:
+            if is_meta(self.model):
+                materialise(self.model, self.model, self._home(), config.seed)
+            where = compose.place(self.model, device, config)
+            if where is not None:
+                self.say(where)
+        else:  # block by block, as it is cut
+            share_weights(self.model, device)
+        self.staging: Staging | None = None
+        if self.mesh.degrees.pipeline > 1:
+            self.staging = Staging(self.model, config, self.mesh, self.task.optimizer, self.task.loss_fn)
+            config = self.staging.config
+            self.say(f"pipeline: {len(self.staging.cutting.stages)} stages, layers: {self.staging.cutting}")
+        if self.mesh.data_ranks > 1 and config.sync_batchnorm:
+            changed = synchronise(self.model, self.mesh.data_group)
             if changed:
                 self.say(f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)")
             others = left_alone(self.model)
@@ -82,37 +123,80 @@ class Engine:
                 self.warn(
                     f"{', '.join(others[:4])}: a batch norm with a forward of its own counts each rank's samples only"
                 )
-        if config.compile:
-            self.model.compile()
+        for line in compose.change(self.model, self.mesh, config):
+            self.say(line)
 
-    def _build_optimizer(self) -> None:
-        given = self.task.optimizer
-        self.own_optimizer = given is None
-        self.optimizer = given or build_optimizer(self.model, self.config.optimizer, self.config.optimizer.lr)
-        left_out = build.check_parameters(self.model, self.optimizer)
-        fill_momentum(self.optimizer)
+    def _drawing_rank(self) -> int:
+        """Which ranks draw the same. Those of a tensor axis hold the same values between layers, so dropout has to
+        fall on the same of them. Where they hold different tokens instead, it has to be drawn for each."""
+        mesh = self.mesh
+        differs = mesh.degrees.tensor > 1 and is_cut_by_tokens(self.model, self.config.tensor)
+        rank = mesh.data_rank + (mesh.data_ranks * mesh.place["tensor"] if differs else 0)
+        return rank + mesh.degrees.world * mesh.place["pipeline"]  # a stage's dropout is not that of another
+
+    def _context(self) -> AbstractContextManager[Any] | None:
+        """What the model computes within, for each kind of device that it lies on."""
+        precision = self.config.precision
+        if not is_spread(self.model):
+            return policy.forward_context(precision, self.world.device)
+        kinds = dict.fromkeys(parameter.device.type for parameter in self.model.parameters())
+        return Everywhere([policy.forward_context(precision, torch.device(kind)) for kind in kinds])
+
+    def _home(self) -> torch.device:
+        """Where parameters wait for their turn."""
+        waits = self.config.fsdp.offload or self.config.strategy == "split"
+        return torch.device("cpu") if waits else self.world.device
+
+    def _left_out(self, optimizer: torch.optim.Optimizer) -> None:
+        left_out = build.check_parameters(self.model, optimizer)
         if left_out:
             self.say(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
 
+    def _build_optimizer(self) -> None:
+        """After the layout: what it holds are the parameters that the layout left on this rank."""
+        config, staging = self.config, self.staging
+        given = self.task.optimizer if staging is None else staging.optimizer
+        self.own_optimizer = self.task.optimizer is None
+        self.optimizer = given or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
+        names = names_of(self.model) if given is None else self._given_names
+        self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        self.cut: Cut | None = None
+        if not self.layout.degrees.is_replicated or config.fsdp.offload:
+            held = bind(self.optimizer, names if staging is None else staging.names_here(), self.model)
+            copies = frozenset() if staging is None else frozenset(staging.copies)
+            allow_unused = config.unused_parameters == "allow" or self.world.size == 1
+            self.cut = Cut(self.model, held, self.mesh, copies, allow_unused=allow_unused)
+        fill_momentum(self.optimizer)
+        self.scaler = Scaler(
+            self.world.device,
+            config.scaler,
+            enabled=config.precision == "fp16",
+            agree=None if self.cut is None else partial(collectives.all_reduce, op="max"),
+        )
+
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
-        self.module = LossModule(self.model, policy.forward_context(config.precision, device))
-        self.wrapped = self._wrap()
+        self.average: Average | None = None
         if config.ema is not None:  # after the wrap, which gives every rank the weights of rank 0
-            self.average = Average(self.model, config.ema.decay, config.ema.warmup)
+            pieces = {name: piece(parameter) for name, parameter in self.model.named_parameters()}
+            self.average = Average(pieces, config.ema.decay, config.ema.warmup)
         self.draw = drawing(config.seed)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
         self.watch = Watch(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = judge(config.nonfinite, scaled=self.scaler.is_enabled())
-        self.stepper = Stepper(
-            self.module,
-            self.wrapped,
-            ranks=self.world.size,
-            draw=self.draw,
-            scaler=self.scaler,
+        parts: dict[str, Any] = {
+            "mesh": self.mesh,
+            "draw": self.draw,
+            "scaler": self.scaler,
             # One rank that holds its weights while others go on is an end; `stop` goes by what all ranks see.
-            watch=self.watch if config.nonfinite == "raise" else None,
-        )
+            "watch": self.watch if config.nonfinite == "raise" else None,
+        }
+        if isinstance(self.module, StagedLoss):
+            self.stepper: Stepper = PipelineStepper(
+                self.module, self.wrapped, settings=config.pipeline, say=self.say, **parts
+            )
+        else:
+            self.stepper = Stepper(self.module, self.wrapped, **parts)
         self.updater = Updater(
             self.optimizer,
             self.module,
@@ -122,23 +206,10 @@ class Engine:
             clip_value=config.clip_value,
             nonfinite=config.nonfinite,
             watch=self.watch,
+            cut=self.cut,
         )
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.say(f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused")
-
-    def _wrap(self) -> nn.Module:
-        config, device = self.config, self.world.device
-        if config.strategy == "dp":
-            found = gpus()
-            if len(found) > 1:
-                self.say(f"dp: one process, {len(found)} GPUs; `paceline launch` with strategy: ddp is faster")
-                return DataParallel(self.module, found)
-            self.say(
-                f"dp: {'one GPU' if found else 'no GPU'}, so the model runs on {device} as it is; for several, "
-                "each with its own Python: paceline launch -n 2 with strategy: ddp"
-            )
-        allow_unused = config.unused_parameters == "allow"
-        return replicate(self.module, self.world.size, device, config.ddp, allow_unused=allow_unused)
 
     def on_device(self, micros: Iterator[Micro]) -> Iterator[Micro]:
         return to_device(micros, self.world.device, policy.input_cast(self.config.precision))
@@ -170,9 +241,11 @@ class Engine:
             self.module,
             self.wrapped,
             micro,
+            self.mesh,
             self.draw,
             fingerprint=fingerprint() if several else None,
             allow_unused=self.config.unused_parameters == "allow",
+            fly=self.stepper.fly if isinstance(self.stepper, PipelineStepper) else None,
         )
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
@@ -183,9 +256,15 @@ class Engine:
             f"pre-flight: {self.world.size} rank{'s' if several else ''} ready; the first micro-batch weighs {weight:g}"
         )
 
+    def recompute(self, kind: str) -> None:
+        """Change it on the model as it stands, whatever is around it."""
+        self.config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
+        for line in compose.recompute_from_now(self.model, self.config):
+            self.say(line)
+
     @contextmanager
     def off_the_device(self) -> Iterator[None]:
-        """The GPU's memory for others."""
+        """The GPU's memory for others. (Only where the model is whole: a micro-batch is not looked for elsewhere.)"""
         self.model.to("cpu")
         torch.cuda.empty_cache()
         try:

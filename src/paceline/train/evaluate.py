@@ -19,10 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import Micro
 from paceline.errors import TrainError
+from paceline.parallel.shard import give_back
 from paceline.runtime import collectives
+from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import drawing
 from paceline.runtime.seeds import mix
 from paceline.train.calling import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
+from paceline.train.pipeline_step import StagedLoss
 from paceline.train.step import LossModule
 from paceline.train.sums import means_over_ranks
 
@@ -48,26 +51,33 @@ class Evaluation(float):
 
 
 def evaluate(
-    module: LossModule, micros: Iterable[Micro], device: torch.device, seed: int, metrics: Mapping[str, Any]
+    module: LossModule, micros: Iterable[Micro], mesh: Mesh, seed: int, metrics: Mapping[str, Any]
 ) -> Evaluation:
     """The mean loss, and the metrics, over all samples of all ranks."""
-    sums = _Sums(device)
+    sums = _Sums(mesh.device)
     collected = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
     for metric in collected.values():
-        metric.to(device)
+        metric.to(mesh.device)
         metric.reset()
-    meet = any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules())
+    meet = _meets(module, mesh)
     with _evaluating(module, seed) as draw:
         for micro in micros:
             draw.here, draw.calls = micro, 0
-            if micro.samples:
+            if micro.samples and mesh.speaks:
                 _add(sums, module, micro, metrics)
             elif meet:  # in its forward the ranks wait for each other
-                module(micro.batch)
+                _run(module, micro.batch, want_outputs=bool(metrics))
+    give_back(module)
     values = sums.over_all_ranks()
     for name, metric in collected.items():
         values |= _compute(name, metric)
     return Evaluation({"loss": values.pop("loss", math.nan), **values})
+
+
+def _meets(module: nn.Module, mesh: Mesh) -> bool:
+    """Whether ranks wait for each other in a forward: for weights that are cut, or for a batch norm's statistics."""
+    without_memory = any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules())
+    return without_memory or not mesh.degrees.is_replicated
 
 
 @contextmanager
@@ -102,8 +112,7 @@ class _Sums:
 
 
 def _add(sums: _Sums, module: LossModule, micro: Micro, metrics: Mapping[str, Any]) -> None:
-    with module.context or torch.no_grad():
-        result, outputs = _run(module, micro.batch, want_outputs=bool(metrics))
+    result, outputs = _run(module, micro.batch, want_outputs=bool(metrics))
     value, weight, inner = read_loss(result)
     if weight is None:
         value, weight = value * micro.samples, micro.samples
@@ -124,14 +133,18 @@ def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, An
     """What the loss is read from and, for metrics, the outputs: from one forward where the model returns both."""
     call = module.call
     assert call is not None
-    if want_outputs and call.criterion is not None:
-        outputs = call.outputs(module.model, batch)
-        return call.criterion(outputs, batch[1]), outputs
-    result = call.loss(module.model, batch)
+    criterion = call.criterion
+    if isinstance(module, StagedLoss):  # on ranks without the last stage there is neither
+        outputs = module(batch, call.outputs)
+        return None if outputs is None else module.made_of(outputs, batch, call.loss), outputs
+    if want_outputs and criterion is not None:
+        outputs = module(batch, call.outputs)
+        return criterion(outputs, batch[1]), outputs
+    result = module(batch, call.loss)
     if not want_outputs:
         return result, None
     outputs = outputs_in(result)
-    return result, call.outputs(module.model, batch) if outputs is None else outputs
+    return result, module(batch, call.outputs) if outputs is None else outputs
 
 
 def _targets(batch: Any, name: str) -> Any:
@@ -162,7 +175,7 @@ def _compute(name: str, metric: Any) -> dict[str, float]:
     return {key: float(value) for key, value in parts.items()}
 
 
-def predict(module: LossModule, micros: Iterable[Micro], device: torch.device, seed: int) -> Any:
+def predict(module: LossModule, micros: Iterable[Micro], mesh: Mesh, seed: int) -> Any:
     """The model's outputs for every sample, in the data's order, on the CPU of every rank."""
     own: list[Any] = []
     places: list[int] = []
@@ -170,14 +183,18 @@ def predict(module: LossModule, micros: Iterable[Micro], device: torch.device, s
     seen = 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
-            if micro.samples:
-                draw.here, draw.calls = micro, 0
-                call = call or choose_outputs(module.model, micro.batch)
-                with module.context or torch.no_grad():
-                    own.append(apply(_bare(call(module.model, micro.batch)), Tensor.cpu))
+            if not micro.samples and not _meets(module, mesh):
+                seen += micro.step_samples * micro.last
+                continue
+            draw.here, draw.calls = micro, 0
+            call = call or choose_outputs(module.model, micro.batch)
+            outputs = module(micro.batch, call)
+            if micro.samples and mesh.speaks:
+                own.append(apply(_bare(outputs), Tensor.cpu))
                 places.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.step_samples * micro.last
-    return _in_order(own, places, device)
+    give_back(module)
+    return _in_order(own, places, mesh.device)
 
 
 def _bare(outputs: Any) -> Any:

@@ -25,6 +25,7 @@ from paceline.errors import TrainError
 from paceline.launcher import results
 from paceline.optim.build import build_optimizer
 from paceline.optim.ema import Average
+from paceline.parallel.meta import is_meta, materialise
 from paceline.precision import policy
 from paceline.runtime import collectives, group
 from paceline.runtime import device as devices
@@ -148,6 +149,8 @@ def _train_two_steps(config: Config, model: nn.Module, task: Any, device: torch.
     """What a step of training holds at its height: weights, gradients, optimizer, average, activations."""
     devices.activate(device)
     torch.cuda.set_per_process_memory_fraction(_SHARE_OF_MEMORY, device)
+    if is_meta(model):
+        materialise(model, model, device, config.seed)
     for part in (model, task.criterion):
         if isinstance(part, nn.Module):
             part.to(device)
@@ -156,7 +159,9 @@ def _train_two_steps(config: Config, model: nn.Module, task: Any, device: torch.
     batch = apply(batch, lambda tensor: tensor.to(device))
     module.call = choose_call(model, batch, task.loss_fn, task.criterion)
     optimizer = task.optimizer or build_optimizer(model, config.optimizer, config.optimizer.lr)
-    average = None if config.ema is None else Average(model, config.ema.decay, config.ema.warmup)
+    average = (
+        None if config.ema is None else Average(dict(model.named_parameters()), config.ema.decay, config.ema.warmup)
+    )
     for step in (1, 2):
         module(batch)[0].backward()
         optimizer.step()

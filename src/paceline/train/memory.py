@@ -13,6 +13,7 @@ import torch
 from paceline.config.derive import BatchPlan
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
+from paceline.parallel.pieces import piece
 from paceline.train.engine import Engine
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
@@ -54,7 +55,7 @@ def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> Tra
 
 
 def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return piece(value).numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _free(device: torch.device) -> str:

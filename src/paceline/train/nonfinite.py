@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from paceline.data.batches import tensors_in
 from paceline.data.loader import Micro
 from paceline.errors import TrainError
+from paceline.parallel.pieces import piece
+from paceline.parallel.shard import give_back
 from paceline.runtime import collectives
 from paceline.runtime.noise import drawing
 from paceline.train.history import Record
@@ -140,16 +142,18 @@ def _look(module: Any, micros: list[Micro], draw: drawing) -> dict[str, Any]:
             draw.here, draw.calls = micro, 0
             value, _ = module(micro.batch)
         here = here or (outputs[0] if outputs else None)
-        if not _finite(value):
+        if value is not None and not _finite(value):  # None: of a pipeline, another stage has it
             here = here or "every module's output is finite, but the loss made from them is not"
         with _first_bad_gradient(module.model) as gradients:
             draw.calls = 0
-            module(micro.batch)[0].backward()
+            if value is not None and value.requires_grad:  # a pipeline's forward alone has no backward
+                module(micro.batch)[0].backward()
         draw.here = None
         here = here or (gradients[0] if gradients else None)
         if here and where is None and micro.samples:
             where, samples = here, [_plain(index) for index in micro.indices]
     module.zero_grad(set_to_none=True)
+    give_back(module)
     return {"where": where, "samples": samples}
 
 
@@ -168,7 +172,7 @@ def _in_data(micro: Micro) -> str | None:
 
 def _in_weights(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
-        if not _finite(parameter):
+        if not _finite(piece(parameter)):
             return f"the weight {name} is not finite: an earlier update made it so"
     return None
 

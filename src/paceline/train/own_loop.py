@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.data.batches import samples_in
 from paceline.data.loader import Loader, Micro
 from paceline.errors import TrainError
+from paceline.parallel.shard import forget_gradients
 from paceline.runtime import collectives
 from paceline.train import loop
 from paceline.train.engine import Engine
@@ -81,7 +82,7 @@ class OwnLoop:
     def start_over(self) -> None:
         """A new pass over the data: what was added of an unfinished step is forgotten, as its samples come again."""
         self.engine.stepper.reset()
-        self.engine.module.zero_grad(set_to_none=True)
+        forget_gradients(self.engine.module)
         self._in_group, self._added, self._current = 0, None, None
 
     def training_step(self, batch: Any) -> StepResult:
@@ -91,9 +92,8 @@ class OwnLoop:
         with self.engine.draw:
             self._check(micro)
             loss = self.engine.stepper.add(micro)
-        _, weight = self.engine.stepper.noted[-1]
-        if not self.engine.stepper.means:
-            loss = loss / weight
+        if self.engine.stepper.noted and not self.engine.stepper.means:  # of a pipeline only the last stage notes any
+            loss = loss / self.engine.stepper.noted[-1][1]
         if micro.last:
             self._finish(micro)
         return StepResult(loss, micro.last)
@@ -158,7 +158,7 @@ class OwnLoop:
             self._reducing = True
 
     def _unless_reducing(self) -> Any:
-        no_sync = getattr(self.engine.wrapped, "no_sync", None)
+        no_sync = self.engine.wrapped.no_sync
         return nullcontext() if self._reducing or no_sync is None else no_sync()
 
     def _micro(self, batch: Any) -> Micro:
@@ -173,7 +173,7 @@ class OwnLoop:
         if self._foreign_samples is None:
             # Once, and agreed: backwards are seeded with it on every rank, and all have to step at the same time.
             config = self.engine.config
-            self._foreign_samples = sum(collectives.all_gather_object(micro.samples))
+            self._foreign_samples = sum(collectives.all_gather_object(micro.samples * self.engine.mesh.speaks))
             self._groups = config.accumulate or max(1, round((config.batch or 0) / self._foreign_samples))
         self._in_group += 1
         last = self._in_group >= self._groups
@@ -182,13 +182,13 @@ class OwnLoop:
         return replace(micro, step_samples=self._foreign_samples * self._groups, last=last)
 
     def _on_device(self, batch: Any) -> Micro:
-        samples, world = samples_in(batch), self.engine.world
+        samples, mesh = samples_in(batch), self.engine.mesh
         position = self.engine.position
         micro = Micro(
             batch=batch,
             samples=samples,
-            start=(self._in_group * world.size + world.place.rank) * samples,
-            step_samples=world.size * samples,
+            start=(self._in_group * mesh.data_ranks + mesh.data_rank) * samples,
+            step_samples=mesh.data_ranks * samples,
             group=self._in_group,
             last=True,
             epoch=position.epoch,

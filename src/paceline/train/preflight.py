@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import log2
 from typing import Any
@@ -22,7 +22,9 @@ import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import Micro
 from paceline.errors import DataError, TrainError
+from paceline.parallel.compose import Wrapped
 from paceline.runtime import agreement, collectives
+from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import drawing
 from paceline.runtime.seeds import KeptRandomState
 from paceline.train.step import LossModule
@@ -33,26 +35,39 @@ _ROWS_NEEDED = 4
 
 
 def check(
-    module: LossModule, wrapped: nn.Module, micro: Micro, draw: drawing, *, fingerprint: Any, allow_unused: bool
+    module: LossModule,
+    wrapped: Wrapped,
+    micro: Micro,
+    mesh: Mesh,
+    draw: drawing,
+    *,
+    fingerprint: Any,
+    allow_unused: bool,
+    fly: Callable[[Micro], Any] | None = None,
 ) -> tuple[float, list[str]]:
     """Fly; the weight of a group of micro-batches over all ranks, and the parameters without a gradient."""
     ranks = collectives.world()
     with _restored(module):
         draw.here, draw.calls = micro, 0
-        value, weight = wrapped(micro.batch)
-        (value * 0.0).backward()
+        if fly is not None:  # a pipeline has its own way
+            weight = fly(micro)
+        else:
+            value, weight = wrapped.forward(micro.batch)
+            (value * 0.0).backward()
         draw.here = None
     unused = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
     module.zero_grad(set_to_none=True)
     if unused and ranks > 1 and not allow_unused:
-        raise _unused(module.model, unused)
-    own = 0.0 if micro.samples == 0 else float(micro.samples if weight is None else weight)
+        raise unused_error(module.model, unused)
+    counts = micro.samples > 0 and mesh.speaks
+    own = float(micro.samples if weight is None else weight) if counts else 0.0
     facts = {
         "weight": own,
         "versions": versions(),
-        "weights": _digests(module.model) if ranks > 1 else {},
+        # Where they are cut, they come from rank 0.
+        "weights": _digests(module.model) if ranks > 1 and mesh.degrees.is_replicated else {},
         "data": fingerprint,
-        "rows": [] if micro.exact or not micro.samples else _rows(micro.batch),
+        "rows": _rows(micro.batch) if counts and not micro.exact else [],
     }
     everyone = collectives.all_gather_object(facts)
     agreement.require_same_versions([rank["versions"] for rank in everyone])
@@ -82,10 +97,10 @@ def named_unused(model: nn.Module) -> Iterator[None]:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         unused = [names[int(number)] for number in numbers.group(1).split()] if numbers else names
-        raise _unused(model, unused) from error
+        raise unused_error(model, unused) from error
 
 
-def _unused(model: nn.Module, names: list[str]) -> TrainError:
+def unused_error(model: nn.Module, names: list[str]) -> TrainError:
     owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
     return TrainError(

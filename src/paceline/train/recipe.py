@@ -47,8 +47,8 @@ def _sample(trainer: Trainer, val: Any) -> str | None:
     """Text from a model that can write, on data that is text."""
     generate = getattr(trainer.model, "generate", None)
     decode = getattr(val, "decode", None)
-    if generate is None or decode is None:
-        return None
+    if generate is None or decode is None or not trainer._engine.layout.degrees.is_replicated:
+        return None  # rank 0 is alone here: what is cut over ranks it can't run
     prompt = val.prompt().to(trainer.world.device)
     torch.manual_seed(trainer.config.seed)
     text: str = decode(generate(prompt[None], 240)[0])

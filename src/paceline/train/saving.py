@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.checkpoint import folder as checkpoints
 from paceline.checkpoint.folder import Snapshot
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.runtime import collectives
+from paceline.train import cut_state
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.engine import Engine
 from paceline.train.outcome import Outcome
@@ -58,16 +58,23 @@ class Saver:
         return free
 
     def write(self, folder: Path, *, include_optimizer: bool = True, metadata: Mapping[str, Any] | None = None) -> None:
-        """Rank 0 writes and waits for nobody."""
+        """Rank 0 writes and waits for nobody; where the weights are cut over ranks, all of them bring their pieces."""
         engine = self._engine
+        if engine.cut is None and not engine.world.is_main:
+            return
+        if engine.cut is not None:
+            model, average, optimizer = cut_state.gather(engine, include_optimizer)
+        else:
+            model, average = engine.model.state_dict(), None if engine.average is None else engine.average.state_dict()
+            optimizer = engine.optimizer.state_dict() if include_optimizer else None
         if not engine.world.is_main:
             return
         snapshot = Snapshot(
             step=engine.position.step,
             epoch=engine.position.epoch,
-            model=engine.model.state_dict(),
-            ema=None if engine.average is None else engine.average.state_dict(),
-            optimizer=engine.optimizer.state_dict() if include_optimizer else None,
+            model=model,
+            ema=average,
+            optimizer=optimizer,
             optimizer_kind=type(engine.optimizer).__name__,
             state=_plain_state(engine, self._rates, self.outcome),
             metadata=metadata or {},
@@ -125,8 +132,8 @@ def _unplain(value: Any) -> Any:
 
 def _restore(engine: Engine, rates: Rates, outcome: Outcome, snapshot: Snapshot, source: str | Path) -> None:
     """Weights, optimizer and all that goes with them from a checkpoint."""
-    _restore_weights(engine.model, engine.optimizer, snapshot, source)
-    if engine.average is not None:
+    _restore_weights(engine, snapshot, source)
+    if engine.average is not None and engine.cut is None:
         engine.average.load_state_dict(snapshot.ema or dict(engine.model.named_parameters()))
     state = snapshot.state
     if state:
@@ -143,10 +150,8 @@ def _restore(engine: Engine, rates: Rates, outcome: Outcome, snapshot: Snapshot,
     engine.position.step, engine.position.epoch = snapshot.step, snapshot.epoch
 
 
-def _restore_weights(
-    model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Snapshot, source: str | Path
-) -> None:
-    kind = type(optimizer).__name__
+def _restore_weights(engine: Engine, snapshot: Snapshot, source: str | Path) -> None:
+    kind = type(engine.optimizer).__name__
     if snapshot.optimizer is not None and snapshot.optimizer_kind != kind:
         raise CheckpointError(
             "other-optimizer",
@@ -154,9 +159,12 @@ def _restore_weights(
             fix="build the same optimizer; or save with include_optimizer=False and begin with a fresh one",
         )
     try:
-        model.load_state_dict(dict(snapshot.model))
+        if engine.cut is not None:
+            cut_state.scatter(engine, snapshot)
+            return
+        engine.model.load_state_dict(dict(snapshot.model))
         if snapshot.optimizer is not None:
-            optimizer.load_state_dict(dict(snapshot.optimizer))
+            engine.optimizer.load_state_dict(dict(snapshot.optimizer))
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             "other-model",

@@ -11,7 +11,12 @@ from typing import Any, Literal, TypedDict
 
 class Settings(TypedDict, total=False):
     schedule: dict[str, Any]
+    layout: dict[str, Any] | None
     ddp: dict[str, Any]
+    fsdp: dict[str, Any]
+    tensor: dict[str, Any]
+    pipeline: dict[str, Any]
+    split: dict[str, Any]
     scaler: dict[str, Any]
     ema: float | bool | dict[str, Any] | None
     save_best: str | bool | dict[str, Any] | None
@@ -21,10 +26,12 @@ class Settings(TypedDict, total=False):
     batch_per_rank: int | None
     micro_batch: int | Literal["auto"] | None
     accumulate: int | None
-    strategy: Literal["auto", "single", "dp", "ddp"]
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp", "tp", "pp", "split"]
+    blocks: Sequence[str] | None
+    recompute: str
     precision: Literal["fp32", "bf16", "fp16", "fp64"]
     tf32: bool
-    compile: bool
+    compile: bool | Literal["blocks", "model"]
     deterministic: bool
     preflight: bool
     unused_parameters: Literal["error", "allow"]

@@ -10,8 +10,8 @@ are no larger than those of its mean, and the detour costs no bit of rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from paceline.data.loader import Micro
+from paceline.parallel.compose import Wrapped
 from paceline.precision.scaler import Scaler
+from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import drawing
 from paceline.train.calling import Call, read_loss
 from paceline.train.nonfinite import Watch
@@ -42,7 +44,12 @@ class LossModule(nn.Module):
         self.call: Call | None = None
         self.metrics: Mapping[str, Any] | None = None  # of the last forward, where the model returns any
 
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor | float | None]:
+    def forward(self, batch: Any, instead: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """(Sum or mean, weight or None); or what the function `instead` makes of the model and the batch: whatever
+        runs the model has to come through here, as wrappers prepare it at this door."""
+        if instead is not None:
+            with self.context or nullcontext():
+                return instead(self.model, batch)
         assert self.call is not None
         if self.context is None:
             result = self.call.loss(self.model, batch)
@@ -59,12 +66,11 @@ class Stepper:
     """Takes the micro-batches of a step, and keeps what became of them until `finish`."""
 
     def __init__(
-        self, module: LossModule, wrapped: nn.Module, *, ranks: int, draw: drawing, scaler: Scaler, watch: Watch | None
+        self, module: LossModule, wrapped: Wrapped, *, mesh: Mesh, draw: drawing, scaler: Scaler, watch: Watch | None
     ) -> None:
-        self._module, self._ranks, self._draw = module, ranks, draw
-        # Nobody hooks into the loss module, so one rank need not go through torch's machinery for hooks.
-        self._forward = module.forward if wrapped is module else wrapped
-        self._no_sync = getattr(wrapped, "no_sync", None)
+        self._module, self._draw = module, draw
+        self._ranks, self._world, self._speaks = mesh.data_ranks, mesh.degrees.world, mesh.speaks
+        self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
         self._scaler = scaler if scaler.is_enabled() else None
         self._watch = watch
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -103,7 +109,7 @@ class Stepper:
         if weight is None:
             self.by_data |= not micro.exact
             self.noted.append((noted, micro.samples))
-            factor = self._ranks * micro.samples / micro.step_samples  # DDP divides by the number of ranks
+            factor = self._ranks * micro.samples / micro.step_samples  # the reduction divides by the data ranks
         else:
             self.by_data, self.means = True, False
             if micro.samples == 0:  # a stand-in only keeps this rank in step with the others
@@ -138,7 +144,9 @@ class Stepper:
         else:
             self._total = torch.tensor(weight, dtype=torch.float64, device=device)
         self._nominal = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
-        if self._ranks > 1:
+        if not self._speaks:  # another rank has the same samples, and says so
+            self._total.zero_()
+        if self._world > 1:
             self._pending = torch_dist.all_reduce(self._total, async_op=True)
 
     def settle(self, micro: Micro) -> None:

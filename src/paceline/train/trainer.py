@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from paceline.config import derive, show
 from paceline.config.recipe import Config
 from paceline.data import adopt
-from paceline.data.loader import Cut, Loader, Micro
+from paceline.data.loader import Loader, Micro
 from paceline.errors import TrainError
 from paceline.monitor.profile import Profiler
 from paceline.monitor.progress import Display, Silent, choose_display
+from paceline.parallel.pieces import whole
 from paceline.parallel.replicate import share_buffers
 from paceline.runtime import collectives, environment
 from paceline.train import build, evaluate, loop, memory, nonfinite, preflight
@@ -42,6 +43,7 @@ from paceline.train.rates import Rates
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.saving import Saver
 from paceline.train.settings import Settings
+from paceline.train.sharing import Sharing
 
 
 class Trainer:
@@ -93,19 +95,23 @@ class Trainer:
         callbacks: Sequence[Any],
         device: str | int | torch.device | None,
     ) -> None:
-        self.config = config
         self._callbacks = Callbacks(callbacks)
         # Before the engine touches the GPU.
-        self._finder = Finder(config, model, task, device) if config.micro_batch == "auto" else None
+        finder = Finder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model, self.optimizer, self.scaler = (
             engine.world, engine.model, engine.optimizer, engine.scaler,
         )  # fmt: skip
         self._rates = Rates(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
         self._saver = Saver(config, engine, self._rates, self._callbacks)
-        self._plan: derive.BatchPlan | None = None
+        self._sharing = Sharing(engine, finder)
         self._recorder: Recorder | None = None
         self._own: OwnLoop | None = None
+
+    @property
+    def config(self) -> Config:
+        """As set; with what was found out since, such as the micro-batch that fits."""
+        return self._engine.config
 
     @property
     def is_main_process(self) -> bool:
@@ -131,7 +137,7 @@ class Trainer:
         data = adopt.look_at(data, self.config.seed)
         val = None if val is None else adopt.look_at(val, self.config.seed)
         self._saver.outcome.require_evaluations(val is not None)
-        loader, batch = self._share_out(data)
+        loader, batch = self._sharing.training(data)
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._open_run({**batch.rows(), **self._rates.begin(schedule)}))
         total = derive.total_steps(loader.steps_per_epoch, epochs, max_steps)
@@ -145,7 +151,7 @@ class Trainer:
                 self._run_job(job, history)
         finally:
             sinks.close()
-        share_buffers(self.model)
+        share_buffers(self.model, self._engine.mesh)
         if history.steps and self.config.save_last:
             self._saver.last(self.step_count)
         return history
@@ -153,7 +159,7 @@ class Trainer:
     def _run_job(self, job: loop.Job, history: History) -> None:
         self._callbacks.call("on_start", Start(self.step_count, history.run))
         try:
-            with memory.explained(self._engine, self._plan), preflight.named_unused(self.model):
+            with memory.explained(self._engine, self._sharing.plan), preflight.named_unused(self.model):
                 loop.run(job)
         except BaseException as error:
             self._engine.stepper.reset()
@@ -173,29 +179,29 @@ class Trainer:
 
     def evaluate(self, data: Any) -> Evaluation:
         """The mean loss over `data`, each sample counted once, and the metrics. A matter of all ranks."""
-        loader = self._whole(data)
+        loader = self._sharing.whole(data)
         micros = self._engine.ready(loader.micros(0, 1))
-        share_buffers(self.model)
+        share_buffers(self.model, self._engine.mesh)
         metrics = self._engine.task.metrics
-        return evaluate.evaluate(self._engine.module, micros, self.world.device, self.config.seed, metrics)
+        return evaluate.evaluate(self._engine.module, micros, self._engine.mesh, self.config.seed, metrics)
 
     def predict(self, data: Any) -> Any:
         """The model's outputs for every sample of `data`, in order, on every rank's CPU. A matter of all ranks."""
-        micros = self._engine.on_device(self._whole(data).micros(0, 1))
-        share_buffers(self.model)
-        return evaluate.predict(self._engine.module, micros, self.world.device, self.config.seed)
+        micros = self._engine.on_device(self._sharing.whole(data).micros(0, 1))
+        share_buffers(self.model, self._engine.mesh)
+        return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 
     def training_step(self, batch: Any) -> StepResult:
         """This rank's micro-batch and, when its group is full, the optimizer step: (local loss, whether it stepped)."""
-        with memory.explained(self._engine, self._plan):
+        with memory.explained(self._engine, self._sharing.plan):
             return self._own_loop().training_step(batch)
 
     def forward(self, batch: Any) -> Tensor:
-        with memory.explained(self._engine, self._plan):
+        with memory.explained(self._engine, self._sharing.plan):
             return self._own_loop().forward(batch)
 
     def backward(self, loss: Tensor) -> None:
-        with memory.explained(self._engine, self._plan):
+        with memory.explained(self._engine, self._sharing.plan):
             self._own_loop().backward(loss)
 
     def step(self) -> None:
@@ -206,8 +212,12 @@ class Trainer:
 
     def loader(self, data: Any) -> EpochLoader:
         """This rank's micro-batches of `data`, an epoch at a time, for one's own loop."""
-        loader, batch = self._share_out(adopt.look_at(data, self.config.seed))
+        loader, batch = self._sharing.training(adopt.look_at(data, self.config.seed))
         return EpochLoader(self._own_loop(), loader, batch.groups)
+
+    def enable_gradient_checkpointing(self, kind: str = "full") -> None:
+        """From now on blocks are computed again in the backward, as with `recompute: full` in a recipe."""
+        self._engine.recompute(kind)
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Write a value with the next log point: its mean over the steps since the last one, and over the ranks."""
@@ -226,8 +236,10 @@ class Trainer:
         return self._engine.average.swapped()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's weights, whole."""
-        return self.model.state_dict()
+        """The model's weights, whole, on rank 0; where they are cut over ranks, all ranks have to come and the others
+        get nothing."""
+        state = self.model.state_dict()
+        return state if self._engine.cut is None else whole(state, self._engine.mesh)
 
     def save_checkpoint(
         self, folder: str | Path, include_optimizer: bool = True, metadata: Mapping[str, Any] | None = None
@@ -239,34 +251,6 @@ class Trainer:
         """Take over weights, optimizer and step; the metadata comes back. A matter of all ranks."""
         collectives.barrier()  # rank 0 may still be writing it
         return self._saver.read(Path(folder))
-
-    def _share_out(self, data: Any) -> tuple[Loader, derive.BatchPlan]:
-        """The loader of training data, and how its batches are made up."""
-        adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data)))
-        batch = derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
-        if self._finder is not None:
-            batch = self._find_micro_batch(self._finder, data, batch)
-        self._plan = batch
-        return self._loader(data, batch.size, batch.groups), batch
-
-    def _find_micro_batch(self, finder: Finder, data: Any, batch: derive.BatchPlan) -> derive.BatchPlan:
-        """Try sizes up to this rank's part of the batch, with the model out of the way."""
-        one_by_one = self._loader(data, batch.size, batch.size)
-        sample = next(one_by_one.micros(0, 1)).batch
-        with self._engine.off_the_device():
-            found = finder.find(sample, int(batch.micro_batch.value))
-        self._finder = None
-        self.config = self._engine.config = self.config.model_copy(update={"micro_batch": found})
-        self._engine.say(f"micro_batch: {found} samples fit (auto)")
-        return derive.derive_batch(self.config, self.world.size, adopt.batch_of(data, self.world.size))
-
-    def _whole(self, data: Any) -> Loader:
-        """All of `data` once, in micro-batches no larger than training's."""
-        data = adopt.look_at(data, self.config.seed)
-        ranks = self.world.size
-        batch = adopt.batch_of(data, ranks) or derive.derive_batch(self.config, ranks).size
-        groups = -(-batch // (int(self._plan.micro_batch.value) * ranks)) if self._plan else 1
-        return self._loader(data, batch, groups, evaluating=True)
 
     def _job(
         self,
@@ -313,8 +297,8 @@ class Trainer:
         first = next(micros, None)
         if first is None:
             return micros
-        assert self._plan is not None
-        self._engine.check(first, self._plan.groups, loader.fingerprint)
+        assert self._sharing.plan is not None
+        self._engine.check(first, self._sharing.plan.groups, loader.fingerprint)
         recorder.tokens_per_sample = build.tokens_per_sample(first.batch)
         recorder.begin()
         return chain([first], micros)
@@ -366,23 +350,11 @@ class Trainer:
     def _begin_own_loop(self, steps_per_epoch: int | None) -> None:
         """At its first step, when it is known what it trains on."""
         config = self.config
-        size = self._plan.size if self._plan else config.batch or derive.DEFAULT_BATCH
+        size = self._sharing.plan.size if self._sharing.plan else config.batch or derive.DEFAULT_BATCH
         ends = (config.train.epochs, config.train.max_steps)
         plan = derive.derive_schedule(config, size, steps_per_epoch, *ends, endless=True)
-        rows = {**(self._plan.rows() if self._plan else {}), **self._rates.begin(plan)}
+        rows = {**(self._sharing.plan.rows() if self._sharing.plan else {}), **self._rates.begin(plan)}
         self._open_run(rows) if self._saver.run is not None else self._engine.say(show.table(rows))
-
-    def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:
-        wish = adopt.Wish(
-            batch=batch,
-            part=Cut(self.world.place.rank, self.world.size, groups),
-            seed=self.config.seed,
-            shuffle=self.config.shuffle and not evaluating,
-            workers=self.config.workers,
-            pin_memory=self.world.device.type == "cuda",
-            training=not evaluating,
-        )
-        return adopt.adopt(data, wish, (lambda text: None) if evaluating else self._engine.say)
 
     def _open_run(self, rows: dict[str, derive.Derived]) -> str | None:
         self._engine.say(show.table(rows))

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Average
+from paceline.parallel.binding import refuse_mixed
+from paceline.parallel.pieces import piece
 from paceline.precision.scaler import Scaler
+from paceline.train.cut import Cut
 from paceline.train.nonfinite import Watch, is_fused
 
 
@@ -34,8 +37,9 @@ class Updater:
         clip_value: float | None = None,
         nonfinite: str = "raise",
         watch: Watch | None = None,
+        cut: Cut | None = None,
     ) -> None:
-        self.optimizer, self.average = optimizer, average
+        self.optimizer, self.average, self._cut = optimizer, average, cut
         self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None leaves the rate alone
         self.scheduler: Any = None  # of the user's, where it steps with the optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -56,7 +60,9 @@ class Updater:
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out."""
         norm = None
-        if factor is not None or self._touches_gradients:
+        if self._cut is not None:
+            self._cut.hand_over_gradients()
+        if factor is not None or self._touches_gradients or (self._cut is not None and self._scaler is not None):
             norm = self._shape(factor)
         if self.learning_rate is not None:
             rate = self.learning_rate(step)
@@ -65,10 +71,7 @@ class Updater:
         self.lr = self.optimizer.param_groups[0]["lr"]
         held = self._watch is not None and self._watch.tripped
         if not held and not (self._skip and norm is not None and self._skipped(norm)):
-            if self._scaler is None:
-                self.optimizer.step()
-            else:
-                self._scaled_step(self._scaler)
+            self._take_step()
             if self.average is not None:
                 self.average.update(step + 1)
             if self.scheduler is not None:
@@ -85,29 +88,39 @@ class Updater:
             buffer.copy_(torch.where(torch.isfinite(buffer), buffer, before))
             before.copy_(buffer)
 
-    def _scaled_step(self, scaler: Scaler) -> None:
-        scaler.step(self.optimizer)
-        scaler.update()
-        self.skipped = scaler.overflowed
+    def _take_step(self) -> None:
+        try:
+            if self._scaler is None:
+                self.optimizer.step()
+                return
+            self._scaler.step(self.optimizer)
+        except RuntimeError as error:
+            refuse_mixed(error, self.optimizer)
+            raise
+        self._scaler.update()
+        self.skipped = self._scaler.overflowed
 
     def _shape(self, factor: Tensor | float | None) -> Tensor | None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        held = [p for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in held] if self._cut is None else [piece(p.grad) for p in held]
+        norm_of = total_norm if self._cut is None else self._cut.norm_of(held)
         if isinstance(factor, float):
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
         elif factor is not None:
-            for dtype in {gradient.dtype for gradient in gradients}:
-                same = [gradient for gradient in gradients if gradient.dtype == dtype]
-                torch._foreach_mul_(same, factor.to(dtype))
-        if not self._touches_gradients:
+            for device, dtype in {(gradient.device, gradient.dtype) for gradient in gradients}:
+                same = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == (device, dtype)]
+                torch._foreach_mul_(same, factor.to(device, dtype))
+        if not self._touches_gradients and (self._scaler is None or self._cut is None):
             return None
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         # Clipping by value would hide what is infinite.
-        whole = total_norm(gradients) if self._judges_norm or self._clip_norm is not None else None
+        whole = norm_of(gradients) if self._judges_norm or self._clip_norm is not None else None
         if whole is not None and self._watch is not None:
             self._watch.look_at_norm(whole)
-        clipped = clip(gradients, self._clip_norm, self._clip_value, None if self._clip_value is not None else whole)
+        known = None if self._clip_value is not None else whole
+        clipped = clip(gradients, self._clip_norm, self._clip_value, known, norm_of)
         return whole if self._clip_value is not None or clipped is None else clipped
 
     def _skipped(self, norm: Tensor) -> bool:

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 
 from paceline.config.derive import SchedulePlan, derive_batch, derive_schedule
+from paceline.config.layout import derive_layout
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
 
 
 def plan(ranks: int, loader_batch: int | None = None, **values: int) -> tuple[int, int, int]:
-    derived = derive_batch(Config.from_dict(values), ranks, loader_batch)
+    config = Config.from_dict(values)
+    derived = derive_batch(config, derive_layout(config, ranks), loader_batch)
     return derived.size, int(derived.micro_batch.value), derived.groups
 
 
@@ -56,13 +58,14 @@ def test_values_that_disagree_have_a_code(ranks: int, values: dict[str, int], lo
 
 
 def test_a_batch_that_depends_on_the_ranks_says_so() -> None:
-    derived = derive_batch(Config.from_dict({"batch_per_rank": 8}), 3)
+    config = Config.from_dict({"batch_per_rank": 8})
+    derived = derive_batch(config, derive_layout(config, 3))
     assert "depends on the number of ranks" in derived.batch.reason
 
 
 def test_every_derived_value_has_a_reason() -> None:
     config = Config.from_dict({"batch": 64, "schedule": {"name": "cosine", "warmup": 0.1}})
-    rows = {**derive_batch(config, 2).rows(), **derive_schedule(config, 64, 10, 3, None).rows()}
+    rows = {**derive_batch(config, derive_layout(config, 2)).rows(), **derive_schedule(config, 64, 10, 3, None).rows()}
     assert set(rows) == {
         "world", "strategy", "layout", "batch", "micro_batch", "accumulate", "learning rate", "horizon", "warm-up",
     }  # fmt: skip
@@ -167,5 +170,5 @@ def test_only_rows_that_bear_on_the_run_are_shown() -> None:
 
 def test_single_in_a_world_of_two_has_a_code() -> None:
     with pytest.raises(ConfigError) as caught:
-        derive_batch(Config.from_dict({"strategy": "single"}), 2)
+        derive_layout(Config.from_dict({"strategy": "single"}), 2)
     assert caught.value.code == "config.single-in-a-world"

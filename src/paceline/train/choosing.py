@@ -1,0 +1,45 @@
+"""The layout of a run, once its model is there: `auto` is settled, and what can't be held is refused."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.config import fit
+from paceline.config.fit import Machine
+from paceline.config.layout import Plan, require_allowed
+from paceline.config.recipe import Config
+from paceline.errors import LayoutError
+from paceline.models.size import size_of
+from paceline.parallel.tensor import check_plan
+from paceline.runtime import collectives
+from paceline.runtime.device import memory_of
+from paceline.runtime.group import World
+
+
+def settle(plan: Plan, config: Config, model: nn.Module, world: World) -> Plan:
+    """A matter of all ranks: machines may differ, and the smallest one counts."""
+    memory = min(collectives.all_gather_object(memory_of(world.device, world.place.local_world)))
+    return settle_on(plan, config, model, Machine(world.size, world.place.nodes, memory))
+
+
+def settle_on(plan: Plan, config: Config, model: nn.Module, machine: Machine) -> Plan:
+    size = size_of(model, config.blocks, _tensor_degrees(config, model, machine.ranks))
+    if config.strategy == "auto" and config.layout is None:
+        plan = fit.choose(config, size, machine)
+        require_allowed(config, plan)
+    if config.strategy not in ("split", "dp"):
+        fit.require_room(config, size, plan, machine)
+    return plan
+
+
+def _tensor_degrees(config: Config, model: nn.Module, ranks: int) -> list[int]:
+    """Those that the model's plan allows."""
+    allowed = []
+    for degree in range(2, ranks + 1):
+        try:
+            if ranks % degree == 0:
+                check_plan(model, config.tensor, degree)
+                allowed.append(degree)
+        except LayoutError:
+            continue
+    return allowed

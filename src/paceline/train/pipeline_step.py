@@ -1,0 +1,186 @@
+"""A step of a model that is cut into stages: the same sums and weights as on one rank, noted by the last stage.
+
+A data rank's samples go through the pipeline in micro-batches of one length. The last stage looks at the real rows of
+each, so padding weighs nothing, whatever kind of loss it is. Other stages note nothing: in sums over all ranks each
+sample counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.config.sections import Pipeline as Settings
+from paceline.config.stages import choose_microbatches
+from paceline.data.batches import rows_of
+from paceline.data.loader import Micro
+from paceline.errors import LayoutError
+from paceline.models.parts import Parts
+from paceline.parallel.pipeline import Pipeline
+from paceline.runtime import collectives
+from paceline.train.calling import ModelCall, choose_outputs, read_loss
+from paceline.train.step import LossModule, Stepper
+
+
+class StagedLoss(LossModule):
+    """The step's module where no rank holds the whole model: calling it sends a batch through all stages, without
+    gradients. What a function would make of the model and the batch, it makes of the outputs; on other ranks than the
+    last stage's there are none, and None comes back."""
+
+    def __init__(
+        self, model: nn.Module, context: AbstractContextManager[Any] | None, pipeline: Pipeline, parts: Parts | None
+    ) -> None:
+        super().__init__(model, context)
+        self.pipeline, self._parts = pipeline, parts
+        self.stages = nn.ModuleList(pipeline.stages)
+        self._pick: ModelCall | None = None
+
+    def forward(self, batch: Any, instead: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        with torch.no_grad():
+            outputs = self.pipeline.forward(self.inputs_of(batch))
+        if instead is not None:
+            return None if outputs is None else self.made_of(outputs, batch, instead)
+        if outputs is None:
+            return None, None
+        assert self.call is not None
+        value, weight, self.metrics = read_loss(self.made_of(outputs, batch, self.call.loss))
+        return value, weight
+
+    def inputs_of(self, batch: Any) -> Tensor:
+        """What goes into the first stage: what the model would be called with, without the targets."""
+        if self._pick is None:
+            self._pick = choose_outputs(self.model, batch)
+        inputs = self._pick(_only_argument, batch)
+        if not isinstance(inputs, Tensor):
+            raise LayoutError(
+                "pipeline-inputs",
+                f"The model takes a {type(inputs).__name__} of inputs, but a pipeline takes one tensor.",
+                why="micro-batches are cut from it by rows",
+                fix="give batches of (input, target), or a dict with one input; or use strategy: fsdp",
+            )
+        return inputs
+
+    def made_of(self, outputs: Any, batch: Any, call: ModelCall) -> Any:
+        """What `call` makes of a model that gives these outputs for this batch."""
+
+        def model(*arguments: Any, **named: Any) -> Any:
+            targets = arguments[1] if len(arguments) > 1 else named.get(self._parts.targets) if self._parts else None
+            if self._parts is None or targets is None:
+                return outputs
+            return getattr(self.model, self._parts.loss)(outputs, targets)
+
+        with self.context or nullcontext():
+            return call(model, batch)
+
+
+def _only_argument(*arguments: Any, **named: Any) -> Any:
+    values = [*arguments, *named.values()]
+    return values[0] if len(values) == 1 else values
+
+
+class PipelineStepper(Stepper):
+    """A Stepper whose micro-batches are cut once more, and go through the stages by a schedule."""
+
+    def __init__(self, module: StagedLoss, *others: Any, settings: Settings, say: Any, **named: Any) -> None:
+        super().__init__(module, *others, **named)
+        self._staged, self._pipeline, self._settings, self._say = module, module.pipeline, settings, say
+        self._device = next(module.parameters()).device
+        if self._scaler is not None:  # it begins with the first loss, which most stages never see
+            self._scaler.scale(torch.zeros((), device=self._device))
+        self._counts_samples: bool | None = None  # whether the loss is a mean; the last stage sees it
+        self._seen: list[tuple[Tensor, Tensor | float]] = []
+
+    def add(self, micro: Micro) -> Tensor:
+        """Forward and backward of one data rank's micro-batch. Its loss comes back, from the last stage."""
+        held = nullcontext() if micro.last or self._no_sync is None else self._no_sync()
+        with held:
+            self._run(micro)
+        self.means = bool(self._counts_samples)
+        self.by_data |= not micro.exact or not self.means
+        noted = self._note(micro)
+        if micro.last:
+            if self.by_data:
+                self._send_weight(micro, self._device)
+            self._pipeline.add_up(self._gradient_of)
+        return noted
+
+    def fly(self, micro: Micro) -> Tensor | float | None:
+        """A pass of weight zero; how much the micro-batch weighs, None: its samples."""
+        self._run(micro, counts=False)
+        weight = None if self._counts_samples or not self._seen else sum(weight for _, weight in self._seen)
+        self._seen = []
+        return weight
+
+    def _run(self, micro: Micro, counts: bool = True) -> None:
+        inputs = self._staged.inputs_of(micro.batch)
+        if self._counts_samples is None:
+            self._settle_on(len(inputs))
+        self._seen, self._draw.here, self._draw.calls = [], micro, 0
+        self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
+        self._draw.here = None
+        if self._counts_samples is None:
+            self._counts_samples = bool(self._pipeline.from_last([float(self._last_is_mean)])[0])
+
+    def _settle_on(self, samples: int) -> None:
+        """How many parts there are is the same for all ranks, whatever each of them has in the first batch."""
+        self._last_is_mean = True
+        most = max(collectives.all_gather_object(samples))
+        count, said = choose_microbatches(self._settings, self._pipeline.ranks, most)
+        self._pipeline.microbatches = count
+        self._say(f"pipeline: {said}")
+
+    def _loss(self, micro: Micro, rows: int, counts: bool, outputs: Tensor, number: int) -> Tensor:
+        """What the backward of one part starts from: its loss, times its share of the step."""
+        length = len(outputs)
+        start, stop = number * length, min(rows, (number + 1) * length)
+        if stop <= start:
+            nothing = outputs.sum() * 0.0
+            return nothing.full_tensor() if isinstance(nothing, DTensor) else nothing
+        assert self._module.call is not None
+        part = rows_of(micro.batch, start, stop)
+        value, weight, metrics = read_loss(self._staged.made_of(outputs[: stop - start], part, self._module.call.loss))
+        self._last_is_mean = weight is None
+        if weight is None:
+            factor = self._ranks * (stop - start) / micro.step_samples
+        else:
+            factor = self._ranks / (self.nominal or micro.step_samples)
+        weighs: Tensor | float = stop - start if weight is None else weight
+        self._seen.append((value.detach(), weighs))
+        if metrics is not None and counts:
+            self.metrics.append((metrics, weighs if micro.samples else 0.0))
+        return value * self._seed(factor if counts and micro.samples else 0.0, value)
+
+    def _note(self, micro: Micro) -> Tensor:
+        """The parts of a micro-batch as one: a mean with its samples, or a sum with its weight."""
+        if not self._seen:
+            return torch.full((), torch.nan, device=self._device)
+        weight: Any = sum(weight for _, weight in self._seen)
+        if self.means:
+            noted = sum(value * share for value, share in self._seen) / weight
+            weight = micro.samples
+        else:
+            noted = sum(torch.where(torch.as_tensor(share) > 0, value, 0.0) for value, share in self._seen)
+            weight = weight if micro.samples else 0.0
+        assert isinstance(noted, Tensor)
+        self._seen = []
+        self.noted.append((noted, weight))
+        if self._watch is not None:
+            self._watch.look_at_loss(noted, micro.step)
+        return noted
+
+    def _gradient_of(self, name: str) -> Tensor | None:
+        return self._module.model.get_parameter(name).grad
+
+    def forward(self, micro: Micro) -> Any:
+        raise LayoutError(
+            "pipeline-forward",
+            "trainer.forward(batch) was called, but the model is cut into stages.",
+            why="forward and backward of its micro-batches take turns, in an order that is the schedule's",
+            fix="use trainer.training_step(batch), or another layout",
+        )

@@ -1,0 +1,34 @@
+"""A core of the table of models and layouts; `make parity` runs all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+import layouts
+from layouts import ADAMW, BF16, FP32, FP64, RECOMPUTE, Cell
+
+CORE = [
+    *(Cell("padded-gpt", layout, FP64) for layout in (*layouts.TENSOR, *layouts.PIPELINE, "hsdp:4", "split:1")),
+    *(Cell("gpt", layout, BF16) for layout in ("fsdp:2", "tp:2", "pp:2")),
+    *(Cell("gpt", layout, RECOMPUTE) for layout in ("shard=2 tensor=2", "pp:2")),
+    *(Cell("gpt", layout, ADAMW) for layout in ("fsdp:3", "pipeline=2 shard=2")),
+    *(Cell(model, "fsdp:3", FP64) for model in ("sequential", "resnet", "vae", "hf-gpt2", "hf-vit")),
+    *(Cell(model, "pp:2", FP64) for model in ("mlp", "sequential")),
+    Cell("gpt", "tp:2", FP32),
+    Cell("llama", "shard=2 tensor=2", FP64),
+]
+
+
+@pytest.mark.timeout(600)
+def test_every_kind_of_layout_agrees_with_one_process() -> None:
+    rows = layouts.run(CORE)
+    assert {cell: row for cell, (_, row) in rows.items() if not row.holds or row.refused} == {}
+    assert {cell: layouts.fall(one) for cell, (one, _) in rows.items() if layouts.fall(one) < 0.2} == {}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", layouts.FAULTS)
+def test_a_fault_shows_in_every_layout_that_it_can_touch(fault: str) -> None:
+    prepare, touched = layouts.FAULTS[fault]
+    rows = layouts.run([Cell("padded-gpt", layout, FP64) for layout in touched], prepare)
+    assert {cell.layout: row for cell, (_, row) in rows.items() if row.holds or row.refused} == {}
