@@ -85,13 +85,13 @@ class ByHand:
 
 
 class ByTrainer:
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool | str) -> None:
         self.clock = Clock()
         self.trainer = paceline.Trainer(
             model(),
             {"name": "adamw", "lr": 1e-4},
             precision="bf16",
-            compile=True,
+            compile=compiled,
             device="cuda",
             run=False,
             quiet=True,
@@ -107,7 +107,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    data, loops = batches(), {"by hand": ByHand(), "paceline": ByTrainer()}
+    data, loops = (
+        batches(),
+        {"by hand": ByHand(), "paceline": ByTrainer("model"), "paceline, by block": ByTrainer(True)},
+    )
     for loop in loops.values():
         loop.round(data)  # compiles
     speeds: dict[str, list[float]] = {name: [] for name in loops}

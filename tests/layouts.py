@@ -58,6 +58,8 @@ class Variant:
             recipe["optimizer"] = {"name": "sgd", "lr": 2 * recipe["optimizer"]["lr"]}
         elif recipe["optimizer"]["name"] == "sgd":  # faster: these are 10 steps, not 20
             recipe["optimizer"] = {"name": "sgd", "lr": 3 * recipe["optimizer"]["lr"], "momentum": 0.5}
+        if model == "gpt":  # enough layers and heads for four ranks
+            recipe["model"] |= {"layers": 4, "heads": 4}
         if model == "mlp":
             recipe["tensor"] = {"plan": {"layers.0": "column", "layers.2": "row"}}
         return {**recipe, "device": "cpu"}

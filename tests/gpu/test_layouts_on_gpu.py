@@ -174,6 +174,39 @@ pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.place.rank}").write_te
         assert found[1] == pytest.approx(norms, rel=1e-9), name
 
 
+def test_networks_of_timm_agree_under_ddp_and_fsdp(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    code = """
+import json, pathlib, paceline, timm, torch
+from torch.utils.data import TensorDataset
+generator = torch.Generator().manual_seed(3)
+images, kinds = torch.randn(50, 3, 32, 32, generator=generator), torch.arange(50) % 4
+data = TensorDataset(images + 2 * kinds[:, None, None, None], kinds)
+found = {}
+for name, options in {"resnet18": {}, "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8}}.items():
+    for strategy in STRATEGIES:
+        torch.manual_seed(1)
+        model = timm.create_model(name, num_classes=4, **options)
+        trainer = paceline.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.02), criterion=torch.nn.CrossEntropyLoss(), batch=10,
+            strategy=strategy, precision="fp64", device="cuda:0", backend="gloo", clip_norm=1.0, run=False, quiet=True,
+        )
+        history = trainer.train(data, max_steps=10)
+        found[f"{name} {strategy}"] = [history.losses, [record["grad_norm"] for record in history.steps]]
+pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.place.rank}").write_text(json.dumps(found))
+"""
+    for ranks, strategies in ((1, ["single"]), (2, ["ddp", "fsdp"])):
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        done = in_a_fresh_process(code.replace("STRATEGIES", repr(strategies)), *launcher, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (json.loads((tmp_path / f"losses-{ranks}-0").read_text()) for ranks in (1, 2))
+    for layout, found in two.items():
+        losses, norms = one[f"{layout.split()[0]} single"]
+        assert losses[-1] < 0.8 * losses[0]
+        assert found[0] == pytest.approx(losses, rel=1e-9), layout
+        assert found[1] == pytest.approx(norms, rel=1e-9), layout
+
+
 def test_copies_of_a_model_on_cpu_and_gpu_are_refused_by_name(tmp_path: Path) -> None:
     code = f"""
 import sys

@@ -84,6 +84,7 @@ class GPT(nn.Module):
     """
 
     initialised_by_reset = True
+    compiled_beside_blocks = ("finish",)  # logits and their loss are as much work as several blocks
     tensor_plan: ClassVar[dict[str, str]] = {
         "tokens": "vocabulary",
         "positions": "sequence",
@@ -136,6 +137,9 @@ class GPT(nn.Module):
         hidden = self.embed(inputs)
         for block in self.blocks:
             hidden = block(hidden)
+        return self.finish(hidden, targets)
+
+    def finish(self, hidden: Tensor, targets: Tensor | None) -> Any:
         logits = self.read_out(hidden)
         return logits if targets is None else self.loss(logits, targets)
 

@@ -1,9 +1,9 @@
 """Compilation by torch.compile: each block once, or the whole model.
 
 Blocks of one kind share one compiled graph, so a deep model compiles in the time of one block, and weights that are
-sharded or layers that are placed on several devices stay outside of the graph. It happens in place: names and
-identities stay. The pre-flight runs the first micro-batch before the first timed step; a later one of another size
-compiles again, once.
+sharded or layers that are placed on several devices stay outside of the graph. What else is worth it, a model says:
+the names of methods in `compiled_beside_blocks`. It happens in place: names and identities stay. The pre-flight runs
+the first micro-batch before the first timed step; a later one of another size compiles again, once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.models.blocks import find_blocks
+from paceline.parallel.pieces import is_cut
 from paceline.parallel.recompute import Recomputed
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -31,7 +32,11 @@ def compile_model(model: nn.Module, how: bool | str, wanted: list[str] | None = 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     for _, block in blocks:
         _compile_block(block)
-    return f"compile: {len(blocks)} blocks, each on its own, cache in {folder}"
+    beside = () if is_cut(model.parameters()) else getattr(model, "compiled_beside_blocks", ())
+    for method in beside:
+        setattr(model, method, torch.compile(getattr(model, method)))
+    others = "".join(f" and {method}" for method in beside)
+    return f"compile: {len(blocks)} blocks{others}, each on its own, cache in {folder}"
 
 
 def _compile_block(block: nn.Module) -> None:
