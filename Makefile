@@ -13,7 +13,7 @@ help:
 	@echo "make lint    lint, types and import rules only"
 	@echo "make gpu     the tests that need a GPU"
 	@echo "make docs    run every line of code in the docs"
-	@echo "make parity  every model on 1, 2, 3 and 4 ranks, side by side (4 minutes)"
+	@echo "make parity  every model on every layout, beside one process (15 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
 
 # The stamp is written last, so an interrupted install starts again and a finished one is not repeated.
@@ -44,11 +44,16 @@ docs: $(READY)
 
 parity: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_table.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/layout_table.py
 
 bench: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py --fused
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ddp_overhead.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fsdp_overhead.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fsdp_memory.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/pipeline_bubble.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recompute_memory.py
 	@$(BIN)/python benchmarks/start_time.py
 	@$(BIN)/python benchmarks/import_time.py
 	@$(BIN)/python benchmarks/data_order.py

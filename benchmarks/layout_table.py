@@ -40,7 +40,7 @@ def table(variant: Variant, models: list[str]) -> bool:
         fell = layouts.fall(next(iter(mine.values()))[0])
         cells_text = []
         for cell, (_, row) in mine.items():
-            largest = max(row.loss, row.norm, row.weights, row.evaluation)
+            largest = max(row.loss, row.norm, row.weights, row.evaluation or 0.0)
             good = row.holds and not row.refused
             cells_text.append(f"{cell.layout} {row.refused or f'{largest:.0e}'}{'' if good else ' **no**'}")
             fine &= good

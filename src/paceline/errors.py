@@ -80,4 +80,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(names)}"
+    return f"known: {', '.join(names[:12])}" + (f" and {len(names) - 12} others" if len(names) > 12 else "")

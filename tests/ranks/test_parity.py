@@ -23,7 +23,7 @@ def reference() -> dict[Case, object]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])  # four are in `make parity`
 def test_loss_gradient_and_evaluation_are_those_of_one_rank(ranks: int, reference: dict[Case, object]) -> None:
     for case, history in zip(CASES, parity.run(CASES, ranks), strict=True):
         one, bound = reference[case], parity.LOSS_BOUND[case.precision]

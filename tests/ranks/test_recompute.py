@@ -79,6 +79,7 @@ def compiled(cases: list[tuple[str, dict[str, Any]]], backend: str) -> list[list
     return [losses for losses, _ in outcomes(cases)]
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_compiled_and_recomputed_blocks_give_the_plain_losses(strategy: str) -> None:
     hows: list[dict[str, Any]] = [{}, {"compile": True}, {"compile": True, "recompute": "full"}]

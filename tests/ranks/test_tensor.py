@@ -41,10 +41,7 @@ ON_TWO = {
 ON_FOUR = {
     "gpt on four": _recipe("gpt", layout=TENSOR),
     "gpt, sharded": _recipe("gpt", layout=SHARD, accumulate=3),
-    "gpt, replicated": _recipe("gpt", layout=REPLICATE, accumulate=3),
-    "padded-gpt, sharded": _recipe("padded-gpt", layout=SHARD),
     "padded-gpt, replicated": _recipe("padded-gpt", layout=REPLICATE, tensor={"sequence": False}),
-    "llama, sharded": _recipe("llama", layout=SHARD),
     "llama, replicated": _recipe("llama", layout=REPLICATE, accumulate=3),
     "mlp with a plan, sharded": _recipe("mlp", layout=SHARD, tensor=PLAN),
 }

@@ -25,7 +25,7 @@ def show(
 
     config, _ = recipe.read(arguments, ranks)
     print(text.effective(config))
-    number = config.launch.ranks or recipe.DEFAULT_CPU_RANKS
+    number = recipe.ranks_of(config) or recipe.DEFAULT_CPU_RANKS
     print(f"\n# derived, for {number} rank{'s' if number > 1 else ''}:")
     plan = layout.derive_layout(config, number)
     batch = derive.derive_batch(config, plan)
@@ -34,8 +34,8 @@ def show(
     applied = layout.order_of(config, plan.degrees)
     if applied:
         print("\n# applied to the model, in this order:")
-    for place, part in enumerate(applied, start=1):
-        print(f"#   {place}. {part.name:<10} {part.reason}")
+    for part in applied:
+        print(f"#   {part.place}. {part.name:<10} {part.reason}")
 
 
 @app.command("schema")

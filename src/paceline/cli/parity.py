@@ -17,7 +17,7 @@ def parity(
         list[str] | None,
         typer.Option("--layouts", help="fsdp:2, or 'shard=2 tensor=2'; give it again for each, or with commas"),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="optimizer steps to compare")] = 10,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 10,
     precision: Annotated[
         Literal["fp64", "fp32", "bf16", "fp16"],
         typer.Option("--precision", help="fp64 shows algebra, without rounding"),
@@ -28,9 +28,20 @@ def parity(
     from paceline.testing import comparison
 
     config, _ = recipe.read(arguments, None)
-    wanted = tuple(part.strip() for text in layouts or () for part in text.split(",") if part.strip())
+    wanted = tuple(layout for text in layouts or () for layout in _read(text))
     report = comparison.parity(
         config, layouts=wanted or comparison.DEFAULT_LAYOUTS, steps=steps, precision=precision, bound=bound
     )
     print(report)
     raise SystemExit(0 if report.holds else 1)
+
+
+def _read(text: str) -> list[str]:
+    """Layouts that are listed with commas, some of which may stand within one: `fsdp:2,shard=2,tensor=2` are two."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if "=" in part and found and "=" in found[-1]:
+            found[-1] += f" {part}"
+        else:
+            found.append(part)
+    return found

@@ -31,6 +31,11 @@ def read(arguments: list[str] | None, ranks: int | None) -> tuple[Config, str]:
     return Config.from_file(path, overrides), Path(path).stem
 
 
+def ranks_of(config: Config) -> int | None:
+    """As set; one, where the strategy is of one process."""
+    return 1 if config.strategy in ("single", "dp", "split") and config.launch.ranks is None else config.launch.ranks
+
+
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The recipe, if one of the arguments is one, and the overrides."""
     recipes = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]

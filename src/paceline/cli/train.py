@@ -22,7 +22,7 @@ def train(
 
     config, name = recipe.read(arguments, ranks)
     launch = Launch(
-        ranks=1 if config.strategy == "single" and config.launch.ranks is None else config.launch.ranks,
+        ranks=recipe.ranks_of(config),
         run=None if config.run is False else config.run if isinstance(config.run, str) else name,
         on_cpu=recipe.DEFAULT_CPU_RANKS,
         device=config.device,

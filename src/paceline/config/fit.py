@@ -107,7 +107,7 @@ def choose(config: Config, size: Size, machine: Machine) -> Plan:
 def _cut(size: Size, machine: Machine, per_node: int) -> list[Plan]:
     """Layouts that cut the model, the least talk between ranks first."""
     plans = []
-    if machine.nodes > 1 and per_node > 1:
+    if machine.nodes > 1 and per_node > 1 and machine.ranks % machine.nodes == 0:
         degrees = Degrees(replicate=machine.nodes, shard=per_node)
         plans.append(Plan("hsdp", degrees, f"cut over the {per_node} ranks of a node, copied between {machine.nodes}"))
     plans.append(Plan("fsdp", Degrees(shard=machine.ranks), f"cut over {machine.ranks} ranks"))

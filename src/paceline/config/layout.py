@@ -61,6 +61,7 @@ class Plan:
 class Applied:
     """One parallelism's place in the order."""
 
+    place: int
     name: str
     reason: str
     applies: Callable[[Config, Degrees], bool]
@@ -69,38 +70,45 @@ class Applied:
 # The order in which they are applied to a model, first to last.
 ORDER = (
     Applied(
+        1,
         "pipeline",
         "first, as it cuts the model: what follows sees this rank's layers only",
         lambda config, degrees: degrees.pipeline > 1,
     ),
     Applied(
+        1,
         "split",
-        "in the same place: layers go to their devices before anything is put around them",
+        "first: layers go to their devices before anything is put around them",
         lambda config, degrees: config.strategy == "split",
     ),
     Applied(
+        2,
         "tensor",
         "while weights are whole: sharding can cut a tensor's part again, but not the other way round",
         lambda config, degrees: degrees.tensor > 1,
     ),
     Applied(
+        3,
         "recompute",
         "inside compile and sharding: recomputed layers run as compiled ones, on gathered weights",
         lambda config, degrees: config.recompute != "off",
     ),
     Applied(
+        4,
         "compile",
         "inside sharding, whose hooks wait for other ranks and have no place in a graph",
         lambda config, degrees: bool(config.compile),
     ),
     Applied(
+        5,
         "shard",
         "last, around everything: weights are gathered before any layer runs, gradients leave when it is done",
         lambda config, degrees: degrees.shard > 1 or config.fsdp.offload,
     ),
     Applied(
+        5,
         "replicate",
-        "in the same place: gradients are averaged when the backward has made them",
+        "last, around everything: gradients are averaged when the backward has made them",
         lambda config, degrees: degrees.replicate > 1,
     ),
 )
@@ -144,6 +152,13 @@ REFUSED = (
         ),
         "zero-bubble runs each backward in two halves, and each of them would compute the block again",
         "leave recompute off, or use pipeline.schedule: 1f1b",
+    ),
+    Refused(
+        "adafactor or muon × cut weights",
+        "optimizer-needs-whole-weights",
+        lambda config, degrees: config.optimizer.name in ("adafactor", "muon") and not degrees.is_replicated,
+        "they work on whole matrices, of which each rank holds a part",
+        "use adamw, adam or sgd; or strategy: ddp",
     ),
     Refused(
         "pipeline × compile: model",
@@ -220,7 +235,13 @@ def _hybrid(world: int, nodes: int) -> Plan:
         return Plan(
             "hsdp", Degrees(replicate=nodes, shard=world // nodes), "cut over a node's ranks, copied between nodes"
         )
-    if world % 2 == 0:
+    if nodes > 1:
+        raise LayoutError(
+            "uneven-nodes",
+            f"The strategy is hsdp, but {world} ranks on {nodes} nodes are not the same number on each.",
+            fix="start the same number of ranks on every node, or use strategy: fsdp",
+        )
+    if world % 2 == 0 and world > 2:
         return Plan(
             "hsdp", Degrees(replicate=2, shard=world // 2), "one node: two copies, each cut over half of the ranks"
         )
@@ -250,7 +271,7 @@ def _from_section(config: Config, section: Layout, world: int) -> Plan:
             "degrees-and-world",
             f"The layout's degrees multiply to {fixed}{' and a rest' if open_axes else ''}, but there are "
             f"{world} rank{'s' if world > 1 else ''}: {_written(asked)}.",
-            fix=_fitting(fixed, world, bool(open_axes)),
+            fix=_fitting(asked, fixed, world, bool(open_axes)),
         )
     degrees = Degrees(**{axis: world // fixed if degree == "auto" else degree for axis, degree in asked.items()})
     rest = f"; {open_axes[0]} takes the rest of {world} ranks" if open_axes else ""
@@ -261,7 +282,8 @@ def _written(asked: dict[str, int | str]) -> str:
     return " × ".join(f"{axis} {degree}" for axis, degree in asked.items() if degree != 1) or "all of them 1"
 
 
-def _fitting(fixed: int, world: int, is_open: bool) -> str:
-    if world % fixed == 0 and not is_open:
-        return f"set one axis to auto, e.g. replicate: auto (it would be {world // fixed}), or start {fixed} ranks"
+def _fitting(asked: dict[str, int | str], fixed: int, world: int, is_open: bool) -> str:
+    free = [axis for axis in ("replicate", "shard", "pipeline", "tensor") if asked[axis] == 1]
+    if world % fixed == 0 and not is_open and free:
+        return f"set one axis to auto, e.g. {free[0]}: auto (it would be {world // fixed}), or start {fixed} ranks"
     return f"start a number of ranks that {fixed} divides, or change the degrees"

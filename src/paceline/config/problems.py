@@ -38,7 +38,9 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[st
 
 def _is_union_branch(part: Any, schema: type[BaseModel], location: tuple[Any, ...]) -> bool:
     """pydantic appends the member of a union that it tried (`int`, `bool`) to the path; no person wrote that."""
-    return part is not location[0] and part in {"int", "float", "str", "bool", "none"}
+    if part is location[0] or not isinstance(part, str):
+        return False
+    return part in {"int", "float", "str", "bool", "none"} or part.startswith(("constrained-", "literal["))
 
 
 def _known_keys(schema: type[BaseModel], path: list[str]) -> list[str]:

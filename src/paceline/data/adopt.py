@@ -75,24 +75,25 @@ def batch_of(data: Any, ranks: int) -> int | None:
     return size * ranks if size and _is_distributed(data) else size
 
 
-def claim(data: Any) -> dict[str, int] | None:
+def claim(data: Any, data_rank: int) -> dict[str, int] | None:
     """What a DistributedSampler takes for granted about the world, to be compared between the ranks."""
     if not isinstance(data, DataLoader) or not _is_distributed(data):
         return None
     sampler = _sampler(data)
-    return {"replicas": sampler.num_replicas, "rank": sampler.rank, "batches": len(data)}
+    return {"replicas": sampler.num_replicas, "rank": sampler.rank, "batches": len(data), "data_rank": data_rank}
 
 
-def require_true_claims(claims: Sequence[dict[str, int] | None]) -> None:
+def require_true_claims(claims: Sequence[dict[str, int] | None], data_ranks: int) -> None:
     """Each rank's claim, in the order of ranks: samplers that do not share out the data between them are an error."""
     if None in claims and any(claims):
         raise _wrong_sampler("some ranks have a DistributedSampler and some have not")
     for rank, own in enumerate(claims):
         if own is None:
             continue
-        if own["replicas"] != len(claims) or own["rank"] != rank:
+        if own["replicas"] != data_ranks or own["rank"] != own["data_rank"]:
             raise _wrong_sampler(
-                f"rank {rank}'s is for rank {own['rank']} of {own['replicas']}, in a world of {len(claims)}"
+                f"rank {rank}'s is for rank {own['rank']} of {own['replicas']}, but it is data rank "
+                f"{own['data_rank']} of {data_ranks}"
             )
         if claims[0] is not None and own["batches"] != claims[0]["batches"]:
             raise _wrong_sampler(f"rank 0 has {claims[0]['batches']} batches an epoch, rank {rank} {own['batches']}")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.recipe import Config
 from paceline.models.blocks import find_blocks
-from paceline.parallel.compiling import compile_model
+from paceline.parallel.compiling import compile_model, require_compiler
 from paceline.parallel.devices import DataParallel, gpus
 from paceline.parallel.recompute import recompute
 from paceline.parallel.replicate import replicate
@@ -51,6 +51,7 @@ def change(model: nn.Module, mesh: Mesh, config: Config) -> list[str]:
     if config.recompute != "off":
         said.append(recompute(model, config.recompute, config.blocks))
     if config.compile:
+        require_compiler(mesh.device)
         said.append(compile_model(model, config.compile, config.blocks))
     return said
 

@@ -14,6 +14,7 @@ a gather of theirs ends the process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,13 +22,18 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 Group = Any
+Way = Callable[[Tensor, int, Group], Tensor]  # of values, a dim that is cut, and the ranks
 
 # torch 2.13 has new names for these, and warns about the old ones.
 _all_gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 _reduce_scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 
-def _sum(own: Tensor, group: Group) -> Tensor:
+def _as_it_is(values: Tensor, dim: int, group: Group) -> Tensor:
+    return values.view_as(values)
+
+
+def _sum(own: Tensor, dim: int, group: Group) -> Tensor:
     total = own.contiguous().clone()
     torch_dist.all_reduce(total, group=group)
     return total
@@ -52,83 +58,42 @@ def _own_share(whole: Tensor, dim: int, group: Group) -> Tensor:
     return whole.chunk(torch_dist.get_world_size(group), dim)[torch_dist.get_rank(group)].contiguous()
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, same: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return same.view_as(same)
+class _Exchange(torch.autograd.Function):
+    """One way in the forward, another one back."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.group), None
-
-
-class _AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Group) -> Tensor:
-        return _sum(own, group)
+    def forward(ctx: Any, values: Tensor, there: Way, back: Way, dim: int, group: Group) -> Tensor:
+        ctx.back, ctx.dim, ctx.group = back, dim, group
+        return there(values, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _put_together(share, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _own_share(gradient, ctx.dim, ctx.group), None, None
-
-
-class _GatherSpread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _put_together(share, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_of_shares(gradient, ctx.dim, ctx.group), None, None
-
-
-class _AddUpShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _sum_of_shares(own, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _put_together(gradient, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
 def spread(same: Tensor, group: Group) -> Tensor:
     """Equal values, which each rank uses in its own way."""
-    result: Tensor = _Spread.apply(same, group)
+    result: Tensor = _Exchange.apply(same, _as_it_is, _sum, 0, group)
     return result
 
 
 def add_up(own: Tensor, group: Group) -> Tensor:
-    result: Tensor = _AddUp.apply(own, group)
+    result: Tensor = _Exchange.apply(own, _sum, _as_it_is, 0, group)
     return result
 
 
 def gather(share: Tensor, dim: int, group: Group) -> Tensor:
     """Whole values, which all ranks use in the same way."""
-    result: Tensor = _Gather.apply(share, dim, group)
+    result: Tensor = _Exchange.apply(share, _put_together, _own_share, dim, group)
     return result
 
 
 def gather_spread(share: Tensor, dim: int, group: Group) -> Tensor:
     """Whole values, which each rank uses in its own way."""
-    result: Tensor = _GatherSpread.apply(share, dim, group)
+    result: Tensor = _Exchange.apply(share, _put_together, _sum_of_shares, dim, group)
     return result
 
 
 def add_up_shares(own: Tensor, dim: int, group: Group) -> Tensor:
-    result: Tensor = _AddUpShares.apply(own, dim, group)
+    result: Tensor = _Exchange.apply(own, _sum_of_shares, _put_together, dim, group)
     return result

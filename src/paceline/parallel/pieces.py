@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -145,8 +144,3 @@ def share_weights(model: nn.Module, device: torch.device) -> None:
                 collectives.broadcast(there)
                 if there.data_ptr() != tensor.data_ptr():
                     tensor.copy_(there)
-
-
-def state_on(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a piece, with its tensors as parts of whole ones."""
-    return {key: like(parameter, value) if isinstance(value, Tensor) else value for key, value in state.items()}

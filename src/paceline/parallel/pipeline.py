@@ -100,7 +100,7 @@ class Pipeline:
 
     def _learn(self, inputs: Tensor) -> None:
         with KeptRandomState(), torch.no_grad():
-            self.forward(inputs[: self.microbatches])
+            self.forward(inputs[: self.microbatches], learning=True)
         for stage in self.stages:
             give_back(stage)
 
@@ -127,15 +127,17 @@ class Pipeline:
         assert self._loss is not None
         return self._loss(outputs, int(number))
 
-    def forward(self, inputs: Tensor) -> Any:
-        """The outputs, on the last stage; None elsewhere. Micro-batches follow each other without padding."""
+    def forward(self, inputs: Tensor, learning: bool = False) -> Any:
+        """The outputs, on the last stage; None elsewhere. Micro-batches follow each other without padding. Only a pass
+        that is there to learn them may note shapes: an evaluation's can be others than training's."""
         rows = -(-len(inputs) // self.microbatches)
         outputs, sent = [], []
         for part in inputs.split(rows):
             for number, stage in self._numbered():
                 entering = part if stage.is_first else self._receive(number)
                 leaving = stage(entering)
-                self._kinds[number] = _kind_of(entering), _kind_of(leaving)
+                if learning:
+                    self._kinds[number] = _kind_of(entering), _kind_of(leaving)
                 if stage.is_last:
                     outputs.append(leaving)
                 else:

@@ -76,6 +76,8 @@ class Recomputed:
 def recompute(model: nn.Module, kind: str, wanted: list[str] | None = None) -> str:
     """Change the model's blocks in place, to `kind` from whatever it was; says what was done."""
     blocks = find_blocks(model, wanted)
+    if wanted == []:
+        return f"recompute: {kind}, no blocks on this rank"
     if not blocks:
         raise LayoutError(
             "no-blocks",

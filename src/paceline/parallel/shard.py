@@ -37,13 +37,8 @@ def shard(
     `travel` is the precision's own dtype, in which weights are gathered; gradients are summed in float32. Neither
     inputs nor outputs are cast: what a layer computes in is autocast's affair, in this layout as in all others.
     """
-    if settings.offload and mesh.device.type != "cuda":
-        raise LayoutError(
-            "offload-needs-gpu",
-            f"fsdp.offload is set, but this rank computes on {mesh.device}.",
-            why="offloading moves what a GPU has no room for into the CPU's memory; here it is there already",
-            fix="leave fsdp.offload out",
-        )
+    if settings.offload:
+        require_gpu(mesh.device)
     _require_dims(root)
     several = mesh.degrees.replicate > 1
     param = DTYPES[settings.param_dtype] if settings.param_dtype else travel
@@ -114,6 +109,16 @@ def _guard(root: nn.Module) -> None:
     root.register_forward_pre_hook(begin)
     root.register_forward_hook(end, always_call=True)
     model.register_forward_pre_hook(require_running)
+
+
+def require_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise LayoutError(
+            "offload-needs-gpu",
+            f"fsdp.offload is set, but this rank computes on {device}.",
+            why="offloading moves what a GPU has no room for into the CPU's memory; here it is there already",
+            fix="leave fsdp.offload out",
+        )
 
 
 def _cast_buffers(root: nn.Module, settings: Fsdp) -> None:

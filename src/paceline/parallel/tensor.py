@@ -173,11 +173,14 @@ def _cut(parameter: nn.Parameter, axis: DeviceMesh, placement: Placement, device
 def _whole_outputs(model: nn.Module, inputs: Any, outputs: Any) -> Any:
     """Whoever calls the model itself gets whole logits."""
     if isinstance(outputs, DTensor):
-        return _whole(outputs)
+        return whole_logits(outputs)
     if type(outputs) is dict:
-        return {key: _whole(value) if isinstance(value, DTensor) else value for key, value in outputs.items()}
+        return {key: whole_logits(value) for key, value in outputs.items()}
     return None
 
 
-def _whole(logits: DTensor) -> torch.Tensor:
+def whole_logits(logits: Any) -> Any:
+    """Those that are cut over the vocabulary put together, on all ranks of the tensor axis; others as they are."""
+    if not isinstance(logits, DTensor):
+        return logits
     return gather(logits.to_local(), logits.dim() - 1, logits.device_mesh.get_group())

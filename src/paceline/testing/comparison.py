@@ -18,17 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 from torch.utils.data import Subset
 
 from paceline.config.layout import AXES
 from paceline.config.recipe import Config
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
+SETS = ("precision", "clip_norm", "device", "run", "quiet")
 EVALUATED = 37  # samples; a number that no layout divides
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
@@ -52,9 +53,11 @@ class Layout:
                 degrees = {axis: int(degree) for axis, degree in pairs}
                 if not set(degrees) <= set(AXES):
                     raise ValueError
-                return cls(text, prod(degrees.values()), {"layout": degrees})
+                return cls(text, prod(degrees.values()), {"strategy": "auto", "layout": degrees})
             strategy, _, ranks = text.partition(":")
-            return cls(text, int(ranks or 1), {"strategy": strategy})
+            if strategy not in get_args(Config.model_fields["strategy"].annotation):
+                raise ValueError
+            return cls(text, int(ranks or 1), {"strategy": strategy, "layout": None})
         except ValueError:
             raise ConfigError(
                 "bad-layout",
@@ -82,7 +85,7 @@ class Row:
     loss: float = 0.0
     norm: float = 0.0
     weights: float = 0.0
-    evaluation: float = 0.0
+    evaluation: float | None = None  # None: nothing was evaluated
     parameter: str | None = None  # the first one, in the model's order, that differs by more than the bound
     refused: str | None = None  # a code, where this model can't have this layout
     bound: float = 0.0
@@ -91,7 +94,8 @@ class Row:
     def holds(self) -> bool:
         if self.refused:
             return True
-        return max(self.loss, self.norm, self.weights, self.evaluation) <= self.bound and self.parameter is None
+        worst = max(self.loss, self.norm, self.weights, self.evaluation or 0.0)
+        return worst <= self.bound and self.parameter is None
 
 
 @dataclass(frozen=True)
@@ -137,13 +141,13 @@ def parity(
     fixed = {**recipe_settings, "precision": precision, "device": "cpu"}
     reference = train_on(1, [{**fixed, "strategy": "single"}], make, data, val, steps)[0]
     if isinstance(reference, str):
-        raise ConfigError("bad-layout", f"One process can't train this: {reference}.")
+        raise ConfigError("bad-layout", f"One process can't train this:\n{reference}")
     rows: dict[str, Row] = {}
     for ranks in sorted({layout.ranks for layout in wanted}):
         same = [layout for layout in wanted if layout.ranks == ranks]
         runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], make, data, val, steps)
         for layout, run in zip(same, runs, strict=True):
-            rows[layout.text] = compare(layout.text, reference, run, bound or BOUNDS[precision])
+            rows[layout.text] = compare(layout.text, reference, run, BOUNDS[precision] if bound is None else bound)
     return Report([rows[layout.text] for layout in wanted], reference, precision)
 
 
@@ -174,7 +178,7 @@ def _from_recipe(**settings: Any) -> Any:
 def train_on(
     ranks: int, settings: Sequence[Mapping[str, Any]], make: Maker, data: Any, val: Any, steps: int
 ) -> list[Run | str]:
-    """One training after the other in one world: what each gave, or the code that it was refused with."""
+    """One training after the other in one world: what each gave, or the text that it was refused with."""
     results = launch(_train_all, ranks=ranks, settings=settings, make=make, data=data, val=val, steps=steps)
     return [result if isinstance(result, str) else Run(**result) for result in results]
 
@@ -189,19 +193,39 @@ def _train(settings: Mapping[str, Any], make: Maker, data: Any, val: Any, steps:
     # A bound that nothing reaches: the gradient's norm is then worked out, and recorded.
     clip = settings.get("clip_norm") or 1e30
     try:
-        trainer = make(**{**settings, "run": False, "quiet": True, "clip_norm": clip})
-    except PacelineError as error:
-        return error.code
-    history = trainer.train(data, val, max_steps=steps)
+        trainer = _made(make, {**settings, "run": False, "quiet": True, "clip_norm": clip})
+        history = trainer.train(data, val, max_steps=steps)
+    except LayoutError as error:  # the same on every rank; others are nobody's intention
+        return str(error)
     last = dict(history.evaluations[-1]) if history.evaluations else {}
     norms = [record["grad_norm"] for record in history.steps]
     return {"losses": history.losses, "norms": norms, "weights": trainer.state_dict(), "evaluation": last}
 
 
+def _made(make: Maker, settings: dict[str, Any]) -> Any:
+    try:
+        trainer = make(**settings)
+    except TypeError as error:
+        if "multiple values for" not in str(error):
+            raise
+        raise _own_settings(str(error)) from None
+    if trainer.config.clip_norm != settings["clip_norm"] or trainer.config.precision != settings["precision"]:
+        raise _own_settings("the Trainer that was made has other settings than it was asked for")
+    return trainer
+
+
+def _own_settings(what: str) -> ConfigError:
+    return ConfigError(
+        "parity-settings",
+        f"The comparison sets {', '.join(SETS)} and the layout: {what}.",
+        fix="hand **settings on to the Trainer, and set none of these beside them",
+    )
+
+
 def compare(layout: str, reference: Run, other: Run | str, bound: float) -> Row:
     """`bound` is relative, for losses and norms; for a weight, its difference's norm over the weight's own."""
     if isinstance(other, str):
-        return Row(layout, refused=other)
+        return Row(layout, refused=other.partition("]")[0].lstrip("["))
     parameter = None
     difference = size = 0.0
     for name, whole in reference.weights.items():
@@ -220,7 +244,7 @@ def compare(layout: str, reference: Run, other: Run | str, bound: float) -> Row:
         loss=_largest(reference.losses, other.losses),
         norm=_largest(reference.norms, other.norms),
         weights=(difference / size) ** 0.5 if size else difference,
-        evaluation=_largest(ours, theirs_too),
+        evaluation=_largest(ours, theirs_too) if names else None,
         parameter=parameter,
         bound=bound,
     )
@@ -239,4 +263,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.refused:
         return row.layout, "", "", "", "", f"refused: {row.refused}"
     verdict = "agrees" if row.holds else "DIFFERS" + (f", first in {row.parameter}" if row.parameter else "")
-    return (row.layout, *(f"{value:.0e}" for value in (row.loss, row.norm, row.weights, row.evaluation)), verdict)
+    numbers = (row.loss, row.norm, row.weights)
+    return (row.layout, *(f"{value:.0e}" for value in numbers), _evaluation(row), verdict)
+
+
+def _evaluation(row: Row) -> str:
+    return "-" if row.evaluation is None else f"{row.evaluation:.0e}"

@@ -26,6 +26,8 @@ from paceline.models.registry import find_model, get_model
 from paceline.monitor.events import RankEvents
 from paceline.monitor.loggers import open_loggers
 from paceline.monitor.metrics import MetricsFile
+from paceline.parallel.compiling import require_compiler
+from paceline.parallel.shard import require_gpu
 from paceline.parallel.stages import plan as plan_stages
 from paceline.parallel.tensor import check_plan
 from paceline.runtime import collectives, environment, folder, seeds
@@ -76,6 +78,10 @@ def check(config: Config, ranks: int) -> None:
     if plan.degrees.pipeline > 1:
         plan_stages(shape, config.pipeline, plan.degrees.pipeline)
     device = choose_device(config.device, environment.Place())
+    if config.fsdp.offload:
+        require_gpu(device)
+    if config.compile:
+        require_compiler(device)
     if device.type == "cpu":  # asking a GPU would open its driver, and ranks could no longer be forked
         choosing.settle_on(plan, config, shape, Machine(ranks, nodes=1, memory=memory_of(device, ranks)))
     if config.train.epochs is None and config.train.max_steps is None:

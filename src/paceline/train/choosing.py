@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.optim import SGD, Adafactor, Optimizer
 
 from paceline.config import fit
 from paceline.config.fit import Machine
 from paceline.config.layout import Plan, require_allowed
 from paceline.config.recipe import Config
+from paceline.config.sections import Optimizer as Settings
 from paceline.errors import LayoutError
 from paceline.models.size import size_of
 from paceline.parallel.tensor import check_plan
@@ -16,8 +18,10 @@ from paceline.runtime.device import memory_of
 from paceline.runtime.group import World
 
 
-def settle(plan: Plan, config: Config, model: nn.Module, world: World) -> Plan:
-    """A matter of all ranks: machines may differ, and the smallest one counts."""
+def settle(plan: Plan, config: Config, model: nn.Module, world: World, own: Optimizer | None) -> Plan:
+    """A matter of all ranks: machines may differ, and the smallest one counts. `own` is an optimizer of the user's."""
+    if own is not None:
+        config = config.model_copy(update={"optimizer": _as_settings(own)})
     memory = min(collectives.all_gather_object(memory_of(world.device, world.place.local_world)))
     return settle_on(plan, config, model, Machine(world.size, world.place.nodes, memory))
 
@@ -30,6 +34,13 @@ def settle_on(plan: Plan, config: Config, model: nn.Module, machine: Machine) ->
     if config.strategy not in ("split", "dp"):
         fit.require_room(config, size, plan, machine)
     return plan
+
+
+def _as_settings(own: Optimizer) -> Settings:
+    """One in the recipe's words that keeps as much beside each weight; of one that is not known, as AdamW does."""
+    if isinstance(own, SGD):
+        return Settings(name="sgd", momentum=0.9 if any(group["momentum"] for group in own.param_groups) else None)
+    return Settings(name="adafactor" if isinstance(own, Adafactor) else "adamw")
 
 
 def _tensor_degrees(config: Config, model: nn.Module, ranks: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.layout import derive_layout
+from paceline.config.layout import derive_layout, require_allowed
 from paceline.config.recipe import Config
 from paceline.data.loader import Micro
 from paceline.data.transfer import to_device
@@ -71,7 +71,7 @@ class Engine:
             plan_stages(unwrap(model)[0], config.pipeline, plan.degrees.pipeline)
         agreement.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         self.model, wrapper = unwrap(model)
-        self.layout = choosing.settle(plan, config, self.model, self.world)
+        self.layout = choosing.settle(plan, config, self.model, self.world, task.optimizer)
         if wrapper:
             self.say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
         _set_switches(config, self.world.device)
@@ -258,9 +258,12 @@ class Engine:
 
     def recompute(self, kind: str) -> None:
         """Change it on the model as it stands, whatever is around it."""
-        self.config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
-        for line in compose.recompute_from_now(self.model, self.config):
+        config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
+        require_allowed(config, self.layout)
+        here = config if self.staging is None else config.model_copy(update={"blocks": self.staging.config.blocks})
+        for line in compose.recompute_from_now(self.model, here):
             self.say(line)
+        self.config = config
 
     @contextmanager
     def off_the_device(self) -> Iterator[None]:

@@ -161,6 +161,7 @@ def _targets(batch: Any, name: str) -> Any:
 
 def _compute(name: str, metric: Any) -> dict[str, float]:
     """A torchmetrics object adds up over the ranks by itself; one on a rank without samples warns, for nothing."""
+    _fill_empty_lists(metric)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         result = metric.compute()
@@ -173,6 +174,27 @@ def _compute(name: str, metric: Any) -> dict[str, float]:
                 fix='use a metric that gives one number, e.g. average="macro"',
             )
     return {key: float(value) for key, value in parts.items()}
+
+
+def _fill_empty_lists(metric: Any) -> None:
+    """A rank that saw no samples has empty lists, which torchmetrics takes for float32: the others' kind instead."""
+    own = {
+        name: getattr(metric, name)
+        for name, value in getattr(metric, "_defaults", {}).items()
+        if isinstance(value, list)
+    }
+    if not own or collectives.world() == 1:
+        return
+    kinds = {
+        name: [str(values[0].dtype).removeprefix("torch."), list(values[0].shape[1:])] if values else None
+        for name, values in own.items()
+    }
+    everyone = collectives.all_gather_object(kinds)
+    for name, values in own.items():
+        known = next((rank[name] for rank in everyone if rank[name]), None)
+        if not values and known:
+            dtype, shape = known
+            setattr(metric, name, [torch.empty((0, *shape), dtype=getattr(torch, dtype), device=metric.device)])
 
 
 def predict(module: LossModule, micros: Iterable[Micro], mesh: Mesh, seed: int) -> Any:

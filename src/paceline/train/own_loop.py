@@ -8,7 +8,8 @@
         trainer.backward(loss)
         trainer.step()
 
-Batches of your own work as well: each rank gives its own, and the weights of all ranks are added up at each step.
+Batches of your own work as well: each data rank gives its own (ranks of a tensor or pipeline axis the same one), and
+the weights of all ranks are added up at each step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from paceline.data.batches import samples_in
@@ -27,6 +29,7 @@ from paceline.parallel.shard import forget_gradients
 from paceline.runtime import collectives
 from paceline.train import loop
 from paceline.train.engine import Engine
+from paceline.train.pipeline_step import StagedLoss
 from paceline.train.recorder import Recorder, Sinks
 
 
@@ -94,6 +97,9 @@ class OwnLoop:
             loss = self.engine.stepper.add(micro)
         if self.engine.stepper.noted and not self.engine.stepper.means:  # of a pipeline only the last stage notes any
             loss = loss / self.engine.stepper.noted[-1][1]
+        if isinstance(self.engine.module, StagedLoss):
+            told = self.engine.module.pipeline.from_last([float(loss)])
+            loss = torch.tensor(told[0], dtype=torch.float64, device=loss.device)
         if micro.last:
             self._finish(micro)
         return StepResult(loss, micro.last)

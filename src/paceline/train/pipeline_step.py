@@ -23,6 +23,7 @@ from paceline.data.loader import Micro
 from paceline.errors import LayoutError
 from paceline.models.parts import Parts
 from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.tensor import whole_logits
 from paceline.runtime import collectives
 from paceline.train.calling import ModelCall, choose_outputs, read_loss
 from paceline.train.step import LossModule, Stepper
@@ -72,7 +73,7 @@ class StagedLoss(LossModule):
         def model(*arguments: Any, **named: Any) -> Any:
             targets = arguments[1] if len(arguments) > 1 else named.get(self._parts.targets) if self._parts else None
             if self._parts is None or targets is None:
-                return outputs
+                return whole_logits(outputs)
             return getattr(self.model, self._parts.loss)(outputs, targets)
 
         with self.context or nullcontext():

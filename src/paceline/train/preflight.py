@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import Micro
-from paceline.errors import DataError, TrainError
+from paceline.errors import DataError, LayoutError, TrainError
 from paceline.parallel.compose import Wrapped
 from paceline.runtime import agreement, collectives
 from paceline.runtime.mesh import Mesh
@@ -32,6 +32,7 @@ from paceline.train.step import LossModule
 _SHOWN = 8
 _ROWS_COMPARED = 64
 _ROWS_NEEDED = 4
+_ROUNDING = 1e-3  # half precision differs between ranks by less, a wrong plan by more
 
 
 def check(
@@ -46,7 +47,9 @@ def check(
     fly: Callable[[Micro], Any] | None = None,
 ) -> tuple[float, list[str]]:
     """Fly; the weight of a group of micro-batches over all ranks, and the parameters without a gradient."""
-    ranks = collectives.world()
+    ranks, value = collectives.world(), None
+    if mesh.degrees.tensor * mesh.degrees.pipeline > 1:
+        _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
     with _restored(module):
         draw.here, draw.calls = micro, 0
         if fly is not None:  # a pipeline has its own way
@@ -67,14 +70,50 @@ def check(
         # Where they are cut, they come from rank 0.
         "weights": _digests(module.model) if ranks > 1 and mesh.degrees.is_replicated else {},
         "data": fingerprint,
+        "loss": [mesh.data_rank, None if value is None else float(value.detach())],
         "rows": _rows(micro.batch) if counts and not micro.exact else [],
     }
     everyone = collectives.all_gather_object(facts)
+    if mesh.degrees.tensor > 1:
+        _require_one_loss([rank["loss"] for rank in everyone])
     agreement.require_same_versions([rank["versions"] for rank in everyone])
     agreement.require_same_weights([rank["weights"] for rank in everyone])
     _require_same_data([rank["data"] for rank in everyone])
     _require_disjoint([rank["rows"] for rank in everyone])
     return sum(rank["weight"] for rank in everyone), unused
+
+
+def _require_same_samples(batches: list[tuple[int, int]]) -> None:
+    """Ranks along the tensor and pipeline axes compute parts of one thing: what they are given has to be the same."""
+    seen: dict[int, tuple[int, int]] = {}
+    for rank, (data_rank, content) in enumerate(batches):
+        first, expected = seen.setdefault(data_rank, (rank, content))
+        if content != expected:
+            raise LayoutError(
+                "different-batches",
+                f"Ranks {first} and {rank} share one part of the data, but got different samples.",
+                why="they hold parts of the model, not of the data: each computes a part of what the same samples give",
+                fix="give the dataset, or a DataLoader without DistributedSampler, to the Trainer; in a loop of your "
+                "own use trainer.loader(dataset), or the same batch on all ranks of a tensor or pipeline axis",
+            )
+
+
+def _require_one_loss(losses: list[tuple[int, float | None]]) -> None:
+    """Ranks along the tensor axis have the same samples, and a plan that means the model gives them the same loss."""
+    seen: dict[int, tuple[int, float]] = {}
+    for rank, (data_rank, loss) in enumerate(losses):
+        if loss is None:
+            continue
+        first, expected = seen.setdefault(data_rank, (rank, loss))
+        if abs(loss - expected) > _ROUNDING * max(abs(expected), 1e-6):
+            raise LayoutError(
+                "tensor-plan-changes-loss",
+                f"On the same samples, rank {first} has the loss {expected:.6g} and rank {rank} {loss:.6g}.",
+                why="the tensor plan does not fit what the model computes: the outputs of a column layer have to meet "
+                "a row layer, with nothing between them that mixes outputs",
+                fix="name the row layer that follows each column layer, or leave the layer out of the plan; "
+                "`paceline parity` shows when it is right",
+            )
 
 
 def nominal(weight: float, groups: int) -> float:

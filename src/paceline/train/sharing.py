@@ -21,7 +21,8 @@ class Sharing:
 
     def training(self, data: Any) -> tuple[Loader, derive.BatchPlan]:
         """The loader of training data, and how its batches are made up."""
-        adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data)))
+        mesh = self._engine.mesh
+        adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data, mesh.data_rank)), mesh.data_ranks)
         batch = self._batch_plan(data)
         if self._finder is not None:
             batch = self._find_micro_batch(self._finder, data, batch)

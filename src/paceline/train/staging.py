@@ -43,7 +43,9 @@ class Staging:
         take(model, self.cutting, self._rank)
         here = dict(model.named_modules())
         # What was a list of like layers may be a single one on this rank: it is named for those who come after.
-        self.config = config.model_copy(update={"blocks": [name for name in blocks if name in here] or None})
+        self.config = config.model_copy(
+            update={"blocks": [name for name in blocks if name in here] if blocks else None}
+        )
         if not is_meta(model) and mesh.data_ranks == 1 and not config.fsdp.offload:
             model.to(mesh.device)  # else sharding does so, block by block
         # Copies on this rank of parameters that another rank holds, by name: what the original is called.

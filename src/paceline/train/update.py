@@ -52,7 +52,7 @@ class Updater:
         # A forward over NaN leaves it in a batch norm's memory, whether or not the step is taken.
         kept = [buffer for buffer in module.buffers() if buffer.is_floating_point()] if nonfinite != "raise" else []
         self._buffers = [(buffer, buffer.clone()) for buffer in kept]
-        self._on_device = self._parameters[0].device.type != "cpu" and is_fused(optimizer)
+        self._on_device = self._everything[0].device.type != "cpu" and is_fused(optimizer)
         self._watch = watch
         self.lr = 0.0  # of the last step, in the first group
         self.skipped: Tensor | float | None = None

@@ -72,3 +72,7 @@ def test_offloading_takes_the_state_off_the_device() -> None:
 def test_half_precision_halves_what_is_gathered_and_nothing_else() -> None:
     full, half = (needed(Config.from_dict({"precision": p}), SEVEN, Degrees(shard=8)) for p in ("fp32", "bf16"))
     assert full - half == 3 * 2 * SEVEN.largest_block
+
+
+def test_nodes_of_different_sizes_are_not_given_copies_each() -> None:
+    assert choose(Config.from_dict({}), SEVEN, Machine(7, 2, 80 * GIB)).degrees == Degrees(shard=7)

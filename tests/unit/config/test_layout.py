@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,23 @@ def test_the_order_of_application_is_the_written_one() -> None:
 
 def test_ranks_along_tensor_and_pipeline_read_the_same_data() -> None:
     assert degrees(16, layout={"pipeline": 2, "replicate": 2, "shard": 2, "tensor": 2}).data_ranks == 4
+
+
+def test_the_guide_has_the_order_and_what_is_refused() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "layouts.md").read_text()
+    assert [applied.name for applied in ORDER if f"`{applied.name}` | {applied.reason} |" not in guide] == []
+    assert [refused.code for refused in REFUSED if f"`layout.{refused.code}`" not in guide] == []
+
+
+def test_hsdp_wants_as_many_ranks_on_each_node() -> None:
+    config = Config.from_dict({"strategy": "hsdp"})
+    with pytest.raises(LayoutError) as caught:
+        derive_layout(config, 7, nodes=2)
+    assert caught.value.code == "layout.uneven-nodes"
+    assert derive_layout(config, 2).degrees == Degrees(shard=2)
+
+
+def test_the_axis_that_is_offered_for_the_rest_is_a_free_one() -> None:
+    with pytest.raises(LayoutError) as caught:
+        derive_layout(Config.from_dict({"layout": {"replicate": 2}}), 4)
+    assert "shard: auto (it would be 2)" in str(caught.value)
