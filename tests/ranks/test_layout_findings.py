@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ def _on_two() -> dict[str, Any]:
     found["another length in between"] = _other_length()
     found["frozen stage"] = _frozen_first_stage()
     found["zero-bubble"] = _code(_recompute_zero_bubble)
+    found["in place"] = _code(_change_in_place)
     found["lists"] = _lists()
     return found
 
@@ -98,6 +100,25 @@ def _frozen_first_stage() -> list[float]:
         layer.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return tiny.classifier_trainer(model, optimizer=optimizer, strategy="pp").train(tiny.blobs(), max_steps=3).losses
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs[:, None].expand(-1, 3, -1)
+        for block in self.blocks:
+            after = block(hidden)
+            after += hidden
+            hidden = after
+        return hidden.mean(1)
+
+
+def _change_in_place() -> None:
+    warnings.simplefilter("ignore")  # torch warns of it, of which a user sees one line among many
+    tiny.classifier_trainer(InPlace(), strategy="fsdp").train(tiny.blobs(), max_steps=1)
 
 
 def _recompute_zero_bubble() -> None:
@@ -147,6 +168,10 @@ def test_a_stage_without_trainable_weights_trains_the_others(on_two: dict[str, A
 
 def test_recomputation_asked_for_later_is_refused_as_in_a_recipe(on_two: dict[str, Any]) -> None:
     assert on_two["zero-bubble"] == "layout.zero-bubble-and-recompute"
+
+
+def test_a_change_in_place_that_sharding_can_not_follow_has_a_name(on_two: dict[str, Any]) -> None:
+    assert on_two["in place"] == "layout.changed-in-place"
 
 
 def test_a_metric_with_lists_works_where_some_ranks_see_no_samples(on_two: dict[str, Any]) -> None:

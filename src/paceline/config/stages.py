@@ -120,5 +120,6 @@ def require_enough(layers: int, stages: int) -> None:
             "too-few-blocks",
             f"The model has {layers} layer{'s' if layers > 1 else ''} with weights, the pipeline {stages} stages.",
             why="every stage needs one",
-            fix=f"use a pipeline of at most {layers} stages (ranks × pipeline.stages), or a deeper model",
+            fix=f"use a pipeline of at most {layers} stage{'s' if layers != 1 else ''} (ranks × pipeline.stages), "
+            "or a deeper model",
         )

@@ -126,7 +126,7 @@ def cut_layers(model: nn.Module, mesh: Mesh, settings: Settings) -> str:
     model.register_forward_hook(_whole_outputs)
     cut = sum(word in _CUT_DIM for word in words.values())
     tokens = ", tokens cut between them" if by_tokens else ""
-    return f"tensor: {cut} layers cut over {axis.size()} ranks{tokens}"
+    return f"tensor: {cut} layer{'s' if cut != 1 else ''} cut over {axis.size()} ranks{tokens}"
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:

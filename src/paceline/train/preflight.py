@@ -56,7 +56,8 @@ def check(
             weight = fly(micro)
         else:
             value, weight = wrapped.forward(micro.batch)
-            (value * 0.0).backward()
+            with _named_change_in_place():
+                (value * 0.0).backward()
         draw.here = None
     unused = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
     module.zero_grad(set_to_none=True)
@@ -81,6 +82,22 @@ def check(
     _require_same_data([rank["data"] for rank in everyone])
     _require_disjoint([rank["rows"] for rank in everyone])
     return sum(rank["weight"] for rank in everyone), unused
+
+
+@contextmanager
+def _named_change_in_place() -> Iterator[None]:
+    """What FSDP's hooks can't follow shows in the first backward, as storage that is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "setStorage" not in str(error):
+            raise
+        raise LayoutError(
+            "changed-in-place",
+            "The model changes a block's output in place (`y = block(x); y += x`), which sharding can't follow.",
+            why="the output is a view of what the block's hooks watch: its weights are given back too early",
+            fix="write y = y + x, or set fsdp: {reshard: false} and compare with `paceline parity`",
+        ) from error
 
 
 def _require_same_samples(batches: list[tuple[int, int]]) -> None:
