@@ -54,6 +54,7 @@ bench: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fsdp_memory.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/pipeline_bubble.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recompute_memory.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/auto_choice.py
 	@$(BIN)/python benchmarks/start_time.py
 	@$(BIN)/python benchmarks/import_time.py
 	@$(BIN)/python benchmarks/data_order.py
