@@ -304,7 +304,7 @@ def test_train_runs_a_recipe_on_two_ranks_and_fills_the_run_folder(tmp_path: Pat
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "evaluation" not in line]) == 8
     assert (run / "logs" / "rank-1.log").exists()
-    assert (run / "checkpoints" / "step-000008" / "state.json").exists()
+    assert (run / "checkpoints" / "step-000008" / "manifest.json").exists()
 
 
 def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:

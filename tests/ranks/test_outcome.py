@@ -104,23 +104,25 @@ def test_the_choice_of_interval_is_printed(capsys: pytest.CaptureFixture[str]) -
 
 
 def checkpoints(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
 
 
-def test_the_best_checkpoint_is_kept_and_the_last_and_those_between(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
     metric = ByRank({0: [0.1, 0.9, 0.5, 0.2]})
     trainer = tiny.classifier_trainer(
-        metrics={"score": metric}, save_best="score", save_every=5, run=str(tmp_path / "r")
+        metrics={"score": metric}, save_best="score", save_every=5, keep=1, run=str(tmp_path / "r")
     )
     trainer.train(tiny.blobs(), tiny.blobs(), epochs=4)
-    assert checkpoints(tmp_path / "r") == ["best-step-000006", "step-000005", "step-000010", "step-000012"]
+    assert checkpoints(tmp_path / "r") == ["step-000006", "step-000012"]
+    assert (tmp_path / "r" / "checkpoints" / "best").read_text() == "step-000006\n"
+    assert (tmp_path / "r" / "checkpoints" / "latest").read_text() == "step-000012\n"
     best = tiny.classifier_trainer()
-    best.load_checkpoint(tmp_path / "r" / "checkpoints" / "best-step-000006")
+    best.load_checkpoint(tmp_path / "r" / "checkpoints" / "step-000006")
     assert best.step_count == 6
 
 
 def test_without_save_last_only_the_best_is_kept(tmp_path: Path) -> None:
-    trainer = tiny.classifier_trainer(save_best=True, save_last=False, run=str(tmp_path / "r"))
+    trainer = tiny.classifier_trainer(save_best=True, save_last=False, keep=1, run=str(tmp_path / "r"))
     trainer.train(tiny.blobs(), tiny.blobs(), epochs=2)
     assert len(checkpoints(tmp_path / "r")) == 1
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import config, explain, launch, parity, train
+from paceline.cli import checkpoint, config, explain, launch, parity, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("parity", context_settings=parity.CONTEXT)(parity.parity)
 app.command("explain")(explain.explain)
 app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Posi
 from paceline.config import files, problems
 from paceline.config.sections import (
     Best,
+    Checkpoint,
     Data,
     Ddp,
     EarlyStop,
@@ -66,6 +67,7 @@ class Config(Section):
     early_stop: Annotated[EarlyStop | None, BeforeValidator(as_section("patience"))] = Field(
         None, description="end when evaluations no longer improve: a patience, or a section"
     )
+    checkpoint: Checkpoint = Field(Checkpoint(), description="how checkpoints are written")
     profile: Profile | None = Field(None, description="trace some steps")
 
     batch: PositiveInt | None = Field(None, description="samples in one optimizer step, over all ranks")
@@ -123,7 +125,14 @@ class Config(Section):
     quiet: bool = Field(False, description="no table, bar or lines; warnings and errors still show")
     eval_every: PositiveInt | None = Field(None, description="steps between two evaluations; else once an epoch")
     save_every: PositiveInt | None = Field(None, description="steps between two checkpoints")
+    save_minutes: PositiveFloat | None = Field(None, description="minutes between two checkpoints")
     save_last: bool = Field(True, description="a checkpoint at the end, where there is a run folder")
+    keep: PositiveInt | None = Field(3, description="newest checkpoints that stay; None: all")
+    keep_best: PositiveInt = Field(1, description="best ones that stay beside them, with save_best")
+    keep_every: PositiveInt | None = Field(None, description="steps whose multiples stay for ever")
+    resume: str | None = Field(
+        None, description="auto: go on with the newest run of that name; or the folder of a run or a checkpoint"
+    )
     loggers: Annotated[list[Literal["csv", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)] = Field(
         [], description="further places for the metrics, beside metrics.jsonl"
     )
@@ -171,4 +180,6 @@ class Config(Section):
         return self.model_dump()
 
 
-_SECTIONS = {"optimizer", "schedule", "train", "launch", "ddp", "fsdp", "tensor", "pipeline", "split", "scaler"}
+_SECTIONS = {
+    "optimizer", "schedule", "train", "launch", "ddp", "fsdp", "tensor", "pipeline", "split", "scaler", "checkpoint",
+}  # fmt: skip

@@ -190,6 +190,20 @@ class Best(Section):
     )
 
 
+class Checkpoint(Section):
+    background: bool = Field(True, description="write scheduled checkpoints while training goes on")
+    on_error: bool = Field(True, description="save when an exception ends training, where the state is whole")
+    wait: PositiveFloat = Field(
+        30.0, description="seconds that save_checkpoint waits for the other ranks, where weights are cut over them"
+    )
+    grace: PositiveFloat | None = Field(
+        None, description="seconds that a SIGTERM leaves: a save that would take longer is not begun"
+    )
+    unshared: Literal["gather", "refuse"] = Field(
+        "gather", description="where some nodes can't see the run folder: send what they hold to the first one, or stop"
+    )
+
+
 class EarlyStop(Best):
     patience: PositiveInt = Field(3, description="evaluations without an improvement")
     min_delta: float = Field(0.0, ge=0.0, description="the change that counts as one")

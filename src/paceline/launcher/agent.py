@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -33,12 +33,13 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from paceline.errors import LaunchError
-from paceline.launcher import failure
+from paceline.launcher import failure, interrupts
 from paceline.launcher.child import run_rank
 from paceline.launcher.target import Target
 from paceline.runtime import environment
 
 LOOPBACK = "127.0.0.1"
+GRACE = 30.0  # seconds that a SIGTERM leaves the ranks
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
 
 
@@ -112,6 +113,7 @@ class Start:
     ranks: int
     logs: Path
     port: int | None = None
+    grace: float = GRACE
 
 
 def run_forked(body: Callable[[], None], start: Start) -> None:
@@ -190,28 +192,48 @@ def _supervise(
         tempfile.TemporaryDirectory(prefix="paceline-agent-") as scratch,
         _rank_environment(),
         _quiet_agent(),
-        _signals_restored(),
+        interrupts.restored(),
+        interrupts.listening() as listener,
     ):
         agent = _Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
         agent.died_first = {}
+        agent.interrupts = interrupts.Interrupts(listener, start.grace)
         try:
             result = agent.run()
         except SignalException as caught:
             return caught.with_traceback(None)
+        ending = agent.interrupts.ending
+        if ending and all(code in (-ending, 128 + ending) for code in agent.died_first.values()):
+            return SignalException("the ranks ended before it was known why", ending)
         if not result.is_failed():
             return {}
         return agent.died_first or {rank: failed.exitcode for rank, failed in result.failures.items()}
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also notes who was dead before it began to end the others.
+    """torch's agent, which also notes who was dead before it began to end the others, and is patient with ranks that
+    were told to stop.
 
-    Its own result names one rank only, the lowest: a killed rank 1 would show up as rank 0's lost connection.
+    Its own result names one rank only, the lowest: a killed rank 1 would show up as rank 0's lost connection. And its
+    own way with signals is to send each on, also to those who got it already, and to kill what is there after 30 s.
     """
 
     died_first: dict[int, int]
+    interrupts: interrupts.Interrupts
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        pids = super()._start_workers(worker_group)
+        if threading.current_thread() is threading.main_thread():
+            context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
+            self.interrupts.install(lambda: _running(context))  # in place of what torch has just installed
+        return pids
 
     def _monitor_workers(self, worker_group: Any) -> Any:
+        if self.interrupts.ending:
+            if self.interrupts.is_over or not _busy(self._pcontext):
+                self.interrupts.kill()  # a rank whose work is done still waits for our word
+                raise SignalException("the ranks had their time", self.interrupts.ending)
+            return RunResult(state=WorkerState.HEALTHY)
         self.died_first = {rank: code for rank, code in _exit_codes(self._pcontext).items() if code}
         return super()._monitor_workers(worker_group)
 
@@ -223,6 +245,20 @@ def _exit_codes(context: Any) -> dict[int, int | None]:
     if isinstance(context, SubprocessContext):
         return {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
     return {}
+
+
+def _running(context: Any) -> list[int]:
+    """The processes of ranks that have not ended."""
+    pids = context.pids()
+    return [pids[rank] for rank, code in _exit_codes(context).items() if code is None]
+
+
+def _busy(context: Any) -> list[int]:
+    """Ranks that have work left: a forked one that is done lives on until its result was taken."""
+    ranks = [rank for rank, code in _exit_codes(context).items() if code is None]
+    if isinstance(context, MultiprocessContext):
+        return [rank for rank in ranks if rank not in context._return_values and context._ret_vals[rank].empty()]
+    return ranks
 
 
 @contextmanager
@@ -255,20 +291,3 @@ def _quiet_agent() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """The agent sets handlers for its own time."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is None:
-                continue  # set by other than Python code, which no one here could replace
-            try:
-                signal.signal(number, handler)
-            except ValueError:
-                return  # not the main thread: the agent could not set them either

@@ -81,6 +81,12 @@ def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
     return Failure(rank, time.time(), code, f"rank {rank} ended with {_cause(code)}, without a traceback\n")
 
 
+def first_coded(folder: Path) -> Failure | None:
+    """The first error with a code that a rank left, if any: after an interrupt others are mere consequences."""
+    records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
+    return min((record for record in records if record.error), key=lambda record: record.time, default=None)
+
+
 def _cause(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"

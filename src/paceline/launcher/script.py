@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.console import Console
-from paceline.launcher.failure import Failed, Failure, exit_status
+from paceline.launcher.failure import Failed, Failure, exit_status, first_coded
 from paceline.launcher.ranks import choose_ranks
 from paceline.launcher.target import Target
 from paceline.runtime import environment, folder
@@ -35,6 +35,7 @@ class Launch:
     fresh: bool = False
     fallback: bool = False  # where ranks can't meet, go on as one
     env: Mapping[str, str] | None = None  # variables that every rank must have
+    grace: float | None = None  # seconds that a SIGTERM leaves the ranks, where those are more than usual
 
 
 def launch_target(target: Target, launch: Launch) -> int:
@@ -76,6 +77,8 @@ def _launch(launch: Launch, run: Callable[[Start], None]) -> int:
             _show(failed.failure, logs if launch.run else None)
             return exit_status(failed.failure)
         except SystemExit:
+            if failure := first_coded(logs):  # a save that the signal asked for, and that went wrong
+                _show(failure, logs if launch.run else None)
             where = f"; what there is lies in {folder.short(logs.parent)}" if launch.run else ""
             print(f"\ninterrupted{where}", file=sys.stderr, flush=True)
             raise
@@ -83,13 +86,13 @@ def _launch(launch: Launch, run: Callable[[Start], None]) -> int:
 
 def _run_ranks(launch: Launch, logs: Path, run: Callable[[Start], None]) -> None:
     # Only now: importing torch takes a second and reads the environment that was just prepared.
-    from paceline.launcher.agent import Start
+    from paceline.launcher.agent import GRACE, Start
 
     ranks, reason = choose_ranks(launch.ranks, device=launch.device, on_cpu=launch.on_cpu)
     where = f"; logs in {folder.short(logs)}" if launch.run else ""
     print(f"ranks: {ranks} ({reason}){where}", file=sys.stderr, flush=True)
     try:
-        run(Start(ranks, logs, launch.port))
+        run(Start(ranks, logs, launch.port, max(GRACE, launch.grace or 0.0)))
     except LaunchError as error:
         if not launch.fallback or error.code != "launch.port-in-use":
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from itertools import chain, groupby
@@ -68,6 +69,33 @@ class MetricsFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def forget_after(path: Path, step: int) -> int:
+    """Drop the records of later steps, which a run that goes on from `step` will write again; how many those were.
+
+    Half lines that a killed writer left go too. The file is written beside and renamed, so that it is never half there.
+    """
+    if not path.exists():
+        return 0
+    kept, gone = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and record.get("step", 0) > step:
+                gone += 1
+            else:
+                kept.append(line if line.endswith(b"\n") else line + b"\n")
+    beside = path.with_name(f".{path.name}.partial")
+    with beside.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    return gone
 
 
 def open_to_append(path: Path) -> TextIO:

@@ -6,6 +6,7 @@ runs/gpt/            the first run of that name; the next ones are runs/gpt-2, r
   metrics.jsonl      a line for each step and evaluation
   logs/rank-0.log    what each rank printed
   checkpoints/       weights and state
+  .lock              who works in it now (runtime/lock.py)
 """
 
 from __future__ import annotations
@@ -38,10 +39,24 @@ def create(name: str) -> Path:
     raise AssertionError("counting never ends")
 
 
+def newest(name: str) -> Path | None:
+    """The last run folder that `create(name)` made and a run has begun in; None where there is none."""
+    wanted = _path(name)
+    if not wanted.parent.is_dir():
+        return None
+    runs = [path for path in wanted.parent.iterdir() if is_run_of(path, name) and _holds_a_run(path)]
+    return max(runs, key=lambda path: int(path.name[len(wanted.name) + 1 :] or 1), default=None)
+
+
 def is_run_of(folder: Path, name: str) -> bool:
     """Whether a folder is one that `create(name)` makes."""
     wanted = _path(name)
-    return folder.parent == wanted.parent and re.fullmatch(rf"{re.escape(wanted.name)}(-\d+)?", folder.name) is not None
+    numbered = rf"{re.escape(wanted.name)}(-([2-9]|[1-9]\d+))?"
+    return folder.parent == wanted.parent and re.fullmatch(numbered, folder.name) is not None
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
 
 
 def _path(name: str) -> Path:

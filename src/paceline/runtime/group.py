@@ -181,6 +181,17 @@ def _set_timeout(seconds: float) -> None:
     torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
 
 
+def side_channel(timeout: float) -> torch_dist.ProcessGroup | None:
+    """A group of all ranks over the CPU for work beside training, whose messages must not mix with training's.
+
+    A matter of all ranks; None in a world of one.
+    """
+    if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
+        return None
+    made: torch_dist.ProcessGroup = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return made
+
+
 def forget() -> None:
     """A forked process knows nothing of what its parent opened."""
     global _ours, _alone

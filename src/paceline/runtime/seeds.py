@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from math import isnan, nan
 from typing import Any
 
 import numpy
@@ -64,6 +66,35 @@ class KeptRandomState:
 
     def __exit__(self, *exc: object) -> None:
         _set_state(self._before)
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Where every global generator stands, as tensors."""
+    _, numbers, gauss = random.getstate()
+    legacy: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, cached = legacy
+    state = {
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python-gauss": torch.tensor(nan if gauss is None else gauss, dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "numpy-gauss": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.default_generator.get_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Go on from where `random_state` was taken."""
+    gauss = float(state["python-gauss"])
+    random.setstate((3, tuple(state["python"].tolist()), None if isnan(gauss) else gauss))
+    position, has_gauss, cached = state["numpy-gauss"].tolist()
+    keys = state["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    torch.default_generator.set_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _state() -> tuple[Any, Any, Any]:

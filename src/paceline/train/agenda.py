@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.monitor.profile import Profiler
 from paceline.train.callbacks import Callbacks, Epoch
@@ -20,6 +20,14 @@ ENDED = "the data ended"
 
 def _nothing(*args: Any) -> None:
     return None
+
+
+class Poll(Protocol):
+    """Asks the ranks what has come up. `next` is the step after which it wants to be called, at the latest."""
+
+    next: int
+
+    def __call__(self, step: int) -> str | None: ...
 
 
 @dataclass
@@ -38,9 +46,12 @@ class Agenda:
     end_of_epoch: Callable[[], None] = _nothing
     evaluate: Callable[[int, int], str | None] | None = None  # None: there is nothing to evaluate on
     save: Callable[[int], None] = _nothing
+    save_last: Callable[[int], None] = _nothing
+    poll: Poll | None = None
     on_nonfinite: Callable[[Record], str | None] = _nothing
     on_first_log: Callable[[], None] = _nothing
     reason: str = ENDED
+    was_asked_to_end: bool = False  # by a signal: there is no time for more than what was saved
     _evaluated: int = field(default=-1)
     _epochs_ended: int = field(default=-1)
 
@@ -51,6 +62,8 @@ class Agenda:
             due.append(self.max_steps)
         if self.profiler is not None:
             due.append(step + 1)
+        if self.poll is not None:
+            due.append(max(self.poll.next, step + 1))
         return min(due)
 
     def begin(self, step: int) -> None:
@@ -74,9 +87,15 @@ class Agenda:
         by_epoch = self.eval_every is None and self.steps_per_epoch and step % self.steps_per_epoch == 0
         if reason is None and (by_epoch or (self.eval_every and step % self.eval_every == 0)):
             reason = self._evaluate(step, epoch)
-        if self.save_every and step % self.save_every == 0:
+        if reason is None and self.save_every and step % self.save_every == 0:
+            reason = self._log()  # what was trained before it must not be missing from the metrics after a resume
+            if reason is None:
+                with self.recorder.paused():
+                    self.save(step)
+        if reason is None and self.poll is not None and (step >= self.poll.next or step % self.log_every == 0):
             with self.recorder.paused():
-                self.save(step)
+                reason = self.poll(step)
+            self.was_asked_to_end = reason is not None
         if reason is None and step == self.max_steps:
             reason = f"max_steps={step}"
         self.reason = reason or self.reason
@@ -96,8 +115,11 @@ class Agenda:
         self._log()
         if self.steps_per_epoch is None and step != self.began_at and self.reason == ENDED:
             self._end_epoch(step, epoch)
-        if step != self.began_at and step != self._evaluated:
-            self._evaluate(step, epoch)
+        if step != self.began_at and not self.was_asked_to_end:
+            # Before an evaluation that an unbroken run would not have made here: what follows from it is not state.
+            self.save_last(step)
+            if step != self._evaluated:
+                self._evaluate(step, epoch)
         if self.profiler is not None:
             text = self.profiler.close()
             if text:

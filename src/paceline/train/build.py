@@ -36,7 +36,7 @@ from paceline.runtime.group import World
 from paceline.train import choosing
 from paceline.train.recorder import Sinks
 
-CONFIG = "config.yaml"
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 
 
 def build_model(config: Config) -> nn.Module:
@@ -121,7 +121,7 @@ def open_sinks(config: Config, run: Path | None, world: World) -> Sinks:
     if not world.is_main:
         return Sinks(events=events)
     loggers = open_loggers(config.loggers, run, config.to_dict())
-    return Sinks(MetricsFile(run / "metrics.jsonl"), events, loggers)
+    return Sinks(MetricsFile(run / METRICS), events, loggers)
 
 
 def tokens_per_sample(batch: Any) -> int | None:
@@ -145,9 +145,14 @@ def open_run(config: Config, model: nn.Module, is_main: bool) -> Path | None:
     path = None
     if is_main:
         name = config.run if isinstance(config.run, str) else None
-        path = str(_launchers_folder(name) or folder.create(name or type(model).__name__.lower()))
+        path = str(_launchers_folder(name) or folder.create(name or default_name(model)))
     path = collectives.broadcast_object(path)
     return Path(path)
+
+
+def default_name(model: nn.Module) -> str:
+    """What a run is called that nobody gave a name."""
+    return type(model).__name__.lower()
 
 
 def _launchers_folder(name: str | None) -> Path | None:

@@ -17,7 +17,8 @@
 | on_error     | when an exception ends training   | `Failed`: step and exception                              |
 | on_end       | at the end                        | `End`: the last step, and why it ended                    |
 
-They run on every rank. A plain function is an `on_step`. A hook that nobody has costs nothing.
+They run on every rank. One that has `state_dict` and `load_state_dict` as well goes into checkpoints and comes back
+(rank 0's, for all). A plain function is an `on_step`. A hook that nobody has costs nothing.
 """
 
 from __future__ import annotations
@@ -95,6 +96,18 @@ class Callbacks:
             for name, function in _hooks_of(callback).items():
                 hooks[name].append(function)
         self.hooks = hooks
+        self._stateful = [
+            each for each in callbacks if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+        ]
+
+    def state_dicts(self) -> list[Any]:
+        """What those callbacks remember that can tell."""
+        return [callback.state_dict() for callback in self._stateful]
+
+    def load_state_dicts(self, states: Sequence[Any]) -> None:
+        """In the order in which they were given; a callback that is new has nothing to take over."""
+        for callback, state in zip(self._stateful, states, strict=False):
+            callback.load_state_dict(state)
 
     def call(self, hook: str, record: Any) -> None:
         for function in self.hooks[hook]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.layout import derive_layout, require_allowed
+from paceline.config.layout import AXES, derive_layout, require_allowed
 from paceline.config.recipe import Config
 from paceline.data.loader import Micro
 from paceline.data.transfer import to_device
@@ -89,8 +89,7 @@ class Engine:
             self.module.pipeline.equalise(self.model.get_parameter)
         self._build_optimizer()
         self._build_step()
-        # From here on data ranks draw differently (dropout), the model being the same on all of them.
-        seeds.seed_everything(seeds.mix(config.seed, 1, self._drawing_rank()) >> 1)
+        self.seed_drawing(0)
         self.position = Position()
         self._checked = False
 
@@ -125,6 +124,15 @@ class Engine:
                 )
         for line in compose.change(self.model, self.mesh, config):
             self.say(line)
+
+    def seed_drawing(self, step: int) -> None:
+        """From here on data ranks draw differently (dropout), the model being the same on all of them."""
+        seeds.seed_everything(seeds.mix(self.config.seed, step + 1, self._drawing_rank()) >> 1)
+
+    def layout_facts(self) -> dict[str, Any]:
+        """How this run is laid out, for a checkpoint's manifest."""
+        degrees = {axis: self.mesh.degrees.of(axis) for axis in AXES}
+        return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
     def _drawing_rank(self) -> int:
         """Which ranks draw the same. Those of a tensor axis hold the same values between layers, so dropout has to

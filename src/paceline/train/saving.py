@@ -1,173 +1,236 @@
-"""Checkpoints of a training: when they are written, what is in them, and back."""
+"""Checkpoints of a training: when they are written, by whom, and what becomes of one that fails.
+
+A scheduled save is written while training goes on. If it fails (a full disk), training goes on too, with a warning; the
+checkpoints before it are untouched. After three failures in a row, and at the end, it is an error.
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.checkpoint import folder as checkpoints
-from paceline.checkpoint.folder import Snapshot
+from paceline.checkpoint import store
+from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.writer import Committed, Description, Saving, Writer
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
-from paceline.runtime import collectives
-from paceline.train import cut_state
+from paceline.runtime import group
+from paceline.train import state
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.engine import Engine
 from paceline.train.outcome import Outcome
+from paceline.train.preflight import versions
+from paceline.train.presence import Presence
 from paceline.train.rates import Rates
+
+FOLDER = "checkpoints"
+_FAILURES_BORNE = 2
+_CUT = "the weights are cut over the ranks: a checkpoint needs the pieces of all of them"
 
 
 class Saver:
     """Writes below the run folder, once there is one."""
 
     def __init__(self, config: Config, engine: Engine, rates: Rates, callbacks: Callbacks) -> None:
-        self._engine, self._rates, self._callbacks = engine, rates, callbacks
+        self._config, self._engine, self._callbacks = config, engine, callbacks
         self.outcome = Outcome(config, rates, self.best)
+        self.parts = state.Parts(engine, rates, self.outcome, callbacks)
         self.run: Path | None = None
-        self._best: Path | None = None
-        self._saved: int | None = None
+        self.unseen: list[int] = []  # ranks that can't see the run folder
+        self.parent: str | None = None  # the checkpoint that the next one follows
+        self.data: dict[str, Any] = {}  # what a step means in terms of samples
+        self._group: Any = None
+        self._writer: Writer | None = None
+        self._saving: Saving | None = None
+        self._saving_step = 0
+        self._saved: int | None = None  # the step that was last saved, or is being
+        self._failures = 0
+        self.last_cost: Committed | None = None
+        self.presence = Presence()
+        if engine.cut is not None:  # else made by the first scheduled save, to which all ranks come
+            self._group = group.side_channel(config.timeout)
+
+    @property
+    def checkpoints(self) -> Path | None:
+        return None if self.run is None else self.run / FOLDER
+
+    def channel(self) -> Any:
+        """The group that saves and loads talk over; made when it is first needed, by all ranks."""
+        self._group = self._group or group.side_channel(self._config.timeout)
+        return self._group
 
     def step(self, step: int) -> None:
-        if self.run is not None:
-            self._save(self.run / "checkpoints" / f"step-{step:06d}")
-            self._saved = step
+        """A scheduled save, to which all ranks come."""
+        if self.run is not None and self._saved != step:
+            self._scheduled(step)
 
     def last(self, step: int) -> None:
-        """At the end, unless this step was just saved."""
-        if self._saved != step:
-            self.step(step)
+        """At the end: what is being written, and this step unless that is it. Errors are raised."""
+        self.finish(bear=False)
+        if self.run is not None and self._saved != step:
+            self._begin(step, background=False)
+            self.finish(bear=False)
 
     def best(self, step: int) -> None:
-        """Under a name of its own; the best one before goes once this is whole."""
+        """This step is the best one so far, and stays until there are better ones."""
         if self.run is None:
             return
-        before, self._best = self._best, self._save(self.run / "checkpoints" / f"best-step-{step:06d}")
-        if before is not None and self._engine.world.is_main:
-            shutil.rmtree(before)
+        if self._saved == step:
+            self.finish()
+            self._point_to_best(store.step_name(step) if self.parent is None else self.parent)
+        else:
+            self._scheduled(step, best=True)
 
-    def _save(self, folder: Path) -> Path:
-        """Rank 0 knows which name is free, and tells it: these saves are a matter of all ranks."""
-        free = Path(collectives.broadcast_object(str(checkpoints.free_name(folder))))
-        self.write(free)
-        self._callbacks.call("on_save", Saved(self._engine.position.step, str(free)))
-        return free
+    def _scheduled(self, step: int, best: bool = False) -> None:
+        background = self._config.checkpoint.background
+        self.finish()
+        self._begin(step, background=background, best=best)
+        if not background:
+            self.finish()
 
-    def write(self, folder: Path, *, include_optimizer: bool = True, metadata: Mapping[str, Any] | None = None) -> None:
-        """Rank 0 writes and waits for nobody; where the weights are cut over ranks, all of them bring their pieces."""
+    def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
+        captured = state.capture(self.parts)
+        if self._writer is None:
+            self._writer = Writer(self.channel(), unseen=self.unseen)
+        assert self.checkpoints is not None
+        self._saving = self._writer.begin(
+            self.checkpoints / store.step_name(step),
+            captured.tensors,
+            self._describe(captured, True),
+            at_once=captured.changing,
+            background=background,
+            another_name=True,
+            after=lambda folder: self._committed(folder, best),
+        )
+        self._saving_step = self._saved = step
+        self._engine.updater.before_change = self.settle
+
+    def _describe(self, captured: state.Captured, include_optimizer: bool) -> Description:
+        engine = self._engine
+        metadata = captured.values.pop("metadata")
+        return Description(
+            step=engine.position.step,
+            epoch=engine.position.epoch,
+            optimizer=include_optimizer,
+            parent=self.parent,
+            versions=versions(),
+            layout=engine.layout_facts(),
+            recipe=engine.config.to_dict(),
+            data=self.data,
+            state=captured.values,
+            metadata=metadata,
+            aliases=captured.aliases,
+        )
+
+    def _committed(self, folder: Path, best: bool) -> None:
+        """On rank 0, on the writing thread: the pointers move, and then old ones go."""
+        disk, settings = Disk(), self._config
+        store.point(disk, folder.parent, store.LATEST, [folder.name])
+        if best:
+            self._point_to_best(folder.name)
+        if settings.keep is not None:
+            store.prune(disk, folder.parent, settings.keep, settings.keep_every)
+
+    def _point_to_best(self, name: str) -> None:
+        """Each best one is better than those before, so the newest come first."""
+        if self._engine.world.is_main and self.checkpoints is not None:
+            before = [each for each in store.pointed(self.checkpoints, store.BEST) if each != name]
+            store.point(Disk(), self.checkpoints, store.BEST, [name, *before][: self._config.keep_best])
+
+    def settle(self) -> None:
+        """From here on the weights may change."""
+        self._engine.updater.before_change = None
+        if self._saving is not None:
+            self._saving.settle()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is nothing that is still being written on this rank."""
+        return self._saving is None or self._saving.is_done
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self._saving is not None
+
+    def finish(self, *, bear: bool = True) -> None:
+        """Wait for what is being written, and tell of it. All ranks have to come."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        self._engine.updater.before_change = None
+        try:
+            self.last_cost = committed = saving.result()
+        except CheckpointError as error:
+            self._saved = None
+            self._failures += 1
+            if not bear or self._failures > _FAILURES_BORNE:
+                raise
+            self._engine.warn(f"{error}\n  Training goes on.")
+            return
+        self._failures = 0
+        self.parent = committed.folder.name
+        self._callbacks.call("on_save", Saved(self._saving_step, str(committed.folder)))
+
+    def write(
+        self,
+        folder: Path,
+        *,
+        include_optimizer: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        after: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Where every rank holds everything, rank 0 writes and waits for nobody; else all ranks have to come."""
         engine = self._engine
         if engine.cut is None and not engine.world.is_main:
             return
         if engine.cut is not None:
-            model, average, optimizer = cut_state.gather(engine, include_optimizer)
-        else:
-            model, average = engine.model.state_dict(), None if engine.average is None else engine.average.state_dict()
-            optimizer = engine.optimizer.state_dict() if include_optimizer else None
-        if not engine.world.is_main:
-            return
-        snapshot = Snapshot(
-            step=engine.position.step,
-            epoch=engine.position.epoch,
-            model=model,
-            ema=average,
-            optimizer=optimizer,
-            optimizer_kind=type(engine.optimizer).__name__,
-            state=_plain_state(engine, self._rates, self.outcome),
-            metadata=metadata or {},
-        )
-        checkpoints.write(folder, snapshot)
+            self.presence.require(self._config.checkpoint.wait, "save_checkpoint", _CUT)
+            self.finish()  # two saves at a time would mix their messages
+        writer = Writer(self._group if engine.cut is not None else None)
+        captured = state.capture(self.parts, include_optimizer, metadata)
+        description = self._describe(captured, include_optimizer)
+        writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
 
-    def read(self, folder: Path) -> dict[str, Any]:
-        """Take over what the checkpoint holds; its metadata comes back."""
-        snapshot = checkpoints.read(folder)
-        _restore(self._engine, self._rates, self.outcome, snapshot, folder)
-        if self._engine.watch is not None:
-            self._engine.watch.reset()
-        self._saved = None
-        return dict(snapshot.metadata)
-
-
-def _plain_state(engine: Engine, rates: Rates, outcome: Outcome) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors."""
-    return {
-        "scaler": engine.scaler.state_dict(),
-        "plateau": None if rates.plateau is None else rates.plateau.state_dict(),
-        "scheduler": None if rates.scheduler is None else _plain_values(rates.scheduler.state_dict()),
-        "outcome": outcome.state_dict(),
-    }
-
-
-def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's own attributes; functions (LambdaLR) are the user's and are built again."""
-    return {key: _plain(value) for key, value in state.items() if not callable(value)}
-
-
-def _plain(value: Any) -> Any:
-    """JSON's keys are strings: a dict with others (MultiStepLR counts milestones in one) goes as pairs."""
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: _plain(inner) for key, inner in value.items() if not callable(inner)}
-        return {_PAIRS: [[key, _plain(inner)] for key, inner in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value if not callable(inner)]
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-_PAIRS = "paceline: pairs"
-
-
-def _unplain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        if _PAIRS in value:
-            return Counter({key: _unplain(inner) for key, inner in value[_PAIRS]})
-        return {key: _unplain(inner) for key, inner in value.items()}
-    return [_unplain(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _restore(engine: Engine, rates: Rates, outcome: Outcome, snapshot: Snapshot, source: str | Path) -> None:
-    """Weights, optimizer and all that goes with them from a checkpoint."""
-    _restore_weights(engine, snapshot, source)
-    if engine.average is not None and engine.cut is None:
-        engine.average.load_state_dict(snapshot.ema or dict(engine.model.named_parameters()))
-    state = snapshot.state
-    if state:
-        if state["scaler"]:
-            engine.scaler.load_state_dict(state["scaler"])
-        if rates.plateau is not None and state["plateau"]:
-            rates.plateau.load_state_dict(state["plateau"])
-        if rates.scheduler is not None and state["scheduler"]:
-            rates.scheduler.load_state_dict(_unplain(state["scheduler"]))
-            if snapshot.optimizer is None:  # the rates are the optimizer's, and that one is fresh
-                for group, rate in zip(engine.optimizer.param_groups, rates.scheduler.get_last_lr(), strict=True):
-                    group["lr"] = rate
-        outcome.load_state_dict(state["outcome"])
-    engine.position.step, engine.position.epoch = snapshot.step, snapshot.epoch
-
-
-def _restore_weights(engine: Engine, snapshot: Snapshot, source: str | Path) -> None:
-    kind = type(engine.optimizer).__name__
-    if snapshot.optimizer is not None and snapshot.optimizer_kind != kind:
-        raise CheckpointError(
-            "other-optimizer",
-            f"The checkpoint {source} holds the state of {snapshot.optimizer_kind}, but the optimizer is {kind}.",
-            fix="build the same optimizer; or save with include_optimizer=False and begin with a fresh one",
-        )
-    try:
+    def rescue(self) -> str | None:
+        """An exception ends training: save what is whole, as far as that can be done without the others; what was done
+        of it. Weights are whole between two updates, and a held-back bad step is none."""
+        engine, step = self._engine, self._engine.position.step
+        watch = engine.watch
+        if self.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
+            return None
+        if self._saving is not None:  # also if it is an older step: two at a time would stand in each other's way
+            told, begun = self._attempt(lambda: self.finish(bear=False), self._saving_step), self._saving_step
+            if begun == step and (self._saved == step or engine.cut is not None):
+                return told
+        if self._saved == step or (engine.cut is None and not engine.world.is_main):
+            return None
         if engine.cut is not None:
-            cut_state.scatter(engine, snapshot)
-            return
-        engine.model.load_state_dict(dict(snapshot.model))
-        if snapshot.optimizer is not None:
-            engine.optimizer.load_state_dict(dict(snapshot.optimizer))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            "other-model",
-            f"The checkpoint {source} does not fit this model: {error}",
-            fix="build the model with the options it was saved with (config.yaml in the run folder)",
-        ) from None
+            try:
+                self.presence.require(_RESCUE_SECONDS, "the last save", _CUT)
+            except CheckpointError:
+                return f"step {step} was not saved: the weights are cut over ranks, and not all of them came"
+        target = store.free_name(self.checkpoints / store.step_name(step))
+        return self._attempt(lambda: self.write(target, after=lambda folder: self._committed(folder, False)), step)
+
+    def _attempt(self, save: Callable[[], None], step: int) -> str:
+        try:
+            save()
+        except Exception as error:  # the first error is what the user has to read
+            return f"step {step} could not be saved: {error}"
+        self._saved = step
+        return f"step {step} was saved before the error ends training"
+
+    def close(self) -> None:
+        """The end of a call of train(): threads and memory go."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    def forget(self) -> None:
+        """The training stands elsewhere now, as a checkpoint was loaded."""
+        self._saved = None
+
+
+_RESCUE_SECONDS = 5.0

@@ -18,6 +18,7 @@ class Settings(TypedDict, total=False):
     pipeline: dict[str, Any]
     split: dict[str, Any]
     scaler: dict[str, Any]
+    checkpoint: dict[str, Any]
     ema: float | bool | dict[str, Any] | None
     save_best: str | bool | dict[str, Any] | None
     early_stop: int | bool | dict[str, Any] | None
@@ -50,6 +51,11 @@ class Settings(TypedDict, total=False):
     log_every: int
     eval_every: int | None
     save_every: int | None
+    save_minutes: float | None
     save_last: bool
+    keep: int | None
+    keep_best: int
+    keep_every: int | None
+    resume: str | None
     loggers: Sequence[str]
     quiet: bool

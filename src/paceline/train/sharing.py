@@ -29,6 +29,17 @@ class Sharing:
         self.plan = batch
         return self._loader(data, batch.size, batch.groups), batch
 
+    def position(self, loader: Loader) -> dict[str, Any]:
+        """What a step means in terms of the data's samples: the same numbers mean the same samples."""
+        assert self.plan is not None
+        config = self._engine.config
+        return {
+            "batch": self.plan.size,
+            "steps_per_epoch": loader.steps_per_epoch,
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+        }
+
     def whole(self, data: Any) -> Loader:
         """All of `data` once, in micro-batches no larger than training's."""
         data = adopt.look_at(data, self._engine.config.seed)

@@ -9,8 +9,6 @@ in plain python it is one rank.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +28,6 @@ from paceline.monitor.profile import Profiler
 from paceline.monitor.progress import Display, Silent, choose_display
 from paceline.parallel.pieces import whole
 from paceline.parallel.replicate import share_buffers
-from paceline.runtime import collectives, environment
 from paceline.train import build, evaluate, loop, memory, nonfinite, preflight
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Callbacks, End, Failed, Start
@@ -38,12 +35,16 @@ from paceline.train.engine import Engine, Task, one_optimizer
 from paceline.train.evaluate import Evaluation
 from paceline.train.finder import Finder
 from paceline.train.history import History, Record, require_free_names
+from paceline.train.loading import Restorer
 from paceline.train.own_loop import EpochLoader, OwnLoop, StepResult, end_own_loop
+from paceline.train.poll import Poll
 from paceline.train.rates import Rates
 from paceline.train.recorder import Recorder, Sinks
+from paceline.train.run_folder import RunFolder
 from paceline.train.saving import Saver
 from paceline.train.settings import Settings
 from paceline.train.sharing import Sharing
+from paceline.train.signals import Signals
 
 
 class Trainer:
@@ -104,9 +105,12 @@ class Trainer:
         )  # fmt: skip
         self._rates = Rates(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
         self._saver = Saver(config, engine, self._rates, self._callbacks)
+        self._restorer = Restorer(self._saver)
+        self._folder = RunFolder(engine, self._saver, self._restorer)
         self._sharing = Sharing(engine, finder)
         self._recorder: Recorder | None = None
         self._own: OwnLoop | None = None
+        self._folder.resume()
 
     @property
     def config(self) -> Config:
@@ -138,22 +142,26 @@ class Trainer:
         val = None if val is None else adopt.look_at(val, self.config.seed)
         self._saver.outcome.require_evaluations(val is not None)
         loader, batch = self._sharing.training(data)
+        self._restorer.meet(self._sharing.position(loader))
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
-        history = History(run=self._open_run({**batch.rows(), **self._rates.begin(schedule)}))
+        history = History(run=self._folder.open({**batch.rows(), **self._rates.begin(schedule)}))
         total = derive.total_steps(loader.steps_per_epoch, epochs, max_steps)
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
         silent = self.config.quiet or not self.is_main_process
         sinks = build.open_sinks(self.config, self._saver.run, self.world)
-        try:
-            with choose_display(total, self.step_count, silent=silent) as display, self._engine.draw:
-                job = self._job(loader, history, sinks, display, val, epochs, max_steps)
-                self._run_job(job, history)
-        finally:
-            sinks.close()
-        share_buffers(self.model, self._engine.mesh)
-        if history.steps and self.config.save_last:
-            self._saver.last(self.step_count)
+        with Signals() as signals:
+            try:
+                with choose_display(total, self.step_count, silent=silent) as display, self._engine.draw:
+                    poll = Poll(self._engine, self._saver, signals, self.config.save_minutes, self.step_count)
+                    job = self._job(loader, history, sinks, display, val, epochs, max_steps, poll)
+                    self._run_job(job, history)
+            finally:
+                sinks.close()
+                self._saver.close()
+            share_buffers(self.model, self._engine.mesh)
+            if poll.wish:
+                signals.end(poll.wish)
         return history
 
     def _run_job(self, job: loop.Job, history: History) -> None:
@@ -164,6 +172,10 @@ class Trainer:
         except BaseException as error:
             self._engine.stepper.reset()
             job.recorder.flush_alone()
+            if self.config.checkpoint.on_error and not isinstance(error, KeyboardInterrupt):
+                told = self._saver.rescue()
+                if told:
+                    self._engine.warn(told)
             self._tell_of(error)
             raise
         finally:
@@ -242,15 +254,23 @@ class Trainer:
         return state if self._engine.cut is None else whole(state, self._engine.mesh)
 
     def save_checkpoint(
-        self, folder: str | Path, include_optimizer: bool = True, metadata: Mapping[str, Any] | None = None
+        self,
+        folder: str | Path,
+        include_optimizer: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
-        """Rank 0 writes and waits for nobody, so it may be called on all ranks or on rank 0 alone."""
-        self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata)
+        """On the disk when this returns. Where every rank holds the whole model rank 0 writes and waits for nobody, so
+        it may be called on all ranks or on rank 0 alone; where it is cut over ranks all of them have to come."""
+        self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
 
-    def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
-        """Take over weights, optimizer and step; the metadata comes back. A matter of all ranks."""
-        collectives.barrier()  # rank 0 may still be writing it
-        return self._saver.read(Path(folder))
+    def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """Take over weights, optimizer, position and random state; the metadata comes back. A matter of all ranks.
+
+        `path` is a checkpoint's folder, a run's (its newest good one), or a file of weights (.pt, .pth, .safetensors).
+        """
+        return self._restorer.load(Path(path), weights_only=weights_only)
 
     def _job(
         self,
@@ -261,6 +281,7 @@ class Trainer:
         val: Any,
         epochs: int | None,
         max_steps: int | None,
+        poll: Poll,
     ) -> loop.Job:
         engine, config = self._engine, self.config
         self._recorder = recorder = self._new_recorder(history, sinks, display)
@@ -278,6 +299,8 @@ class Trainer:
             end_of_epoch=self._rates.epoch_ended,
             evaluate=None if val is None else lambda step, epoch: self._evaluated(recorder, val, step, epoch),
             save=self._saver.step,
+            save_last=self._save_last if config.save_last else lambda step: self._saver.finish(bear=False),
+            poll=poll,
             on_nonfinite=lambda record: self._nonfinite(self._read_again(loader, record["step"] - 1), record),
         )
         nothing_left = max_steps is not None and self.step_count >= max_steps
@@ -287,6 +310,10 @@ class Trainer:
             return iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
 
         return loop.Job(micros, engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step)
+
+    def _save_last(self, step: int) -> None:
+        share_buffers(self.model, self._engine.mesh)
+        self._saver.last(step)
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
         return Recorder(history, sinks, display, self.world.device, self._callbacks, self._engine.is_bad)
@@ -328,7 +355,7 @@ class Trainer:
     def _own_loop(self) -> OwnLoop:
         if self._own is None:
             if isinstance(self.config.run, str):  # a loop of one's own writes only where it was told to
-                self._saver.run = build.open_run(self.config, self.model, self.world.is_main)
+                self._folder.open()
             if not self.model.training:
                 self.model.train()
             sinks = build.open_sinks(self.config, self._saver.run, self.world)
@@ -354,15 +381,4 @@ class Trainer:
         ends = (config.train.epochs, config.train.max_steps)
         plan = derive.derive_schedule(config, size, steps_per_epoch, *ends, endless=True)
         rows = {**(self._sharing.plan.rows() if self._sharing.plan else {}), **self._rates.begin(plan)}
-        self._open_run(rows) if self._saver.run is not None else self._engine.say(show.table(rows))
-
-    def _open_run(self, rows: dict[str, derive.Derived]) -> str | None:
-        self._engine.say(show.table(rows))
-        if self._saver.run is None:
-            self._saver.run = build.open_run(self.config, self.model, self.world.is_main)
-            if self.world.size == 1 and not environment.was_launched():
-                self._engine.say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
-        run = self._saver.run
-        if run is not None and self.is_main_process:
-            build.write_run(run, self.config, rows)
-        return str(run) if run else None
+        self._folder.open(rows) if self._saver.run is not None else self._engine.say(show.table(rows))

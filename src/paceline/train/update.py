@@ -56,6 +56,8 @@ class Updater:
         self._watch = watch
         self.lr = 0.0  # of the last step, in the first group
         self.skipped: Tensor | float | None = None
+        self.before_change: Callable[[], None] | None = None  # somebody still copies the weights
+        self.is_changing = False  # else weights, optimizer and averages are those of one and the same step
 
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out."""
@@ -71,11 +73,15 @@ class Updater:
         self.lr = self.optimizer.param_groups[0]["lr"]
         held = self._watch is not None and self._watch.tripped
         if not held and not (self._skip and norm is not None and self._skipped(norm)):
+            if self.before_change is not None:
+                self.before_change()
+            self.is_changing = True
             self._take_step()
             if self.average is not None:
                 self.average.update(step + 1)
             if self.scheduler is not None:
                 self.scheduler.step()
+            self.is_changing = False
         for parameter in self._everything:
             parameter.grad = None
         if self._buffers:

@@ -42,7 +42,7 @@ def test_hooks_come_in_order_with_their_records(tmp_path: Path) -> None:
     names = [name for name, _ in listener.heard]
     epoch = ["on_step", "on_step", "on_log", "on_step", "on_epoch", "on_log", "on_evaluate"]
     again = ["on_step", "on_log", "on_step", "on_step", "on_log", "on_epoch", "on_evaluate"]
-    assert names == ["on_start", *epoch, *again, "on_end", "on_save"]
+    assert names == ["on_start", *epoch, *again, "on_save", "on_end"]
     assert [record["loss"] for record in listener.of("on_log")] == [history.losses[i] for i in (1, 2, 3, 5)]
     assert listener.of("on_evaluate") == history.evaluations
     assert [record.epoch for record in listener.of("on_epoch")] == [0, 1]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 import tiny
+from paceline.checkpoint.reading import open_checkpoint
 from paceline.errors import PacelineError
 
 
@@ -167,7 +168,7 @@ def test_a_run_leaves_its_recipe_derived_values_metrics_and_checkpoint(in_folder
     steps = [line for line in lines if "evaluation" not in line]
     assert [line["loss"] for line in steps] == history.losses
     assert [line["loss"] for line in lines if "evaluation" in line] == [r["loss"] for r in history.evaluations]
-    assert (run / "checkpoints" / "step-000020" / "model.safetensors").is_file()
+    assert (run / "checkpoints" / "step-000020" / "manifest.json").is_file()
     again = paceline.Trainer.from_config(config).train()
     assert again.run == str(in_folder / "runs" / "mlp-2")
 
@@ -207,7 +208,7 @@ def test_a_run_that_goes_back_keeps_both_checkpoints_of_a_step(tmp_path: Path) -
     trainer.load_checkpoint(tmp_path / "early")
     trainer.train(points(), max_steps=4)
     names = sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir())
-    assert names == ["step-000002", "step-000004", "step-000004-2"]
+    assert names == ["latest", "step-000002", "step-000004", "step-000004-2"]
 
 
 def test_training_that_is_already_done_does_nothing() -> None:
@@ -220,7 +221,7 @@ def test_training_that_is_already_done_does_nothing() -> None:
 def test_a_checkpoint_without_optimizer_holds_weights_only(tmp_path: Path) -> None:
     trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), run=False, quiet=True, batch=8)
     trainer.save_checkpoint(tmp_path / "w", include_optimizer=False)
-    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["model.safetensors", "state.json"]
+    assert not [name for name in open_checkpoint(tmp_path / "w").manifest.tensors if name.startswith("optimizer")]
     other = paceline.Trainer(nn.Linear(3, 1), criterion=nn.MSELoss(), run=False, quiet=True, batch=8)
     other.load_checkpoint(tmp_path / "w")
     assert torch.equal(other.model.weight, trainer.model.weight)

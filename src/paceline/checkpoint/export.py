@@ -1,0 +1,173 @@
+"""A checkpoint's model for other programs, which know nothing of paceline.
+
+    export(Path("runs/gpt/checkpoints/step-000120"), "safetensors", Path("gpt.safetensors"))
+
+`safetensors`: one file. A weight with several names is in it once; the file notes the others, as safetensors'
+`save_model` does, so that its `load_model` finds them.
+`torch`: a state dict with every name, which `model.load_state_dict` takes as it is.
+`huggingface`: a folder. A `gpt` becomes a GPT-2 that transformers loads; of another model it holds the weights under
+their own names, and what the recipe says of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.reading import Checkpoint, open_checkpoint, read_tensors
+from paceline.errors import CheckpointError
+from paceline.models import gpt2
+from paceline.models.gpt import GPT
+
+Format = Literal["safetensors", "torch", "huggingface"]
+_MODEL, _EMA = "model/", "ema/"
+
+
+def export(folder: Path, to: Format, output: Path, *, ema: bool = False) -> int:
+    """Write the model of the checkpoint `folder`; the number of its weights. With `ema`, their averages.
+
+    Every byte is compared with its hash on the way.
+    """
+    checkpoint = open_checkpoint(folder)
+    sources = _sources(checkpoint, ema)
+    _require_free(output)
+    weights = _read(checkpoint, sources)
+    own = {name: weights[source] for name, source in sources.items()}
+    write = {"safetensors": _safetensors, "torch": _torch, "huggingface": _huggingface}[to]
+    _whole_or_not(output, lambda partial: write(partial, own, checkpoint.manifest))
+    return sum(prod(tensor.shape) for tensor in weights.values())
+
+
+def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
+    """Each name of the model, with the name of the tensor that is read for it; tied ones have the same."""
+    manifest = checkpoint.manifest
+    names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(_MODEL)]
+    if not names:
+        raise CheckpointError("no-weights", f"The checkpoint {checkpoint.folder} holds no model.")
+    sources = {name.removeprefix(_MODEL): manifest.aliases.get(name, name) for name in names}
+    if not ema:
+        return sources
+    averages = _averages(manifest, sources)
+    if not averages:
+        raise CheckpointError(
+            "no-ema",
+            f"The checkpoint {checkpoint.folder} holds no averaged weights.",
+            why="they are kept where the recipe has an ema: section",
+            fix="export without --ema",
+        )
+    return {name: averages.get(source, source) for name, source in sources.items()}
+
+
+def _averages(manifest: Manifest, sources: Mapping[str, str]) -> dict[str, str]:
+    """By the tensor whose average it is. A tied weight has one, under any of its names; buffers have none."""
+    averages: dict[str, str] = {}
+    for name, source in sources.items():
+        average = manifest.aliases.get(_EMA + name, _EMA + name)
+        if average in manifest.tensors:
+            averages.setdefault(source, average)
+    return averages
+
+
+def _read(checkpoint: Checkpoint, sources: Mapping[str, str]) -> dict[str, Tensor]:
+    tensors = checkpoint.manifest.tensors
+    return read_tensors(
+        checkpoint, {source: torch.empty(tensors[source].shape, device="meta") for source in sources.values()}
+    )
+
+
+def _safetensors(path: Path, own: Mapping[str, Tensor], manifest: Manifest) -> None:
+    kept: dict[int, str] = {}
+    notes = {"format": "pt", "step": str(manifest.step)}
+    for name, tensor in own.items():
+        first = kept.setdefault(id(tensor), name)
+        if first != name:
+            notes[name] = first
+    path.touch()
+    usual = path.stat().st_mode  # save_file makes one that nobody else may read
+    save_file({name: own[name].contiguous() for name in kept.values()}, path, metadata=notes)
+    path.chmod(stat.S_IMODE(usual))
+
+
+def _torch(path: Path, own: Mapping[str, Tensor], manifest: Manifest) -> None:
+    torch.save(dict(own), path)
+
+
+def _huggingface(folder: Path, own: Mapping[str, Tensor], manifest: Manifest) -> None:
+    section = dict(manifest.recipe.get("model") or {})
+    origin = f"step {manifest.step} of a training with paceline {manifest.versions.get('paceline', '')}".strip()
+    if section.get("name") == "gpt":
+        heads, dropout = (section.get(option, _default(option)) for option in ("heads", "dropout"))
+        own, settings = gpt2.weights(own, heads), gpt2.config(own, heads, dropout)
+        text = f"A GPT-2, {origin}. Load it with `transformers.GPT2LMHeadModel.from_pretrained(folder)`.\n"
+    else:
+        settings = {"model": section, "step": manifest.step}
+        text = (
+            f"The weights of {section.get('name', 'a model')}, {origin}, under the model's own names. config.json "
+            "holds what the recipe says of the model. Build it, then `safetensors.torch.load_model(model, path)`.\n"
+        )
+    folder.mkdir()
+    _safetensors(folder / "model.safetensors", own, manifest)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "README.md").write_text(text)
+
+
+def _default(option: str) -> Any:
+    """What a recipe that does not name it leaves to the model."""
+    return inspect.signature(GPT).parameters[option].default
+
+
+def _whole_or_not(output: Path, write: Callable[[Path], None]) -> None:
+    """Beside its place first, and renamed when it is on the disk."""
+    disk = Disk()
+    partial = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        _sync(disk, partial)
+        _require_free(output)
+        disk.rename(partial, output)
+        disk.sync_folder(output.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            "not-exported",
+            f"{output} could not be written: {getattr(error, 'strerror', None) or error}.",
+            fix="check free space and rights of that folder",
+        ) from None
+    finally:
+        with suppress(OSError):
+            disk.remove(partial)
+
+
+def _sync(disk: Disk, written: Path) -> None:
+    for path in [*written.iterdir(), written] if written.is_dir() else [written]:
+        disk.sync_folder(path) if path.is_dir() else _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_free(output: Path) -> None:
+    if output.exists() or output.is_symlink():
+        raise CheckpointError(
+            "exists", f"There is already something at {output}.", fix="give another name, or remove it first"
+        )

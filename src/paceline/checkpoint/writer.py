@@ -1,0 +1,301 @@
+"""A save from the first to the last moment, on all ranks together or on one alone.
+
+    saving = writer.begin(folder, tensors, description, background=True)
+    ...                                  # the next forward and backward
+    saving.settle()                      # before the weights change
+    folder = saving.result()             # when it is committed
+
+In the background it takes a message, a plan that is kept from the save before, and the start of a copy; everything else
+happens on a thread: each rank writes its file, all tell the first one what they wrote, and that one commits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch.distributed as torch_dist
+
+from paceline.checkpoint import carrying, store
+from paceline.checkpoint.copying import HostCopy
+from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
+from paceline.checkpoint.plan import Group, Held, plan_save, signature
+from paceline.checkpoint.writing import FileLayout, bytes_of, lay_out, write_file
+from paceline.errors import CheckpointError
+from paceline.runtime import objects
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the manifest says beside where the tensors are. The first rank's counts, but for the aliases."""
+
+    step: int
+    epoch: int
+    optimizer: bool
+    parent: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Any = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Where a save went, and what it cost: seconds for this rank's writing and hashing, and from end to end."""
+
+    folder: Path
+    bytes: int
+    seconds: Mapping[str, float]
+
+
+class Saving:
+    """One save that may still be going on."""
+
+    def __init__(self, task: Future[Committed], copy: HostCopy | None = None) -> None:
+        self._task, self._copy = task, copy
+
+    def settle(self) -> None:
+        """From here on the tensors may change."""
+        if self._copy is not None:
+            self._copy.settle()
+
+    @property
+    def is_done(self) -> bool:
+        return self._task.done()
+
+    def result(self) -> Committed:
+        self.settle()
+        return self._task.result()
+
+
+class Writer:
+    """Saves of the ranks of a group, one after the other; without a group, of this rank alone.
+
+    Ranks of the group that are `unseen` can't see the folder: what they write goes through the first one. `after` is
+    called on the first rank when a checkpoint has its name, still on the writing thread.
+    """
+
+    def __init__(self, group: Group = None, disk: Disk | None = None, unseen: Collection[int] = ()) -> None:
+        self._group, self._disk, self._unseen = group, disk or Disk(), unseen
+        self._rank = 0 if group is None else torch_dist.get_rank(group)
+        self._known: tuple[Any, ...] | None = None
+        self._layout: FileLayout | None = None
+        self._copy: HostCopy | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Saving | None = None
+
+    def begin(
+        self,
+        target: Path,
+        tensors: Mapping[str, Held],
+        description: Description,
+        *,
+        at_once: Collection[str] = (),
+        background: bool = False,
+        overwrite: bool = False,
+        another_name: bool = False,
+        after: Callable[[Path], None] | None = None,
+    ) -> Saving:
+        """`at_once` names what the next forward may change. With `another_name` a name that is taken gets a number."""
+        if self._last is not None:
+            self._last._task.exception()  # one after the other; whoever began it hears of its errors
+        layout = self._planned(tensors)
+        where = (self._group, self._rank, self._unseen, self._disk, target)
+        job = _Job(*where, description, layout, overwrite, another_name, after)
+        locals_ = [tensors[share.name].local for share in layout.shares]
+        if not background:
+            task: Future[Committed] = Future()
+            try:
+                task.set_result(job.run(lambda number: bytes_of(locals_[number].detach().cpu().contiguous())))
+            except BaseException as error:
+                task.set_exception(error)
+            self._last = Saving(task)
+            return self._last
+        if self._copy is None or self._copy.layout is not layout:
+            self._copy = HostCopy(layout, {tensor.device for tensor in locals_})
+        self._copy.begin(locals_, {n for n, share in enumerate(layout.shares) if share.name in at_once})
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "paceline-save", initializer=_step_back)
+        self._last = Saving(self._thread.submit(job.run_copied, self._copy), self._copy)
+        return self._last
+
+    def _planned(self, tensors: Mapping[str, Held]) -> FileLayout:
+        now = signature(tensors)
+        changed = now != self._known
+        if self._group is not None:  # a parameter that is first used late changes one stage's plan only
+            changed = any(objects.all_gather(changed, self._group))
+        if changed or self._layout is None:
+            self._layout = lay_out(plan_save(tensors, self._group))
+            self._known = now
+        return self._layout
+
+    def close(self) -> None:
+        """Wait for what is being written, and give the memory back."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        if self._copy is not None:
+            self._copy.close()
+        self._thread = self._copy = None
+
+
+@dataclass
+class _Job:
+    group: Group
+    rank: int
+    unseen: Collection[int]
+    disk: Disk
+    target: Path
+    description: Description
+    layout: FileLayout
+    overwrite: bool
+    another_name: bool
+    after: Callable[[Path], None] | None
+
+    def run_copied(self, copy: HostCopy) -> Committed:
+        copy.finish()
+        return self.run(copy.share_bytes)
+
+    def run(self, share_bytes: Callable[[int], memoryview]) -> Committed:
+        began = perf_counter()
+        sizes = self._gather(self.layout.size)
+        opened = self._on_first(lambda: self._begin(sum(sizes)))
+        partial = Path(opened["partial"])
+        self.target = Path(opened["target"])
+        parts = self._gather(self._written(partial, share_bytes))
+        failed = [(rank, part["error"]) for rank, part in enumerate(parts) if "error" in part]
+        if failed:
+            if self.rank == 0:
+                store.try_to_remove(self.disk, partial)
+            raise _not_saved(self.target, *failed[0], of=len(parts))
+        self._on_first(lambda: self._commit(partial, parts))
+        seconds = {**parts[self.rank]["seconds"], "all": perf_counter() - began}
+        return Committed(self.target, sum(part["file"]["bytes"] for part in parts), seconds)
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [value] if self.group is None else self._together(lambda: objects.all_gather(value, self.group))
+
+    def _together(self, exchange: Callable[[], Any]) -> Any:
+        try:
+            return exchange()
+        except RuntimeError as error:  # torch's, where another rank has died or is late
+            lost = {"name": "not-saved", "what": f"the ranks have lost each other ({str(error).splitlines()[0]})"}
+            raise _not_saved(self.target, self.rank, lost) from error
+
+    def _on_first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Let the first rank do it; its result, or its error, on all of them."""
+        told = _told(work) if self.rank == 0 else {}
+        if self.group is not None:
+            first = torch_dist.get_global_rank(self.group, 0)
+            told = self._together(lambda: objects.broadcast(told, first, self.group))
+        if "error" in told:
+            raise _not_saved(self.target, 0, told["error"])
+        return told
+
+    def _begin(self, size: int) -> dict[str, Any]:
+        if self.another_name:
+            self.target = store.free_name(self.target)
+        partial = store.begin(self.disk, self.target, size, overwrite=self.overwrite)
+        return {"partial": str(partial), "target": str(self.target)}
+
+    def _written(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
+        """What this rank wrote, or why it could not. The first one then writes for those that can't see the folder."""
+        told = _told(lambda: self._write(partial, share_bytes))
+        for source in self.unseen if self.rank == 0 else ():
+            path = partial / _file_name(source)
+            received = _told(lambda path=path, source=source: self._receive(source, path))  # type: ignore[misc]
+            told = received if "error" in received and "error" not in told else told
+        return told
+
+    def _write(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
+        path = partial / _file_name(self.rank)
+        if self.rank in self.unseen:
+            written = carrying.send_file(self.group, lambda disk: write_file(disk, path, self.layout, share_bytes))
+        else:
+            written = write_file(self.disk, path, self.layout, share_bytes)
+        return {**written.to_json(), "aliases": dict(self.description.aliases)}
+
+    def _receive(self, source: int, path: Path) -> dict[str, Any]:
+        carrying.receive_file(self.group, source, self.disk, path)
+        return {}
+
+    def _commit(self, partial: Path, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        store.commit(self.disk, partial, self.target, _manifest(self.description, parts), overwrite=self.overwrite)
+        if self.after is not None:
+            try:
+                self.after(self.target)
+            except OSError as error:
+                raise _not_tidied(self.target, error) from error
+        return {}
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def _step_back() -> None:
+    """Where cores are few, training goes first. (On Linux a thread has a priority of its own, and hands it on.)"""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A result, or an error, in a form that can be sent."""
+    try:
+        return work()
+    except CheckpointError as error:
+        return {"error": {"name": error.code.partition(".")[2], "what": error.what, "why": error.why, "fix": error.fix}}
+    except Exception as error:
+        text = (
+            f"{error.strerror}" if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        )
+        return {"error": {"name": "not-saved", "what": text}}
+
+
+def _not_saved(target: Path, rank: int, error: Mapping[str, str], of: int = 1) -> CheckpointError:
+    if error["name"] != "not-saved":
+        return CheckpointError(error["name"], error["what"], why=error["why"], fix=error["fix"])
+    where = f" on rank {rank}" if of > 1 else ""
+    return CheckpointError(
+        "not-saved",
+        f"The checkpoint {target} could not be written{where}: {error['what']}.",
+        why="a save touches no other checkpoint before it is whole, so what was saved before is still good",
+        fix="check free space and rights of that folder",
+    )
+
+
+def _not_tidied(target: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        "not-tidied",
+        f"The checkpoint {target} was saved, but what comes after a save failed: {error.strerror or error}.",
+        why="latest could not be pointed at it, or an older checkpoint could not be removed",
+        fix="check free space and rights of that folder; the next save tries again",
+    )
+
+
+def _manifest(description: Description, parts: list[dict[str, Any]]) -> Manifest:
+    found: dict[str, tuple[str, list[int], list[Chunk]]] = {}
+    aliases: dict[str, str] = {}
+    for part in parts:
+        aliases |= part["aliases"]
+        for name, dtype, shape, chunk in part["chunks"]:
+            found.setdefault(name, (dtype, shape, []))[2].append(Chunk(**chunk))
+    return Manifest(
+        format=FORMAT,
+        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        block=BLOCK,
+        files={part["name"]: File(**part["file"]) for part in parts},
+        tensors={name: Entry(dtype=dtype, shape=shape, chunks=own) for name, (dtype, shape, own) in found.items()},
+        **{**asdict(description), "aliases": aliases},
+    )

@@ -1,0 +1,135 @@
+"""One rank's file: its tensors' bytes in safetensors' format, hashed by a second thread while the first one writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.disk import Disk, write_all
+from paceline.checkpoint.manifest import BLOCK, CODES, Chunk, File, digest
+from paceline.checkpoint.plan import Share
+from paceline.errors import CheckpointError
+
+_ALIGNMENT = 8
+_INLINE = 64 << 10  # bytes below which handing over to the hashing thread costs more than hashing
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where each share lies in a file, in the order in which they are written."""
+
+    header: bytes
+    shares: list[Share]
+    starts: list[int]  # counted from the first byte after the header
+    size: int  # of all shares
+
+
+@dataclass
+class Written:
+    """What a rank tells the one that writes the manifest."""
+
+    name: str
+    file: File
+    chunks: list[tuple[Share, Chunk]]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        chunks = [
+            [share.name, CODES[share.dtype], list(share.shape), chunk.model_dump()] for share, chunk in self.chunks
+        ]
+        return {"name": self.name, "file": self.file.model_dump(), "chunks": chunks, "seconds": self.seconds}
+
+
+def lay_out(shares: Sequence[Share]) -> FileLayout:
+    """Wide dtypes first, so that all are aligned."""
+    for share in shares:
+        if share.dtype not in CODES:
+            raise CheckpointError(
+                "dtype",
+                f"{share.name} is of {share.dtype}, for which the safetensors format has no word.",
+                fix="keep it in another dtype",
+            )
+    ordered = sorted(shares, key=lambda share: -share.dtype.itemsize)
+    header: dict[str, Any] = {}
+    starts, at = [], 0
+    for share in ordered:
+        header[label(share.name, share.shape, share.offsets, share.sizes)] = described(share.dtype, share.sizes, at)
+        starts.append(at)
+        at += prod(share.sizes) * share.dtype.itemsize
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return FileLayout(len(text).to_bytes(8, "little") + text, ordered, starts, at)
+
+
+def label(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """A tensor's name; of a part of one, with where it lies: `model/tokens.weight[0:128,64:128]`."""
+    if list(sizes) == list(shape):
+        return name
+    spans = zip(offsets, sizes, strict=True)
+    return f"{name}[{','.join(f'{offset}:{offset + size}' for offset, size in spans)}]"
+
+
+def described(dtype: torch.dtype, sizes: Sequence[int], at: int) -> dict[str, Any]:
+    """A tensor as safetensors' header has it."""
+    end = at + prod(sizes) * dtype.itemsize
+    return {"dtype": CODES[dtype], "shape": list(sizes), "data_offsets": [at, end]}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU: the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_file(disk: Disk, path: Path, layout: FileLayout, share_bytes: Callable[[int], memoryview]) -> Written:
+    """Write the shares, each of whose bytes `share_bytes` gives by number; on the disk when this returns."""
+    clock = _Clock()
+    began = perf_counter()
+    chunks: list[tuple[Share, list[Future[str] | str], int]] = []
+    with ThreadPoolExecutor(1, "paceline-hash") as hashing:
+        descriptor = disk.create(path)
+        try:
+            write_all(disk, descriptor, memoryview(layout.header))
+            for number, share in enumerate(layout.shares):
+                data = share_bytes(number)
+                blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+                hashes = [_hash(hashing, clock, block) for block in blocks]
+                for block in blocks:
+                    write_all(disk, descriptor, block)
+                chunks.append((share, hashes, len(layout.header) + layout.starts[number]))
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
+    file = File(
+        bytes=len(layout.header) + layout.size, header_bytes=len(layout.header), header_hash=digest(layout.header)
+    )
+    made = []
+    for share, hashes, at in chunks:
+        texts = [each if isinstance(each, str) else each.result() for each in hashes]
+        offsets, sizes = list(share.offsets), list(share.sizes)
+        made.append((share, Chunk(file=path.name, at=at, offsets=offsets, sizes=sizes, hashes=texts)))
+    return Written(path.name, file, made, {"write": perf_counter() - began, "hash": clock.busy})
+
+
+class _Clock:
+    """How long the hashing thread worked."""
+
+    busy = 0.0
+
+    def digest(self, data: memoryview) -> str:
+        began = perf_counter()
+        text = digest(data)
+        self.busy += perf_counter() - began
+        return text
+
+
+def _hash(hashing: ThreadPoolExecutor, clock: _Clock, block: memoryview) -> Future[str] | str:
+    return clock.digest(block) if len(block) < _INLINE else hashing.submit(clock.digest, block)

@@ -1,0 +1,225 @@
+"""`paceline checkpoint`: which there are, what is in one, whether it is whole, and its model for other programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from paceline.errors import CheckpointError
+from paceline.runtime.folder import ROOT, short
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.manifest import Manifest
+    from paceline.checkpoint.store import Found
+
+app = typer.Typer(help="List, look into, verify and export checkpoints.", no_args_is_help=True)
+
+Where = Annotated[Path, typer.Argument(metavar="PATH", help="a run folder, its checkpoints folder, or one checkpoint")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.command("ls")
+def ls(
+    path: Annotated[
+        Path, typer.Argument(metavar="[PATH]", help="a run folder, or a folder of such; else runs/")
+    ] = ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """List checkpoints, newest first. Manifests and sizes of files are checked; `verify` reads every byte."""
+    found = [] if path == ROOT and not path.exists() else _found(path)
+    facts = [_facts(each) for each in found]
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    elif not found:
+        print(f"There are no checkpoints in {path}.")
+    else:
+        titles = ("checkpoint", "step", "size", "age", "layout", "holds", "marks", "state")
+        print(_columns([titles, *(_row(each) for each in facts)]))
+
+
+@app.command("inspect")
+def inspect(path: Where, as_json: AsJson = False) -> None:
+    """Show what a checkpoint holds; of a run folder, the newest one."""
+    from paceline.checkpoint import reading
+    from paceline.config.fit import gib
+
+    checkpoint = reading.open_checkpoint(_newest(path))
+    manifest = checkpoint.manifest
+    tensors = _tensors(manifest)
+    if as_json:
+        about = manifest.model_dump(mode="json", exclude={"tensors"})
+        print(json.dumps({"path": str(checkpoint.folder), **about, "tensors": tensors}, indent=2))
+        return
+    facts = {
+        "checkpoint": short(checkpoint.folder),
+        "step": f"{manifest.step} (epoch {manifest.epoch})",
+        "created": manifest.created,
+        "holds": _holds(manifest),
+        "layout": _layout(manifest.layout),
+        "parent": manifest.parent or "none",
+        "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "size": f"{gib(_size(manifest))} in {len(manifest.files)} file{'s' if len(manifest.files) > 1 else ''}",
+        "data": json.dumps(manifest.data),
+        "metadata": json.dumps(manifest.metadata),
+    }
+    print(_columns(list(facts.items())), end="\n\n")
+    rows = [(name, *(str(value) for value in entry.values())) for name, entry in tensors.items()]
+    print(_columns([("tensor", "dtype", "shape", "chunks", "bytes"), *rows]))
+    for name, target in manifest.aliases.items():
+        print(f"{name} is {target}")
+
+
+@app.command("verify")
+def verify(path: Where, as_json: AsJson = False) -> None:
+    """Read every byte and compare it with its hash. Ends with 1 where something is damaged."""
+    from paceline.checkpoint import reading
+
+    problems: dict[str, str | None] = {}
+    for found in _found(path) or [_nothing(path)]:
+        problem = None
+        try:
+            reading.verify(found.folder)
+        except CheckpointError as error:
+            problem = _reason(error)
+        problems[str(found.folder)] = problem
+        if not as_json:
+            print(f"{short(found.folder)}: {'good' if problem is None else f'damaged: {problem}'}", flush=True)
+    if as_json:
+        print(json.dumps([{"path": each, "good": not why, "problem": why} for each, why in problems.items()], indent=2))
+    raise SystemExit(1 if any(problems.values()) else 0)
+
+
+@app.command("export")
+def export(
+    path: Where,
+    to: Annotated[
+        Literal["safetensors", "torch", "huggingface"],
+        typer.Option("--to", help="one safetensors file, a torch state dict, or a Hugging Face folder"),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="where to; nothing that exists is overwritten")],
+    ema: Annotated[bool, typer.Option("--ema", help="the averaged weights")] = False,
+) -> None:
+    """Write a checkpoint's model for other programs; of a run folder, the newest one's."""
+    from paceline.checkpoint import export as exporting
+
+    folder = _newest(path)
+    count = exporting.export(folder, to, output, ema=ema)
+    print(f"{short(folder)} -> {output}: {count:,} {'averaged ' if ema else ''}weights ({to})")
+
+
+def _found(path: Path) -> list[Found]:
+    """The checkpoints at or below a path, newest first, unreadable ones last."""
+    from paceline.checkpoint import manifest, reading, store
+
+    if not path.exists():
+        raise CheckpointError("missing", f"There is no folder {path}.", fix="give a run folder, e.g. runs/gpt")
+    if (path / manifest.NAME).exists():
+        try:
+            return [store.Found(path, reading.open_checkpoint(path).manifest)]
+        except CheckpointError as problem:
+            return [store.Found(path, None, problem)]
+    folders = [path, path / "checkpoints", *sorted(path.glob("*/checkpoints"))]
+    found = [each for folder in folders for each in store.candidates(folder)]
+    return sorted(found, key=lambda each: "" if each.manifest is None else each.manifest.created, reverse=True)
+
+
+def _newest(path: Path) -> Path:
+    """The newest one whose manifest can be read; those that can't are named."""
+    found = _found(path) or [_nothing(path)]
+    for each in found:
+        if each.problem is not None and len(found) > 1:
+            print(f"passed over: {each.problem.what}", file=sys.stderr)
+    return found[0].folder
+
+
+def _nothing(path: Path) -> Found:
+    raise CheckpointError(
+        "missing",
+        f"There is no checkpoint in {path}.",
+        fix="give the folder of a run or of a checkpoint; paceline checkpoint ls lists those below runs/",
+    )
+
+
+def _facts(found: Found) -> dict[str, Any]:
+    from paceline.checkpoint import store
+
+    pointers = (store.LATEST, store.BEST)
+    facts: dict[str, Any] = {
+        "path": str(found.folder),
+        "marks": [each for each in pointers if found.folder.name in store.pointed(found.folder.parent, each)],
+        "problem": None if found.problem is None else _reason(found.problem),
+    }
+    if found.manifest is not None:
+        own = found.manifest
+        facts |= {"step": own.step, "epoch": own.epoch, "bytes": _size(own), "created": own.created}
+        facts |= {"layout": own.layout, "holds": _holds(own)}
+    return facts
+
+
+def _row(facts: dict[str, Any]) -> tuple[str, ...]:
+    from paceline.config.fit import gib
+
+    name, marks = short(facts["path"]), ", ".join(facts["marks"])
+    if facts["problem"] is not None:
+        return (name, "", "", "", "", "", marks, f"damaged: {facts['problem']}")
+    size, age, layout = gib(facts["bytes"]), _age(facts["created"]), _layout(facts["layout"])
+    return (name, str(facts["step"]), size, age, layout, facts["holds"], marks, "sizes good")
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(file.bytes for file in manifest.files.values())
+
+
+def _holds(manifest: Manifest) -> str:
+    return "whole" if manifest.optimizer else "weights only"
+
+
+def _layout(layout: dict[str, Any]) -> str:
+    """`4 ranks, shard 2, tensor 2, bf16`: what differs from one process."""
+    ranks = layout.get("ranks", 1)
+    degrees = [f"{axis} {n}" for axis, n in layout.items() if axis != "ranks" and isinstance(n, int) and n > 1]
+    words = [word for word in layout.values() if isinstance(word, str)]
+    return ", ".join([f"{ranks} rank{'s' if ranks != 1 else ''}", *degrees, *words])
+
+
+def _age(created: str) -> str:
+    """The largest unit of which there is at least one."""
+    try:
+        seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):  # it is text from a file
+        return created
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _tensors(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    from paceline.checkpoint.manifest import chunk_bytes
+
+    return {
+        name: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "chunks": len(entry.chunks),
+            "bytes": sum(chunk_bytes(entry, chunk) for chunk in entry.chunks),
+        }
+        for name, entry in manifest.tensors.items()
+    }
+
+
+def _reason(error: CheckpointError) -> str:
+    return (error.what.partition(" is damaged: ")[2] or error.what).rstrip(".")
+
+
+def _columns(rows: Sequence[Iterable[str]]) -> str:
+    table = [list(row) for row in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(line.rstrip() for line in lines)

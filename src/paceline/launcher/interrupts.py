@@ -1,0 +1,135 @@
+"""What the launcher does when it is told to stop: it lets the ranks hear of it, and gives them the time to save.
+
+    Ctrl-C                  waits for the ranks as long as they take; a second one ends them at once
+    SIGTERM, HUP, QUIT      goes on to the ranks, which are ended when the grace is over
+    SIGUSR1                 goes on to the ranks, which save a checkpoint and go on
+
+A terminal's Ctrl-C reaches the launcher's whole process group, and so every forked rank. `kill -INT` reaches the
+launcher alone, and has to go on to the ranks; but a rank that got it twice would take that for a second Ctrl-C. Who got
+a signal can't be seen from outside, so a small process in the same group listens too. Ranks in fresh interpreters are
+in groups of their own, and hear from the launcher only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_WORDS = b"\ninterrupted: waiting for the ranks to save; Ctrl-C again ends them at once\n"
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_HEARD_WITHIN = 1.0  # seconds in which the listener tells of a signal that it got with us
+
+
+class Interrupts:
+    """Handlers of the launcher, for the time in which it has ranks."""
+
+    def __init__(self, listener: int, grace: float) -> None:
+        self._listener, self._grace = listener, grace
+        self._pids: Callable[[], Collection[int]] = tuple
+        self._deadline: float | None = None
+        self.ending: signal.Signals | None = None  # the signal that began it
+
+    def install(self, pids: Callable[[], Collection[int]]) -> None:
+        """`pids` gives the processes that run. Only from the main thread, as everything about signals in Python."""
+        self._pids = pids
+        for number in HANDLED:
+            signal.signal(number, self._heard)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks have had their time."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._send(number)
+            return
+        again = self.ending is not None
+        self.ending = self.ending or signal.Signals(number)
+        if number == signal.SIGINT and again:
+            self.kill()
+        elif number == signal.SIGINT:
+            _say(_WORDS)
+            self._send(number, but_not_to=os.getpgrp() if self._group_heard() else None)
+        else:
+            self._deadline = self._deadline or time.monotonic() + self._grace
+            self._send(number)
+
+    def _group_heard(self) -> bool:
+        told, _, _ = select.select([self._listener], [], [], _HEARD_WITHIN)
+        return bool(told) and os.read(self._listener, 1) != b""
+
+    def _send(self, number: int, but_not_to: int | None = None) -> None:
+        for pid in self._pids():
+            try:
+                if os.getpgid(pid) != but_not_to:
+                    os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def _say(words: bytes) -> None:
+    """Past Python's streams, which may be in the middle of a line of ours."""
+    try:
+        os.write(2, words)
+    except OSError:
+        return  # the screen is gone
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    """A descriptor that can be read once this process group got a SIGINT."""
+    heard, tell = os.pipe()
+    alive, hold = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.close(hold)
+            _listen(tell, alive)
+        finally:
+            os._exit(0)
+    os.close(tell)
+    os.close(alive)
+    try:
+        yield heard
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(heard)
+        os.close(hold)
+
+
+def _listen(tell: int, alive: int) -> None:
+    """Until the launcher and its ranks, which hold the other end of `alive`, are gone."""
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        os.write(tell, b"!")
+
+    signal.signal(signal.SIGINT, heard)
+    for number in HANDLED[1:]:
+        signal.signal(number, signal.SIG_IGN)
+    os.read(alive, 1)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """The handlers from before are there again after the block: the agent and `Interrupts` set theirs."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is None:
+                continue  # set by other than Python code, which no one here could replace
+            try:
+                signal.signal(number, handler)
+            except ValueError:
+                return  # not the main thread: the agent could not set them either

@@ -1,0 +1,178 @@
+"""Checkpoints back into a training, on any layout; and which one a resumed run goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import bring, store
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.carrying import fetched
+from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.reading import Checkpoint, open_checkpoint
+from paceline.checkpoint.values import from_json
+from paceline.errors import CheckpointError
+from paceline.parallel.pieces import fill, piece
+from paceline.runtime import collectives
+from paceline.train import state
+from paceline.train.presence import on_all_ranks
+from paceline.train.saving import FOLDER, Saver
+
+_ALL_LOAD = "all ranks load together: one that kept its own state would train another model"
+
+
+class Restorer:
+    """Loads for one training. `position` is what a loaded checkpoint said of the data, until training goes on."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver, self._parts, self._engine = saver, saver.parts, saver.parts.engine
+        self._position: dict[str, Any] | None = None
+
+    def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """A checkpoint's folder, the folder of a run (its newest good one), or a file of weights; its metadata comes
+        back. A matter of all ranks. Nothing is changed unless every rank has read its part and found it good."""
+        self._saver.settle()
+        self._saver.finish()
+        # As long as for anything else: rank 0 may still be writing it.
+        self._saver.presence.require(self._engine.config.timeout, "load_checkpoint", _ALL_LOAD)
+        kind = collectives.broadcast_object(_kind(path))
+        if kind == "file":
+            return self._load_file(path)
+        if kind == "run":
+            return self._newest(_checkpoints_in(path), weights_only)[1]
+        try:
+            return self._load(path, weights_only)
+        except CheckpointError as error:
+            if error.code != "checkpoint.damaged":
+                raise
+            good = self._newest_good_beside(path)
+            raise CheckpointError("damaged", error.what, why=error.why, fix=good) from None
+
+    def _newest_good_beside(self, path: Path) -> str:
+        found = None
+        if self._engine.world.is_main:
+            found = next((str(each.folder) for each in store.good(path.parent, besides=path)), None)
+        found = collectives.broadcast_object(found)
+        return f"the newest good one beside it is {found}" if found else "there is no good one beside it"
+
+    def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
+        with fetched(path, self._saver.channel(), self._blind_to(path)) as here:
+            checkpoint, tensors = on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
+        state.apply(self._parts, checkpoint, tensors, weights_only=weights_only)
+        engine, saver = self._engine, self._saver
+        saver.forget()
+        if not weights_only:
+            saver.parent = path.name
+            self._position = dict(checkpoint.manifest.data)
+        if engine.watch is not None:
+            engine.watch.reset()
+        metadata: dict[str, Any] = from_json(checkpoint.manifest.metadata, tensors.__getitem__)
+        return metadata
+
+    def _blind_to(self, path: Path) -> list[int]:
+        """Ranks that can't see a checkpoint which rank 0 sees: it is sent to them."""
+        if self._engine.config.checkpoint.unshared == "refuse":
+            return []
+        seen = collectives.all_gather_object((path / manifests.NAME).exists())
+        return [rank for rank, sees in enumerate(seen) if not sees] if seen[0] else []
+
+    def _read(self, path: Path, weights_only: bool) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
+        checkpoint = open_checkpoint(path)
+        if not weights_only:
+            state.require_same_optimizer(self._engine, checkpoint)
+        return checkpoint, state.read(self._parts, checkpoint, weights_only=weights_only)
+
+    def _load_file(self, path: Path) -> dict[str, Any]:
+        """Weights from elsewhere: training begins at its beginning with them."""
+        brought = on_all_ranks(lambda: self._brought(path), f"Loading {path}")
+        for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and name in brought.weights:  # else it is another one's twin
+                fill(tensor, brought.weights[name])
+        average = self._engine.average
+        if average is not None:
+            parameters = dict(self._engine.model.named_parameters())
+            average.load_state_dict({name: piece(parameters[name]) for name in average.state_dict()})
+        return brought.metadata
+
+    def _brought(self, path: Path) -> bring.Brought:
+        brought = bring.bring(path)
+        own = self._engine.model.state_dict(keep_vars=True)
+        there = {id(tensor) for name, tensor in own.items() if name in brought.weights}
+        for name, tensor in own.items():
+            if not isinstance(tensor, torch.Tensor) or (name not in brought.weights and id(tensor) in there):
+                continue  # of weights that are one tensor, one name is enough
+            if name not in brought.weights:
+                raise state.other_model(str(path), f"it has no {name}, which the model has")
+            shape = tuple(brought.weights[name].shape)
+            if shape != tuple(tensor.shape):
+                raise state.other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
+        foreign = [name for name in brought.weights if name not in own]
+        if foreign and self._engine.mesh.degrees.pipeline == 1:
+            raise state.other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
+        return brought
+
+    def resume(self, run: Path) -> bool:
+        """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
+        folder = run / FOLDER
+        if self._engine.world.is_main:
+            store.clear_left_behind(Disk(), folder)
+        collectives.barrier()
+        if not collectives.broadcast_object(bool(store.candidates(folder))):
+            self._engine.say(f"resume: {run} has no checkpoint yet: it begins at its beginning")
+            return False
+        name, _ = self._newest(folder)
+        self._engine.say(f"resume: {run} goes on from {name}, after step {self._engine.position.step}")
+        return True
+
+    def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
+        """Load the newest good one. A damaged one is passed over, and said so."""
+        found = store.candidates(folder) if self._engine.world.is_main else []
+        # One without the optimizer's state is newer perhaps, but training would not go on as it was.
+        found.sort(key=lambda each: each.manifest is None or not each.manifest.optimizer)
+        passed = []
+        for name in collectives.broadcast_object([each.folder.name for each in found]):
+            try:
+                metadata = self._load(folder / name, weights_only)
+            except CheckpointError as error:
+                if error.code != "checkpoint.damaged":
+                    raise
+                passed.append(name)
+                self._engine.warn(f"{error.what} It is passed over.")
+                continue
+            return name, metadata
+        raise CheckpointError(
+            "nothing-good",
+            f"All {len(passed)} checkpoints in {folder} are damaged: {', '.join(passed)}.",
+            why="going on from the beginning would look like a resumed run and be none",
+            fix="paceline checkpoint verify shows what is wrong with each; a new run: name starts over",
+        )
+
+    def meet(self, data: dict[str, Any]) -> None:
+        """Training is about to go on with this data: a position in other data would repeat or skip samples."""
+        self._saver.data = data
+        position, self._position = self._position, None
+        if not position or not self._engine.position.step:
+            return
+        differing = [key for key, value in data.items() if key in position and position[key] != value]
+        if differing:
+            told = "; ".join(f"{key} was {position[key]}, and is {data[key]}" for key in differing)
+            raise CheckpointError(
+                "other-data",
+                f"The checkpoint's position in the data means something else now: {told}.",
+                why="its step stands for a number of samples in one order: others would be repeated or left out",
+                fix="set it as it was (the run's config.yaml has it); or load_checkpoint(…, weights_only=True), which "
+                "begins at the beginning of the data",
+            )
+
+
+def _kind(path: Path) -> str:
+    if path.is_file():
+        return "file"
+    is_run = not (path / manifests.NAME).exists() and store.candidates(_checkpoints_in(path))
+    return "run" if is_run else "checkpoint"
+
+
+def _checkpoints_in(path: Path) -> Path:
+    return path / FOLDER if (path / FOLDER).is_dir() else path

@@ -1,0 +1,77 @@
+"""What comes up while training goes on: a signal, the time for a checkpoint, a checkpoint that is written.
+
+Ranks learn of such things at different moments and have to act on them at the same step. So every second or so, at a
+step boundary, they compare notes with one small reduction; how many steps that is, they agree on as well.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import torch
+
+from paceline.runtime import collectives
+from paceline.train.engine import Engine
+from paceline.train.saving import Saver
+from paceline.train.signals import Signals, Wish, decode, encode
+
+_SECONDS = 1.0
+
+
+class Poll:
+    """For one call of `train()`. `next` is the step after which it wants to be called again, at the latest."""
+
+    def __init__(self, engine: Engine, saver: Saver, signals: Signals, minutes: float | None, step: int) -> None:
+        self._engine, self._saver, self._signals, self._minutes = engine, saver, signals, minutes
+        self._several = engine.world.size > 1
+        self._asked, self._asked_at = step, monotonic()
+        self._saved_at = monotonic()
+        self.next = step + 1
+        self.wish: Wish = ""  # the signal that ends training, agreed
+
+    def __call__(self, step: int) -> str | None:
+        """After `step`, on all ranks; why training should end, if it should."""
+        now = monotonic()
+        # Of the first rank's clock: ranks that look at their own would disagree.
+        due = self._minutes is not None and self._engine.world.is_main and now - self._saved_at > self._minutes * 60
+        a_step = (now - self._asked_at) / max(step - self._asked, 1)
+        own = (encode(self._signals.wish), due, not self._saver.is_written, a_step)
+        wish, timed, writing, seconds = self._agree(*own)
+        self.next = step + max(1, int(_SECONDS / max(seconds, 1e-6)))
+        self._asked, self._asked_at = step, now
+        if self._saver.is_waited_for and not writing:
+            self._saver.finish()
+        return self._act(decode(int(wish)), bool(timed), step)
+
+    def _agree(self, wish: int, due: bool, writing: bool, seconds: float) -> list[float]:
+        values = [float(wish), float(due), float(writing), seconds]
+        if not self._several:
+            return values
+        numbers = torch.tensor(values, dtype=torch.float64, device=self._engine.world.device)
+        collectives.all_reduce(numbers, op="max")
+        return numbers.tolist()
+
+    def _act(self, wish: Wish, due: bool, step: int) -> str | None:
+        if wish in ("SIGTERM", "SIGINT"):
+            self.wish = wish
+            self._save_what_fits(step)
+            return wish
+        if wish == "save" or due:
+            self._signals.take("save")
+            self._saver.step(step)
+            self._saved_at = monotonic()
+        return None
+
+    def _save_what_fits(self, step: int) -> None:
+        """The whole state, unless the time that is left is too short for that: then the checkpoint before stays."""
+        grace, cost, since = self._engine.config.checkpoint.grace, self._saver.last_cost, self._signals.since
+        left = None if grace is None else grace - (0.0 if since is None else monotonic() - since)
+        fits = left is None or cost is None or cost.seconds["all"] < left
+        if collectives.broadcast_object(fits):
+            self._saver.last(step)
+            return
+        self._saver.finish()
+        self._engine.warn(
+            f"step {step} is not saved: that took {cost.seconds['all'] if cost else 0:.1f} s last time, and "
+            f"{left or 0:.1f} s are left (checkpoint.grace)"
+        )

@@ -1,0 +1,106 @@
+"""The run folder of a training: a new one, or one that is gone on with; and that nobody else writes into it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from paceline.checkpoint import manifest as manifests
+from paceline.config import show
+from paceline.config.derive import Derived
+from paceline.errors import CheckpointError
+from paceline.monitor.metrics import forget_after
+from paceline.runtime import collectives, environment, folder
+from paceline.runtime.lock import RunLock
+from paceline.runtime.visible import unseen
+from paceline.train import build
+from paceline.train.engine import Engine
+from paceline.train.loading import Restorer
+from paceline.train.presence import on_all_ranks
+from paceline.train.saving import Saver
+
+
+class RunFolder:
+    def __init__(self, engine: Engine, saver: Saver, restorer: Restorer) -> None:
+        self._engine, self._saver, self._restorer = engine, saver, restorer
+        self._lock: RunLock | None = None
+
+    def resume(self) -> None:
+        """What the recipe's `resume` asks for, before anything is trained. A matter of all ranks."""
+        config = self._engine.config
+        if config.resume is None:
+            return
+        if config.resume == "auto":
+            self._resume_newest()
+            return
+        path = Path(config.resume).absolute()
+        if (path / manifests.NAME).exists() or path.is_file():  # that state, in a new run
+            self._restorer.load(path)
+            self._engine.say(f"resume: begins from {folder.short(path)}, after step {self._engine.position.step}")
+        elif path.is_dir():
+            self._go_on(path)
+        else:
+            raise CheckpointError(
+                "missing", f"resume: there is neither a run nor a checkpoint at {path}.", fix="paceline checkpoint ls"
+            )
+
+    def _resume_newest(self) -> None:
+        config, engine = self._engine.config, self._engine
+        if config.run is False:
+            raise CheckpointError(
+                "nothing-to-resume",
+                "resume: auto looks for a run folder, but run: false writes none.",
+                fix="give the run a name, or resume: a checkpoint's folder",
+            )
+        name = config.run if isinstance(config.run, str) else build.default_name(engine.model)
+        found = folder.newest(name) if engine.world.is_main else None
+        told = collectives.broadcast_object(None if found is None else str(found))
+        if told is None:
+            engine.say(f"resume: there is no run called {name} yet: it begins at its beginning")
+        else:
+            self._go_on(Path(told))
+
+    def _go_on(self, run: Path) -> None:
+        self._take(run)
+        self._restorer.resume(run)
+        if self._engine.world.is_main:  # without a checkpoint that is all of them
+            forget_after(run / build.METRICS, self._engine.position.step)
+
+    def _take(self, run: Path) -> None:
+        """Make it this training's: nobody else may write into it, and it is known who can't see it."""
+        engine, lock = self._engine, RunLock(run)
+        on_all_ranks(lambda: lock.take() if engine.world.is_main else None, "Taking the run folder")
+        self._lock, self._saver.run = lock, run
+        self._saver.unseen = blind = unseen(run)
+        if blind and engine.config.checkpoint.unshared == "refuse":
+            raise CheckpointError(
+                "unshared-folder",
+                f"Ranks {', '.join(map(str, blind))} can't see the run folder {run}.",
+                why="each rank writes its part of a checkpoint into it",
+                fix="put it on a disk that all nodes share; or checkpoint: {unshared: gather}",
+            )
+        if blind:
+            ranks = ", ".join(map(str, blind))
+            engine.warn(f"ranks {ranks} can't see {run}: what they hold is sent to rank 0, which writes it")
+
+    def open(self, rows: dict[str, Derived] | None = None) -> str | None:
+        """The folder, made if there is none yet, with the recipe and `rows` written into it."""
+        engine, saver = self._engine, self._saver
+        if rows is not None:
+            engine.say(show.table(rows))
+        if saver.run is None:
+            made = build.open_run(engine.config, engine.model, engine.world.is_main)
+            if made is not None:
+                self._take(made)
+            if rows is not None and engine.world.size == 1 and not environment.was_launched():
+                engine.say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
+        run = saver.run
+        if run is not None and rows is not None and engine.world.is_main:
+            build.write_run(run, engine.config, rows)
+        return str(run) if run else None
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None

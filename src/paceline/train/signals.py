@@ -1,0 +1,116 @@
+"""What a person or a scheduler asks of a run by a signal, noted now and done at the end of a step.
+
+    with Signals() as signals:                     # on every rank, around training
+        ...
+        wish = decode(largest over all ranks of encode(signals.wish))     # at step boundaries
+        if wish == "save":
+            signals.take(wish)                     # before the save begins, so that a later signal asks for another one
+        ...
+        signals.end(wish)                          # when everything is saved and closed, with the wish all agreed on
+
+SIGUSR1 asks for a checkpoint, SIGTERM and SIGINT (Ctrl-C) for a checkpoint and the end. A handler does nothing but
+note: Python calls it between any two operations, where weights are half updated and other ranks know nothing of it. A
+second Ctrl-C leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, Literal
+
+Wish = Literal["", "save", "SIGTERM", "SIGINT"]
+
+_WISHES: tuple[Wish, ...] = ("", "save", "SIGTERM", "SIGINT")  # the larger number wins
+
+
+def encode(wish: Wish) -> int:
+    """As a number, for ranks that agree by a maximum."""
+    return _WISHES.index(wish)
+
+
+def decode(number: int) -> Wish:
+    return _WISHES[number]
+
+
+class Signals:
+    """Handlers for the time of a `with` block. Outside the main thread Python allows none, and this does nothing.
+
+    A signal that this process was started to ignore (`nohup`, a shell's background job) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None  # time.monotonic() of the first SIGTERM or SIGINT
+        self._ending: Wish = ""
+        self._save = False  # apart from `_ending`, so that neither `take` nor a handler can undo the other's work
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    @property
+    def wish(self) -> Wish:
+        """The strongest so far."""
+        return self._ending or ("save" if self._save else "")
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):  # None: not set by Python, which could not set it again
+                    self._before[number] = before
+                    signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number in list(self._before):
+            self._restore(number)
+
+    def take(self, wish: Wish) -> None:
+        """The wish for a save is being granted; an end stays wished."""
+        if wish == "save":
+            self._save = False
+
+    def end(self, wish: Wish) -> None:
+        """Go as the signal would have made this process go, also where another rank got it. Returns for other wishes,
+        and where the script has a handler of its own for SIGTERM, which has run by then."""
+        if wish == "SIGINT":
+            raise KeyboardInterrupt
+        if wish == "SIGTERM":
+            self._restore(signal.SIGTERM)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _restore(self, number: int) -> None:
+        if number in self._before:
+            signal.signal(number, self._before.pop(number))
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            _heard_in_child(number)
+        elif number == signal.SIGUSR1:
+            self._save = True
+        elif number == signal.SIGINT and self._ending == "SIGINT":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(2, b"\ninterrupted again: leaving at once, without waiting for a save\n")
+            raise KeyboardInterrupt
+        else:
+            self._ending = max(self._ending, _wish(number), key=encode)
+            self.since = time.monotonic() if self.since is None else self.since
+
+
+def _wish(number: int) -> Wish:
+    return "SIGINT" if number == signal.SIGINT else "SIGTERM"
+
+
+def _heard_in_child(number: int) -> None:
+    """A forked data worker has the handlers too. SIGTERM ends it; the others are for its parent, which needs it until
+    the end of the step: only a second Ctrl-C ends it as well."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,104 @@
+"""A disk that fails: the old checkpoint stays good, the error has a code, and the next save works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faults import saves, write_faults
+from faults.write_faults import NEW, OLD, TWO_ERRORS, WAYS, NotMounted, Optimist, Way
+from paceline.checkpoint import store
+from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.writer import Description, Writer
+from paceline.errors import CheckpointError
+from paceline.testing.disks import FailingDisk
+
+SMALL = 256 << 10
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_a_fault_at_any_call_leaves_a_good_checkpoint(way: Way, in_memory: Path) -> None:
+    count = 0
+    for fault in write_faults.faults(in_memory, TWO_ERRORS, [way]):
+        count += 1
+        assert write_faults.problem(in_memory / str(count), fault) is None, str(fault)
+    assert count > 50
+
+
+def test_an_error_in_the_background_arrives_with_the_result(tmp_path: Path) -> None:
+    writer = Writer(disk=FailingDisk("write", 2, 28))
+    try:
+        saving = writer.begin(
+            tmp_path / "step-000001", saves.as_held(NEW), Description(1, 0, True), background=True
+        )  # fmt: skip
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            saving.result()
+    finally:
+        writer.close()
+    assert caught.value.code == "checkpoint.not-saved"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_after_the_commit_does_not_deny_the_checkpoint(tmp_path: Path) -> None:
+    def after(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(CheckpointError) as caught:
+        saves.save(tmp_path, 1, NEW, after=after)
+    assert caught.value.code == "checkpoint.not-tidied"
+    assert write_faults.newest(tmp_path) == "new"
+
+
+def test_a_save_that_would_not_fit_is_not_begun(tmp_path: Path) -> None:
+    class Full(Disk):
+        def free_bytes(self, path: Path) -> int:
+            return 100
+
+    with pytest.raises(CheckpointError) as caught:
+        saves.save(tmp_path, 1, NEW, Full())
+    assert caught.value.code == "checkpoint.no-space"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("disk", [Disk(), Optimist()], ids=["seen before", "found out in the middle"])
+def test_a_disk_that_is_really_full_keeps_the_old_checkpoint(disk: Disk, tmp_path: Path) -> None:
+    try:
+        with write_faults.small_disk(tmp_path / "small", SMALL) as folder:
+            saves.save(folder / "run", 1, OLD)
+            filler = write_faults.fill(folder, 4096)
+            with pytest.raises(CheckpointError) as caught:
+                saves.save(folder / "run", 2, NEW, disk)
+            assert caught.value.code in ("checkpoint.no-space", "checkpoint.not-saved")
+            filler.unlink()
+            assert write_faults.problem_in(folder / "run", ["old"]) is None
+    except NotMounted as error:
+        pytest.skip(f"no file system could be mounted: {error}")
+
+
+def test_a_read_only_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    try:
+        with write_faults.small_disk(tmp_path / "small", SMALL) as folder:
+            saves.save(folder, 1, OLD)
+            write_faults.make_read_only(folder)
+            with pytest.raises(CheckpointError, match="Read-only file system"):
+                saves.save(folder, 2, NEW)
+            assert write_faults.newest(folder) == "old"
+    except NotMounted as error:
+        pytest.skip(f"no file system could be mounted: {error}")
+
+
+def test_left_behind_folders_do_not_pile_up(tmp_path: Path) -> None:
+    """A disk on which nothing can be removed, then one on which it can."""
+    saves.save(tmp_path, 1, OLD)
+    for call in range(1, 4):
+
+        class Stubborn(FailingDisk):
+            def remove(self, path: Path) -> None:
+                raise OSError(5, "Input/output error")
+
+        with pytest.raises(CheckpointError):
+            saves.save(tmp_path, 2, NEW, Stubborn("write", call, 28))
+    assert len(list(tmp_path.glob(".*"))) == 3
+    store.clear_left_behind(Disk(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

@@ -1,0 +1,213 @@
+"""`paceline launch` and signals: ranks get the time to save, and whoever is impatient need not wait.
+
+The scripts trap signals themselves. What they do is seen in files, so that nothing depends on time.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACELINE = [sys.executable, "-m", "paceline", "launch", "-n", "2"]
+
+# Notes each signal; with the file `save` it "saves" until `saved` is there, and ends as its argument says.
+TRAPPING = """
+import os, pathlib, signal, sys, time
+rank = os.environ["RANK"]
+heard = []
+def note(number, frame):
+    heard.append(signal.Signals(number).name)
+    pathlib.Path(f"heard-{rank}.partial").write_text(" ".join(heard))
+    os.replace(f"heard-{rank}.partial", f"heard-{rank}")
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, note)
+pathlib.Path(f"pid-{rank}.partial").write_text(str(os.getpid()))
+os.replace(f"pid-{rank}.partial", f"pid-{rank}")
+while not os.path.exists("saved"):
+    time.sleep(0.01)
+pathlib.Path(f"end-{rank}").write_text(" ".join(heard))
+if "one ends" in sys.argv and rank == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited for a minute"
+        time.sleep(0.01)
+
+
+class Launched:
+    def __init__(self, folder: Path, *args: str, options: list[str]) -> None:
+        self.folder = folder
+        (folder / "script.py").write_text(TRAPPING)
+        self.process = subprocess.Popen(
+            [*PACELINE, *options, "script.py", *args],
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(2)))
+
+    def heard(self, rank: int) -> str:
+        path = self.folder / f"heard-{rank}"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for_words(self, words: str) -> None:
+        wait_until(lambda: words in (self.folder / "runs/script/logs/rank-0.log").read_text())
+
+    def wait_for_both(self, heard: str) -> None:
+        wait_until(lambda: self.heard(0) == self.heard(1) == heard)
+
+    def end(self) -> tuple[int, str]:
+        """Its status and what it said; nothing of it is left."""
+        _, err = self.process.communicate(timeout=60)
+        for rank in range(2):
+            assert not Path(f"/proc/{(self.folder / f'pid-{rank}').read_text()}").exists()
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started = []
+
+    def launch(*args: str, options: list[str] | None = None) -> Launched:
+        started.append(Launched(tmp_path, *args, options=options or []))
+        return started[-1]
+
+    yield launch
+    for each in started:
+        if each.process.poll() is None:
+            os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.communicate()
+
+
+@pytest.mark.parametrize("options", [[], ["--fresh"]])
+def test_after_an_interrupt_ranks_save_as_long_as_they_take(
+    tmp_path: Path, launched: Callable[..., Launched], options: list[str]
+) -> None:
+    run = launched(options=options)
+    os.killpg(run.process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+    run.wait_for_both("SIGINT")
+    run.wait_for_words("waiting for the ranks to save; Ctrl-C again ends them at once")
+    (tmp_path / "saved").touch()
+    status, err = run.end()
+    assert (status, err.count("waiting for the ranks")) == (130, 1), err
+    assert err.rstrip().endswith("interrupted; what there is lies in runs/script")
+    assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]  # once
+
+
+def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks_once(
+    tmp_path: Path, launched: Callable[..., Launched]
+) -> None:
+    run = launched()
+    os.kill(run.process.pid, signal.SIGINT)
+    run.wait_for_both("SIGINT")
+    (tmp_path / "saved").touch()
+    assert run.end()[0] == 130
+    assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
+
+
+def test_a_second_interrupt_ends_all_at_once(tmp_path: Path, launched: Callable[..., Launched]) -> None:
+    run = launched()
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.wait_for_words("Ctrl-C again")
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.end()[0] == 130
+    assert not list(tmp_path.glob("end-*"))
+
+
+@pytest.mark.parametrize(("args", "options"), [([], []), (["one ends"], []), (["one ends"], ["--fresh"])])
+def test_a_sigterm_reaches_the_ranks_which_end_in_their_own_way(
+    tmp_path: Path, launched: Callable[..., Launched], args: list[str], options: list[str]
+) -> None:
+    run = launched(*args, options=options)
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.wait_for_both("SIGTERM")
+    (tmp_path / "saved").touch()
+    status, err = run.end()
+    assert (status, "failed first" in err, "Traceback" in err) == (143, False, False), err
+    assert len(list(tmp_path.glob("end-*"))) == 2
+
+
+def test_after_sigusr1_ranks_go_on(tmp_path: Path, launched: Callable[..., Launched]) -> None:
+    run = launched()
+    os.kill(run.process.pid, signal.SIGUSR1)
+    run.wait_for_both("SIGUSR1")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    run.wait_for_both("SIGUSR1 SIGUSR1")
+    (tmp_path / "saved").touch()
+    assert run.end()[0] == 0
+
+
+def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAPPING)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [*PACELINE, "script.py"])
+    try:
+        wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
+        os.write(terminal, b"\x03")
+        wait_until(lambda: all((tmp_path / f"heard-{rank}").exists() for rank in range(2)))
+        (tmp_path / "saved").touch()
+        screen = b""
+        while data := read(terminal):
+            screen += data
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
+    finally:
+        os.close(terminal)
+    assert b"waiting for the ranks to save" in screen
+    assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # Linux's way to say that the other side is closed
+        return b""
+
+
+def test_ranks_that_use_up_the_grace_are_ended(tmp_path: Path) -> None:
+    """Through the launcher's own surface: the command has a grace of half a minute, and more by a recipe only."""
+    (tmp_path / "script.py").write_text(TRAPPING)
+    caller = """
+from pathlib import Path
+from paceline.launcher import agent
+from paceline.launcher.target import Target
+agent.run_forked(Target("script", "script.py").run, agent.Start(2, Path("."), grace=0.2))
+"""
+    command = [sys.executable, "-c", caller]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+    assert not list(tmp_path.glob("end-*"))
+
+
+def test_a_save_that_fails_after_the_signal_is_shown(tmp_path: Path) -> None:
+    script = """
+import os, signal, time
+from paceline.errors import CheckpointError
+def fail(*_):
+    raise CheckpointError("no-space", "The disk is full.")
+signal.signal(signal.SIGTERM, fail)
+if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(600)
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [*PACELINE, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, start_new_session=True
+    )
+    assert done.returncode == 143, done.stderr
+    assert "[checkpoint.no-space] The disk is full." in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,134 @@
+"""What signals do to a process that trains. Each script sends them to itself, so that nothing depends on time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from paceline.train.signals import Signals, decode, encode
+
+HEAD = """
+import os, signal, sys, time
+from signal import SIGINT, SIGTERM, SIGUSR1
+from paceline.train.signals import Signals, decode, encode
+signal.signal(SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+me = os.getpid()
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", HEAD + body], capture_output=True, text=True, timeout=60)
+
+
+def test_the_strongest_wish_wins_and_a_save_can_be_taken() -> None:
+    done = run("""
+with Signals() as signals:
+    def after(number):
+        os.kill(me, number)
+        return signals.wish
+    assert (signals.wish, signals.since) == ("", None)
+    assert after(SIGUSR1) == "save" and signals.since is None
+    signals.take("save")
+    assert signals.wish == ""
+    assert after(SIGUSR1) == "save"
+    before = time.monotonic()
+    assert after(SIGTERM) == "SIGTERM"
+    first = signals.since
+    assert before <= first <= time.monotonic()
+    signals.take("save")
+    assert after(SIGTERM) == after(SIGUSR1) == "SIGTERM"
+    assert after(SIGINT) == "SIGINT" and signals.since == first
+assert signal.getsignal(SIGTERM) is signal.getsignal(SIGUSR1) is signal.SIG_DFL
+assert signal.getsignal(SIGINT) is signal.default_int_handler
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_second_interrupt_leaves_at_once() -> None:
+    done = run("""
+try:
+    with Signals() as signals:
+        os.kill(me, SIGINT)
+        print("goes on")
+        os.kill(me, SIGINT)
+        print("never")
+except KeyboardInterrupt:
+    print("left")
+""")
+    assert (done.returncode, done.stdout) == (0, "goes on\nleft\n"), done.stderr
+    assert "without waiting for a save" in done.stderr
+
+
+@pytest.mark.parametrize(("wish", "status"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", -signal.SIGINT)])
+def test_the_end_is_that_of_the_signal_also_where_another_rank_got_it(wish: str, status: int) -> None:
+    done = run(f"""
+with Signals() as signals:
+    signals.end("")
+    signals.end("save")
+    sys.stdout.write("saved")
+    signals.end("{wish}")
+    print("never")
+""")
+    assert (done.returncode, done.stdout) == (status, "saved"), done.stderr
+
+
+def test_a_handler_of_the_users_runs_at_the_end_and_the_call_returns() -> None:
+    done = run("""
+signal.signal(SIGTERM, lambda *_: print("the user's"))
+with Signals() as signals:
+    os.kill(me, SIGTERM)
+    print("saved")
+    signals.end(signals.wish)
+    print("returned")
+os.kill(me, SIGTERM)
+""")
+    assert (done.returncode, done.stdout) == (0, "saved\nthe user's\nreturned\nthe user's\n"), done.stderr
+
+
+def test_a_forked_worker_dies_of_sigterm_only() -> None:
+    done = run("""
+with Signals() as signals:
+    child = os.fork()
+    if child == 0:
+        for number in (SIGUSR1, SIGINT, SIGTERM):
+            os.kill(os.getpid(), number)
+            print("lives", flush=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -SIGTERM
+    assert signals.wish == ""
+""")
+    assert (done.returncode, done.stdout) == (0, "lives\nlives\n"), done.stderr
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    done = run("""
+signal.signal(SIGINT, signal.SIG_IGN)
+with Signals() as signals:
+    os.kill(me, SIGINT)
+    assert signals.wish == ""
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def body() -> None:
+        with Signals() as signals:
+            seen.append((signal.getsignal(signal.SIGTERM), signals.wish))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [(before, "")]
+
+
+def test_wishes_travel_as_numbers_of_which_the_largest_wins() -> None:
+    wishes = ["", "save", "SIGTERM", "SIGINT"]
+    assert [decode(number) for number in range(4)] == wishes
+    assert decode(max(encode(wish) for wish in wishes)) == "SIGINT"
