@@ -1,7 +1,8 @@
 """What a checkpoint costs: the delay of the next optimizer step, the bandwidth, and the share of hashing.
 
     python benchmarks/checkpoint_cost.py
-    python benchmarks/checkpoint_cost.py --device cuda --megabytes 3000 --width 4096 --spacing 160 --only stall
+    python benchmarks/checkpoint_cost.py --device cuda --megabytes 3000 --width 4096 --rows 4096 --spacing 40 \\
+        --only stall
 
 One training, in which three kinds of saves take turns, a few steps apart: paceline's scheduled one, `dcp.async_save`
 and `torch.save`. The stall is how much longer the step after a save took, counted from the end of one optimizer step to
@@ -16,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +38,17 @@ def model_of(megabytes: int, width: int) -> nn.Module:
     """Layers of width × width; with Adam's two moments a parameter takes 12 bytes."""
     layers = max(1, round(megabytes * 1e6 / 12 / (width * (width + 1))))
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+class Batches:
+    """One batch again and again, where it is needed: reading data is not what is measured."""
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield self._batch, self._batch
 
 
 class Saves:
@@ -99,16 +111,15 @@ class Saves:
         return usual, stalls, beside
 
 
-def stall(megabytes: int, rounds: int, device: torch.device, width: int, spacing: int, folder: Path) -> None:
+def stall(megabytes: int, rounds: int, device: torch.device, width: int, spacing: int, rows: int, folder: Path) -> None:
     saves = Saves(folder, device, spacing)
     model = model_of(megabytes, width)
     trainer = paceline.Trainer(
-        model, {"name": "adamw", "lr": 1e-4}, criterion=nn.MSELoss(), batch=32, run=str(folder / "run"), quiet=True,
+        model, {"name": "adamw", "lr": 1e-4}, criterion=nn.MSELoss(), batch=rows, run=str(folder / "run"), quiet=True,
         save_every=3 * spacing, save_last=False, keep=1, callbacks=[saves], device=device, log_every=10_000,
     )  # fmt: skip
     saves.trainer = trainer
-    x = torch.randn(3200, width)
-    trainer.train(torch.utils.data.TensorDataset(x, x), max_steps=3 * spacing * (rounds + 1) + 4)
+    trainer.train(Batches(torch.randn(rows, width, device=device)), max_steps=3 * spacing * (rounds + 1) + 4)
     usual, found, beside = saves.stalls()
     size = sum(t.numel() * t.element_size() for t in model.parameters()) * 3
     print(f"{size / 1e6:.0f} MB of state on {device}, {rounds} saves of each kind; a step takes {usual * 1e3:.1f} ms")
@@ -150,9 +161,8 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
         digesting.append((time.perf_counter() - began) / loads[-1])
         shutil.rmtree(made.folder)
     pairs = [p / s for s, p in zip(saves[1:], plain[1:], strict=True)]
-    print(
-        f"{megabytes} MB, {rounds} rounds: a save {median(saves[1:]):.3f} s, a plain write and fsync {median(plain[1:]):.3f} s"
-    )
+    times = f"a save {median(saves[1:]):.3f} s, a plain write and fsync {median(plain[1:]):.3f} s"
+    print(f"{megabytes} MB, {rounds} rounds: {times}")
     print(
         f"  bandwidth of a save: {median(pairs):.2f} of the plain write's (from {min(pairs):.2f} to {max(pairs):.2f})"
     )
@@ -186,6 +196,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=32, help="samples in a step: how long one takes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--spacing", type=int, default=8, help="steps from one save to the next")
     parser.add_argument("--only", choices=["stall", "bandwidth"])
@@ -194,14 +205,8 @@ def main() -> None:
     torch_dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # dcp asks for one
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.only != "bandwidth":
-            stall(
-                options.megabytes,
-                options.rounds,
-                torch.device(options.device),
-                options.width,
-                options.spacing,
-                Path(folder),
-            )
+            device, sizes = torch.device(options.device), (options.width, options.spacing, options.rows)
+            stall(options.megabytes, options.rounds, device, *sizes, Path(folder))
         if options.only != "stall":
             bandwidth(options.megabytes, options.rounds, Path(folder))
     torch_dist.destroy_process_group()

@@ -1,8 +1,9 @@
 """Runs that are stopped, broken off and moved to other ranks, beside one that was never touched.
 
-A history is a list of legs: each starts the run anew (`resume: auto`), on a layout of its own, and ends in its own way.
-What matters is what the run's folder tells in the end: every step once, with the loss and the learning rate that it has
-without a stop; and that every step was trained on the samples that are its own.
+A history is a list of legs: each starts the run anew (`resume: auto`, or from a checkpoint that was saved by hand), on
+a layout of its own, and ends in its own way. What matters is what metrics.jsonl tells in the end: every step once, with
+the loss and the learning rate that it has without a stop; and that each step was trained on the samples that are its
+own.
 
 The model is a gpt of 8,000 weights, so that a leg costs tenths of a second. Its data draws random numbers, its number
 of samples is no multiple of the batch, and an epoch ends after every fifth of 30 steps.
@@ -27,12 +28,13 @@ from paceline.models.gpt import GPT
 from paceline.runtime import collectives
 from paceline.testing.comparison import Layout
 
-STEPS, SAMPLES, BATCH, SAVE_EVERY = 30, 50, 12, 4
+STEPS, SAMPLES, BATCH, SAVE_EVERY, EVAL_EVERY = 30, 50, 12, 7, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
-LAYOUTS = (
-    "single", "ddp:2", "ddp:3", "ddp:4", "fsdp:2", "fsdp:3", "fsdp:4", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2",
-    "pipeline=2 shard=2",
-)  # fmt: skip
+# And how often one is drawn: a step of the rare ones costs thirty of the first on two cores.
+LAYOUTS = {
+    "single": 6, "ddp:2": 5, "ddp:3": 3, "ddp:4": 2, "fsdp:2": 3, "fsdp:3": 2, "fsdp:4": 1, "hsdp:4": 1, "tp:2": 2,
+    "shard=2 tensor=2": 1, "pp:2": 3, "pipeline=2 shard=2": 1,
+}  # fmt: skip
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-6}
 
 # stopped: by max_steps, with a checkpoint there. by-hand: with save_checkpoint, from which a new run begins. failed: an
@@ -66,6 +68,7 @@ class Case:
     precision: str = "fp64"
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
     scheduler: str | None = None  # of torch
+    evaluates: bool = False
     dropout: float = 0.0
 
     def trainer(self, callbacks: Sequence[Any] = (), **settings: Any) -> paceline.Trainer:
@@ -91,11 +94,11 @@ _COSINE = {"name": "cosine", "warmup": 4, "steps": STEPS}
 # A plateau that is one at most evaluations, so that the rate is cut several times; and an end that never comes.
 _PLATEAU = {
     "schedule": {"name": "plateau", "patience": 0, "threshold": 0.2, "factor": 0.7},
-    "eval_every": 3, "early_stop": {"patience": 50, "min_delta": 0.5}, "save_best": "loss",
+    "eval_every": EVAL_EVERY, "early_stop": {"patience": 50, "min_delta": 0.5}, "save_best": "loss",
 }  # fmt: skip
 CASES = (
-    Case("cosine", settings={"optimizer": _ADAMW, "schedule": _COSINE}),
-    Case("plateau", settings={"optimizer": _ADAMW, **_PLATEAU}),
+    Case("cosine", evaluates=True, settings={"optimizer": _ADAMW, "schedule": _COSINE}),
+    Case("plateau", evaluates=True, settings={"optimizer": _ADAMW, **_PLATEAU}),
     Case("MultiStepLR", scheduler="MultiStepLR"),
     Case("StepLR", scheduler="StepLR"),
     # AdamW would divide key biases' gradients, which are pure rounding, by themselves.
@@ -126,7 +129,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class History:
-    """A run's life. `number` names it."""
+    """A run's life. `number` names it among others."""
 
     case: Case
     legs: tuple[Leg, ...]
@@ -143,40 +146,42 @@ class Told:
     records: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[int, list[int]] = field(default_factory=dict)  # by step, in the order of the global batch
-    starts: list[int] = field(default_factory=list)  # after which step each leg began
+    starts: list[tuple[Path, int]] = field(default_factory=list)  # each leg's run folder, and the step it began after
+    wrong: list[str] = field(default_factory=list)
 
 
 def drawn(number: int) -> History:
     """A history from a number: always the same one."""
     draw = random.Random(number)
+
+    def leg(until: int) -> Leg:
+        ends = "stopped" if until == STEPS else draw.choice(ENDINGS)
+        if ends in ("failed", "by-hand") and (until % STEPS_PER_EPOCH == 0 or until % EVAL_EVERY == 0):
+            ends = "stopped"  # saved before what is due behind the step (an evaluation) was done: then it never is
+        workers = draw.choice((0,) * 15 + (2,))  # starting them takes as long as a dozen steps
+        [layout] = draw.choices(list(LAYOUTS), list(LAYOUTS.values()))
+        return Leg(layout, until, ends, workers, accumulate=draw.choice((1, 1, 2)))
+
     stops = sorted(draw.sample(range(1, STEPS), draw.choice((1, 1, 2, 2, 3, 4))))
-    legs = [
-        Leg(
-            draw.choice(LAYOUTS),
-            until,
-            draw.choice(ENDINGS),
-            workers=draw.choice((0,) * 15 + (2,)),
-            accumulate=draw.choice((1, 2, 3)),
-        )
-        for until in stops
-    ]
-    legs.append(Leg(draw.choice(LAYOUTS), STEPS, workers=draw.choice((0,) * 15 + (2,)), accumulate=draw.choice((1, 2))))
-    return History(CASES[number % len(CASES)], tuple(legs), number)
-
-
-class Failing:
-    """Raises on every rank, behind the step's record."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def on_log(self, record: dict[str, Any]) -> None:
-        if record["step"] == self._at:
-            raise Broken
+    return History(CASES[number % len(CASES)], tuple(leg(until) for until in (*stops, STEPS)), number)
 
 
 class Broken(Exception):
     pass
+
+
+class EndsTraining:
+    """Ends training behind a step's record, on every rank."""
+
+    def __init__(self, at: int, by_hand: Path | None) -> None:
+        self._at, self._by_hand = at, by_hand
+        self.trainer: paceline.Trainer | None = None
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        if record["step"] == self._at:
+            if self._by_hand is not None and self.trainer is not None:
+                self.trainer.save_checkpoint(self._by_hand)
+            raise Broken
 
 
 def live(histories: Sequence[History], folder: Path) -> list[Told]:
@@ -187,38 +192,39 @@ def live(histories: Sequence[History], folder: Path) -> list[Told]:
         for ranks in sorted({histories[number].legs[place].ranks for number in now}):
             same = [number for number in now if histories[number].legs[place].ranks == ranks]
             work = [(histories[number], place, folder / f"run-{histories[number].number}") for number in same]
-            for number, (start, samples) in zip(same, paceline.launch(_legs, ranks=ranks, work=work), strict=True):
-                told[number].starts.append(start)
+            results = paceline.launch(_legs, ranks=ranks, work=work)
+            for number, (run, start, samples) in zip(same, results, strict=True):
+                told[number].starts.append((Path(run), start))
                 told[number].samples |= _by_step(samples)
-    for history, one in zip(histories, told, strict=True):
-        _read_metrics(folder / f"run-{history.number}", one)
+    for one in told:
+        _read_metrics(one)
     return told
 
 
-def _legs(work: Sequence[tuple[History, int, Path]]) -> list[tuple[int, list[Noted]]]:
-    return [_leg(history.case, history.legs[place], folder) for history, place, folder in work]
+def _legs(work: Sequence[tuple[History, int, Path]]) -> list[tuple[str, int, list[Noted]]]:
+    return [_leg(history, place, folder) for history, place, folder in work]
 
 
-def _leg(case: Case, leg: Leg, folder: Path) -> tuple[int, list[Noted]]:
-    last = leg.until == STEPS
+def _leg(history: History, place: int, folder: Path) -> tuple[str, int, list[Noted]]:
+    leg, saved = history.legs[place], [n for n, each in enumerate(history.legs[:place]) if each.ends == "by-hand"]
+    run = folder / f"after-{len(saved)}"
     settings: dict[str, Any] = {
-        **Layout.read(leg.layout).settings, "run": str(folder / "run"), "resume": "auto", "workers": leg.workers,
+        **Layout.read(leg.layout).settings, "run": str(run), "resume": "auto", "workers": leg.workers,
         "accumulate": leg.accumulate, "save_every": SAVE_EVERY, "save_last": leg.ends == "stopped",
         "checkpoint": {"on_error": leg.ends == "failed"},
     }  # fmt: skip
-    breaks = leg.ends in ("failed", "killed") and not last
-    trainer = case.trainer([Failing(leg.until)] if breaks else [], **settings)
-    by_hand = folder / "by-hand"
-    if by_hand.exists() and json.loads((by_hand / "manifest.json").read_text())["step"] > trainer.step_count:
-        trainer.load_checkpoint(by_hand)
+    if saved and not list(run.glob("checkpoints/step-*")):
+        settings["resume"] = str(folder / f"by-hand-{saved[-1]}")
+    by_hand = folder / f"by-hand-{place}" if leg.ends == "by-hand" else None
+    ending = EndsTraining(leg.until, by_hand)
+    ending.trainer = trainer = history.case.trainer([ending] if leg.ends != "stopped" else [], **settings)
     start, samples = trainer.step_count, _noted(trainer)
     try:
-        trainer.train(Tokens(), Tokens(7), max_steps=STEPS if breaks else leg.until)
+        val = Tokens(7) if history.case.evaluates else None
+        trainer.train(Tokens(), val, max_steps=leg.until if leg.ends == "stopped" else STEPS)
     except Broken:
         pass
-    if leg.ends == "by-hand":
-        trainer.save_checkpoint(by_hand, overwrite=True)
-    return start, [each for own in collectives.all_gather_object(samples) for each in own]
+    return str(trainer._saver.run), start, [each for own in collectives.all_gather_object(samples) for each in own]
 
 
 def _noted(trainer: paceline.Trainer) -> list[Noted]:
@@ -245,10 +251,23 @@ def _by_step(noted: Sequence[Noted]) -> dict[int, list[int]]:
     return samples
 
 
-def _read_metrics(folder: Path, told: Told) -> None:
-    for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        (told.evaluations if record.get("evaluation") else told.records).append(record)
+def _read_metrics(told: Told) -> None:
+    """Each leg's run goes on from where the leg began: what another one told of later steps did not happen."""
+    for run, start in told.starts:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = [record["step"] for record in lines if not record.get("evaluation")]
+        if steps != list(range(steps[0], steps[-1] + 1)):
+            told.wrong.append(f"steps in {run.name}/metrics.jsonl: {steps}")
+        for records, evaluations in ((told.records, False), (told.evaluations, True)):
+            new = [each for each in lines if bool(each.get("evaluation")) == evaluations and each["step"] > start]
+            records[:] = [each for each in records if each["step"] <= start] + new
+
+
+def hashes(checkpoint: Path) -> dict[str, list[list[str]]]:
+    """Of every tensor's pieces: checkpoints of the same layout have the same ones if, and only if, they hold the same
+    bits."""
+    tensors = json.loads((checkpoint / "manifest.json").read_text())["tensors"]
+    return {name: [chunk["hashes"] for chunk in entry["chunks"]] for name, entry in tensors.items()}
 
 
 def unbroken(case: Case, folder: Path, layout: str = "single") -> Told:
@@ -265,7 +284,7 @@ class Difference:
 
 
 def compare(reference: Told, told: Told) -> Difference:
-    wrong = []
+    wrong = list(told.wrong)
     if [record["step"] for record in told.records] != list(range(1, STEPS + 1)):
         wrong.append(f"steps in metrics.jsonl: {[record['step'] for record in told.records]}")
     if told.samples != reference.samples:
@@ -293,4 +312,4 @@ def compare(reference: Told, told: Told) -> Difference:
 def _largest(reference: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], key: str) -> float:
     if len(reference) != len(other):
         return float("inf")
-    return max(abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(reference, other, strict=True))
+    return max((abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(reference, other, strict=True)), default=0.0)

@@ -1,7 +1,7 @@
 """Every state that a crash can leave a disk in, from the operations of a save: the model, in memory.
 
-What a crash may do to operations that were not synced, after ALICE (OSDI '14) and CrashMonkey (OSDI '18), and weaker
-than any journalling file system that is in use:
+What a crash may do to operations that were not synced, after ALICE (OSDI '14) and CrashMonkey (OSDI '18), and meant
+to be weaker than journalling file systems; disks that lie about a sync are not in it:
 
 - A file's bytes that were written after its last sync may be there, be missing, end anywhere, or be zero in any of
   their 512-byte blocks, whatever the folder says.

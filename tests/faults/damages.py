@@ -119,7 +119,7 @@ def edit_the_manifest(copy: Copy, chance: random.Random) -> None:
 
 
 def edit_the_structure(copy: Copy, chance: random.Random) -> None:
-    """And make the digest anew: sizes, offsets, hashes, dtypes, names, files. (A new step is a fact: nobody can tell.)"""
+    """Sizes, offsets, hashes, dtypes, names, files, with a digest made anew. (Of a new step nobody can tell.)"""
     _edit(copy, chance, chance.choice(("files", "tensors", "tensors", "block")), digest_too=True)
 
 

@@ -54,11 +54,11 @@ def _phases() -> list[Phase]:
         Phase("before fsync", "before", "sync", file),
         Phase("after fsync", "after", "sync", file),
         Phase("before ranks tell what they wrote", "after", "close", file),
-        Phase("after that", "after", "_gather", use=4),  # a save gathers twice
+        Phase("after all have told it", "after", "_gather", use=4),  # a save gathers twice
         first("manifest created", "after", "create", f"{_PARTIAL}*/manifest.json"),
         first("manifest written", "after", "sync", f"{_PARTIAL}*/manifest.json"),
         first("before it gets its name", "before", "rename", _PARTIAL),
-        named("after that", "after", "rename", _PARTIAL),
+        named("it has its name", "after", "rename", _PARTIAL),
         named("latest written", "after", "sync", ".latest.partial-", use=2),
         named("latest moved", "after", "rename", ".latest.partial-", use=2),
         named("the old one lost its name", "after", "rename", f"/{store.step_name(OLD)}"),
@@ -148,7 +148,7 @@ def _problem_on_disk(kill: Kill, folder: Path, expected: Unbroken) -> str:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """The first tensor that is not the same, bit for bit. Rank 0 may have saved alone, without the other's random state."""
+    """The first tensor that is not the same, bit for bit. Rank 0 may have saved alone, without 1's random state."""
     for name in sorted(found.keys() | expected.keys()):
         if name.startswith("random/rank-1/"):
             continue

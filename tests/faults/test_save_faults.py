@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as torch_dist
 
 from faults import saves, write_faults
 from faults.write_faults import NEW, OLD, TWO_ERRORS, WAYS, NotMounted, Optimist, Way
@@ -12,6 +13,7 @@ from paceline.checkpoint import store
 from paceline.checkpoint.disk import Disk
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
+from paceline.testing import ranks
 from paceline.testing.disks import FailingDisk
 
 SMALL = 256 << 10
@@ -102,3 +104,14 @@ def test_left_behind_folders_do_not_pile_up(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob(".*"))) == 3
     store.clear_left_behind(Disk(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@ranks(2)
+def test_a_fault_on_one_rank_is_told_to_all_and_nothing_is_left(tmp_path: Path) -> None:
+    failing = torch_dist.get_rank() == 1
+    writer = Writer(torch_dist.group.WORLD, FailingDisk("write", 2, 28) if failing else Disk())
+    held = saves.as_held(saves.on_two_ranks(NEW))
+    with pytest.raises(CheckpointError, match="on rank 1: No space left on device"):
+        writer.begin(tmp_path / "step-000001", held, Description(1, 0, True)).result()
+    torch_dist.barrier()
+    assert list(tmp_path.iterdir()) == []

@@ -97,7 +97,7 @@ def problem(folder: Path, fault: Fault) -> str | None:
 
 
 def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
-    """The newest good one is as expected, none is damaged; with a disk that works again the next save leaves no trace."""
+    """The newest good one is as expected, none is damaged; and on a disk that works again the next save works."""
     if (found := newest(folder)) not in expected:
         return f"found {found}, expected {' or '.join(expected)}"
     bad = [each.folder.name for each in store.candidates(folder) if not saves.is_good(each.folder)]

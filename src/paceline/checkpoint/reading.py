@@ -25,6 +25,8 @@ from paceline.checkpoint.plan import Read, narrow, plan_load
 from paceline.errors import CheckpointError
 
 _INLINE = 64 << 10  # bytes below which handing over to the hashing thread costs more than hashing
+_USUAL = 4 << 20  # bytes of a manifest that nobody wonders about
+_PARSED = 16  # times its bytes are what a manifest may take in memory: a longer one has to describe as much
 _Spans = dict[tuple[str, int], list[Read]]
 
 
@@ -56,7 +58,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             fix="give the folder that holds manifest.json, e.g. runs/gpt/checkpoints/step-000120",
         )
     try:
-        body, digest = (_small_file(folder / name) for name in (manifests.NAME, manifests.DIGEST))
+        tensors = sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors"))
+        limit = min(manifests.LARGEST, max(_USUAL, tensors // _PARSED))
+        body, digest = (_small_file(folder / name, limit) for name in (manifests.NAME, manifests.DIGEST))
         manifest = manifests.decode(body, digest)
         for name, file in manifest.files.items():
             with _opened(folder / name) as descriptor:
@@ -101,10 +105,10 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _small_file(path: Path) -> bytes:
+def _small_file(path: Path, limit: int) -> bytes:
     with _opened(path) as descriptor:
-        if os.fstat(descriptor).st_size > manifests.LARGEST:
-            raise Rejected(f"{path.name} has more than {manifests.LARGEST} bytes")
+        if os.fstat(descriptor).st_size > limit:
+            raise Rejected(f"{path.name} has more than {limit} bytes")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read()
 

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
 
@@ -122,6 +123,18 @@ def point(disk: Disk, folder: Path, pointer: str, names: Collection[str]) -> Non
     write_new(disk, partial, "".join(f"{name}\n" for name in names).encode())
     disk.rename(partial, folder / pointer)
     disk.sync_folder(folder)
+
+
+def creation_time(folder: Path) -> str:
+    """Now; but later than the latest one's, also where the clock was set back: which is the newest goes by it."""
+    now = datetime.now(UTC)
+    for name in pointed(folder, LATEST)[:1]:
+        try:
+            last = datetime.fromisoformat(open_checkpoint(folder / name).manifest.created)
+            now = max(now, last + timedelta(microseconds=1))
+        except (CheckpointError, ValueError, TypeError):
+            continue
+    return now.isoformat(timespec="microseconds")
 
 
 def pointed(folder: Path, pointer: str) -> list[str]:

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -231,7 +230,8 @@ class _Job:
         return {}
 
     def _commit(self, partial: Path, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        store.commit(self.disk, partial, self.target, _manifest(self.description, parts), overwrite=self.overwrite)
+        manifest = _manifest(self.description, parts, store.creation_time(self.target.parent))
+        store.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
         if self.after is not None:
             try:
                 self.after(self.target)
@@ -264,8 +264,9 @@ def _told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _not_saved(target: Path, rank: int, error: Mapping[str, str], of: int = 1) -> CheckpointError:
-    if error["name"] != "not-saved":
-        return CheckpointError(error["name"], error["what"], why=error["why"], fix=error["fix"])
+    name = error["name"]
+    if name != "not-saved":
+        return CheckpointError(name, error["what"], why=error["why"], fix=error["fix"])
     where = f" on rank {rank}" if of > 1 else ""
     return CheckpointError(
         "not-saved",
@@ -284,7 +285,7 @@ def _not_tidied(target: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _manifest(description: Description, parts: list[dict[str, Any]]) -> Manifest:
+def _manifest(description: Description, parts: list[dict[str, Any]], created: str) -> Manifest:
     found: dict[str, tuple[str, list[int], list[Chunk]]] = {}
     aliases: dict[str, str] = {}
     for part in parts:
@@ -293,7 +294,7 @@ def _manifest(description: Description, parts: list[dict[str, Any]]) -> Manifest
             found.setdefault(name, (dtype, shape, []))[2].append(Chunk(**chunk))
     return Manifest(
         format=FORMAT,
-        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        created=created,
         block=BLOCK,
         files={part["name"]: File(**part["file"]) for part in parts},
         tensors={name: Entry(dtype=dtype, shape=shape, chunks=own) for name, (dtype, shape, own) in found.items()},

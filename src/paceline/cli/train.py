@@ -29,6 +29,8 @@ def train(
         port=config.port,
         fallback=config.fallback,
         env=config.env,
+        grace=config.checkpoint.grace,
+        resume=config.resume,
     )
 
     def body() -> None:

@@ -81,6 +81,12 @@ def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
     return Failure(rank, time.time(), code, f"rank {rank} ended with {_cause(code)}, without a traceback\n")
 
 
+def forget_failures(folder: Path) -> None:
+    """Those of an earlier start: what is found here later is of this one."""
+    for path in folder.glob("failure-*.json"):
+        path.unlink()
+
+
 def first_coded(folder: Path) -> Failure | None:
     """The first error with a code that a rank left, if any: after an interrupt others are mere consequences."""
     records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.console import Console
-from paceline.launcher.failure import Failed, Failure, exit_status, first_coded
+from paceline.launcher.failure import Failed, Failure, exit_status, first_coded, forget_failures
 from paceline.launcher.ranks import choose_ranks
 from paceline.launcher.target import Target
 from paceline.runtime import environment, folder
@@ -36,6 +36,7 @@ class Launch:
     fallback: bool = False  # where ranks can't meet, go on as one
     env: Mapping[str, str] | None = None  # variables that every rank must have
     grace: float | None = None  # seconds that a SIGTERM leaves the ranks, where those are more than usual
+    resume: str | None = None  # auto: the newest run of that name; or the folder of a run or a checkpoint
 
 
 def launch_target(target: Target, launch: Launch) -> int:
@@ -68,7 +69,7 @@ def launch_body(body: Callable[[], None], launch: Launch, prepare: Callable[[int
 def _launch(launch: Launch, run: Callable[[Start], None]) -> int:
     os.environ.update(launch.env or {})
     _share_cores(launch.ranks or launch.on_cpu)
-    with _logs(launch.run) as logs:
+    with _logs(launch.run, launch.resume) as logs:
         try:
             with Console(folder.rank_log(logs, 0)):
                 _run_ranks(launch, logs, run)
@@ -107,11 +108,19 @@ def _share_cores(ranks: int) -> None:
 
 
 @contextmanager
-def _logs(run: str | None) -> Iterator[Path]:
-    """Where ranks log: in the run folder, of which they learn through their environment, or for the time being."""
+def _logs(run: str | None, resume: str | None) -> Iterator[Path]:
+    """Where ranks log: in the run folder, of which they learn through their environment, or for the time being. A run
+    that goes on keeps its folder, and its logs grow."""
     if run is None:
         with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
             yield Path(temporary)
+        return
+    gone_on = folder.newest(run) if resume == "auto" else folder.run_at(resume) if resume else None
+    if gone_on is not None:
+        logs = gone_on / "logs"
+        logs.mkdir(exist_ok=True)
+        forget_failures(logs)
+        yield logs
         return
     made = folder.create(run)
     os.environ[environment.RUN_FOLDER] = str(made)

@@ -39,6 +39,12 @@ def create(name: str) -> Path:
     raise AssertionError("counting never ends")
 
 
+def run_at(path: str) -> Path | None:
+    """The run folder at a path, if there is one."""
+    folder = Path(path).absolute()
+    return folder if _holds_a_run(folder) else None
+
+
 def newest(name: str) -> Path | None:
     """The last run folder that `create(name)` made and a run has begun in; None where there is none."""
     wanted = _path(name)

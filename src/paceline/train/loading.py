@@ -16,6 +16,7 @@ from paceline.checkpoint.values import from_json
 from paceline.errors import CheckpointError
 from paceline.parallel.pieces import fill, piece
 from paceline.runtime import collectives
+from paceline.runtime.folder import short
 from paceline.train import state
 from paceline.train.presence import on_all_ranks
 from paceline.train.saving import FOLDER, Saver
@@ -60,6 +61,7 @@ class Restorer:
     def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
         with fetched(path, self._saver.channel(), self._blind_to(path)) as here:
             checkpoint, tensors = on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
+        _require_same(path, checkpoint)
         state.apply(self._parts, checkpoint, tensors, weights_only=weights_only)
         engine, saver = self._engine, self._saver
         saver.forget()
@@ -120,10 +122,10 @@ class Restorer:
             store.clear_left_behind(Disk(), folder)
         collectives.barrier()
         if not collectives.broadcast_object(bool(store.candidates(folder))):
-            self._engine.say(f"resume: {run} has no checkpoint yet: it begins at its beginning")
+            self._engine.say(f"resume: {short(run)} has no checkpoint yet: it begins at its beginning")
             return False
         name, _ = self._newest(folder)
-        self._engine.say(f"resume: {run} goes on from {name}, after step {self._engine.position.step}")
+        self._engine.say(f"resume: {short(run)} goes on from {name}, after step {self._engine.position.step}")
         return True
 
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
@@ -172,6 +174,21 @@ def _kind(path: Path) -> str:
         return "file"
     is_run = not (path / manifests.NAME).exists() and store.candidates(_checkpoints_in(path))
     return "run" if is_run else "checkpoint"
+
+
+def _require_same(path: Path, checkpoint: Checkpoint) -> None:
+    """A path may mean something else on every node."""
+    manifest = checkpoint.manifest
+    of_ranks = collectives.all_gather_object([manifest.created, manifest.step, str(path)])
+    for rank, (*made, where) in enumerate(of_ranks):
+        if made != of_ranks[0][:2]:
+            raise CheckpointError(
+                "ranks-differ",
+                f"Rank {rank} loads another checkpoint ({where}, step {made[1]}) than rank 0 "
+                f"({of_ranks[0][2]}, step {of_ranks[0][1]}).",
+                why="ranks of one training hold parts or copies of one model",
+                fix="give the same path on all ranks; where that lies on each node's own disk, copy one over the other",
+            )
 
 
 def _checkpoints_in(path: Path) -> Path:

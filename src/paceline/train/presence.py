@@ -26,15 +26,17 @@ class Presence:
     def __init__(self) -> None:
         self._name = collectives.broadcast_object(secrets.token_hex(4))  # another training's calls are not ours
         self._calls = 0  # that everybody came to
+        self._last = ""
 
     def require(self, seconds: float, call: str, why: str) -> None:
-        """Raises where not all ranks come within that time. Who gave up is not there for those who come later."""
+        """Raises where not all ranks come to the same call within that time. Who gave up is not there for those who
+        come later."""
         if collectives.world() == 1:
             return
         # torch has no public way to it, and the user may have opened the group.
         store = torch_dist.distributed_c10d._get_default_store()
         rank, everybody = torch_dist.get_rank(), range(torch_dist.get_world_size())
-        missing = _missing(store, [self._key(self._calls, each) for each in everybody], rank, seconds)
+        missing = _missing(store, [self._key(self._calls, call, each) for each in everybody], rank, seconds)
         if missing:
             ranks = ", ".join(map(str, missing))
             raise CheckpointError(
@@ -43,12 +45,13 @@ class Presence:
                 why=why,
                 fix="call it on every rank, not behind `if trainer.is_main_process:`",
             )
-        if self._calls:  # all have left the call before, so nobody looks for that any more
-            store.delete_key(self._key(self._calls - 1, rank))
+        if self._last:  # all have left the call before, so nobody looks for that any more
+            store.delete_key(self._last)
+        self._last = self._key(self._calls, call, rank)
         self._calls += 1
 
-    def _key(self, call: int, rank: int) -> str:
-        return f"paceline/{self._name}/{call}/{rank}"
+    def _key(self, number: int, call: str, rank: int) -> str:
+        return f"paceline/{self._name}/{number}/{call}/{rank}"
 
 
 def _missing(store: Any, keys: list[str], rank: int, seconds: float) -> list[int]:
@@ -76,18 +79,18 @@ def on_all_ranks(work: Callable[[], T], what: str) -> T:
     except Exception as error:
         problem = error
     told = collectives.all_gather_object(None if problem is None else _as_values(problem))
-    failed = [(rank, values) for rank, values in enumerate(told) if values is not None]
     if problem is not None:
         raise problem
-    if failed:
-        rank, values = failed[0]
-        raise CheckpointError(values["name"], f"{what} failed on rank {rank}: {values['what']}", fix=values["fix"])
+    for rank, values in enumerate(told):
+        if values is not None:
+            name, reason, fix = values
+            raise CheckpointError(name, f"{what} failed on rank {rank}: {reason}", fix=fix)
     return result  # type: ignore[return-value]
 
 
-def _as_values(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, CheckpointError):
-        return {"name": error.code.partition(".")[2], "what": error.what, "fix": error.fix}
-    if isinstance(error, PacelineError):
-        return {"name": "not-loaded", "what": error.what, "fix": error.fix}
-    return {"name": "not-loaded", "what": f"{type(error).__name__}: {error}", "fix": "see that rank's own error"}
+def _as_values(error: BaseException) -> list[str]:
+    if not isinstance(error, PacelineError):
+        error = CheckpointError("not-loaded", f"{type(error).__name__}: {error}", fix="see that rank's own error")
+    elif not isinstance(error, CheckpointError):
+        error = CheckpointError("not-loaded", error.what, fix=error.fix)
+    return [error.code.partition(".")[2], error.what, error.fix]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+import weakref
 from pathlib import Path
 
 from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.disk import Disk
 from paceline.config import show
 from paceline.config.derive import Derived
 from paceline.errors import CheckpointError
@@ -67,22 +69,29 @@ class RunFolder:
         if self._engine.world.is_main:  # without a checkpoint that is all of them
             forget_after(run / build.METRICS, self._engine.position.step)
 
+    def _lock_it(self, run: Path) -> None:
+        """Nobody else may write into it until this call of train() is over, or the trainer gone."""
+        lock = RunLock(run)
+        on_all_ranks(lambda: lock.take() if self._engine.world.is_main else None, "Taking the run folder")
+        self._lock = lock
+        weakref.finalize(self, lock.release)
+
     def _take(self, run: Path) -> None:
-        """Make it this training's: nobody else may write into it, and it is known who can't see it."""
-        engine, lock = self._engine, RunLock(run)
-        on_all_ranks(lambda: lock.take() if engine.world.is_main else None, "Taking the run folder")
-        self._lock, self._saver.run = lock, run
+        """Make it this training's; and find out who can't see it."""
+        engine = self._engine
+        self._lock_it(run)
+        self._saver.run = run
         self._saver.unseen = blind = unseen(run)
+        named = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind))}"
         if blind and engine.config.checkpoint.unshared == "refuse":
             raise CheckpointError(
                 "unshared-folder",
-                f"Ranks {', '.join(map(str, blind))} can't see the run folder {run}.",
+                f"{named.capitalize()} can't see the run folder {run}.",
                 why="each rank writes its part of a checkpoint into it",
                 fix="put it on a disk that all nodes share; or checkpoint: {unshared: gather}",
             )
         if blind:
-            ranks = ", ".join(map(str, blind))
-            engine.warn(f"ranks {ranks} can't see {run}: what they hold is sent to rank 0, which writes it")
+            engine.warn(f"{named} can't see {run}: what they hold is sent to rank 0, which writes it")
 
     def open(self, rows: dict[str, Derived] | None = None) -> str | None:
         """The folder, made if there is none yet, with the recipe and `rows` written into it."""
@@ -92,9 +101,13 @@ class RunFolder:
         if saver.run is None:
             made = build.open_run(engine.config, engine.model, engine.world.is_main)
             if made is not None:
+                if engine.world.is_main:
+                    Disk().sync_folder(made.parent)
                 self._take(made)
             if rows is not None and engine.world.size == 1 and not environment.was_launched():
                 engine.say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
+        elif self._lock is None:
+            self._lock_it(saver.run)
         run = saver.run
         if run is not None and rows is not None and engine.world.is_main:
             build.write_run(run, engine.config, rows)

@@ -6,6 +6,7 @@ checkpoints before it are untouched. After three failures in a row, and at the e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,9 @@ class Saver:
         try:
             self.last_cost = committed = saving.result()
         except CheckpointError as error:
+            if error.code == "checkpoint.not-tidied":  # it is there, and good
+                self._engine.warn(str(error))
+                return
             self._saved = None
             self._failures += 1
             if not bear or self._failures > _FAILURES_BORNE:
@@ -200,6 +204,8 @@ class Saver:
         watch = engine.watch
         if self.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
             return None
+        if getattr(sys.exception(), "code", None) == "train.nonfinite":  # it has looked, and reset the watch
+            return None
         if self._saving is not None:  # also if it is an older step: two at a time would stand in each other's way
             told, begun = self._attempt(lambda: self.finish(bear=False), self._saving_step), self._saving_step
             if begun == step and (self._saved == step or engine.cut is not None):
@@ -208,7 +214,7 @@ class Saver:
             return None
         if engine.cut is not None:
             try:
-                self.presence.require(_RESCUE_SECONDS, "the last save", _CUT)
+                self.presence.require(_RESCUE_SECONDS, f"the last save, of step {step}", _CUT)
             except CheckpointError:
                 return f"step {step} was not saved: the weights are cut over ranks, and not all of them came"
         target = store.free_name(self.checkpoints / store.step_name(step))

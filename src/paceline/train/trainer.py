@@ -159,6 +159,7 @@ class Trainer:
             finally:
                 sinks.close()
                 self._saver.close()
+                self._folder.release()
             share_buffers(self.model, self._engine.mesh)
             if poll.wish:
                 signals.end(poll.wish)

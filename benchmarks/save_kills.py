@@ -1,0 +1,101 @@
+"""The tables of "Kills" in docs/reliability.md. Exit status 1 if a promise of paceline does not hold.
+
+    python benchmarks/save_kills.py [--bits CHECKPOINTS]
+
+Two ranks train and save, one of them is killed (SIGKILL) in a save, at each phase of it; then what lies on the disk is
+read from end to end and a new world goes on from it (tests/faults/kills.py says what has to hold). Beside it the same
+for torch.distributed.checkpoint. With --bits: that many checkpoints, written while training goes on, and each of them
+compared with a hash of what the training held at its step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from faults import bits, dcp_kills, kills, worlds
+
+AT_ONCE = 50  # checkpoints on the disk at a time
+WIDTH = 512  # of the model for --bits: 4 MB a checkpoint
+
+
+def paceline(root: Path) -> int:
+    """How many kills broke a promise."""
+    expected = {strategy: kills.unbroken(root / f"unbroken-{strategy}", strategy) for strategy in ("ddp", "fsdp")}
+    counts: Counter[tuple[str, str, bool]] = Counter()
+    failed = 0
+    for number, kill in enumerate(kills.all_kills()):
+        folder = root / str(number)
+        problem = kills.problem_after(kill, folder, expected[kill.strategy])
+        shutil.rmtree(folder)
+        counts[kill.strategy, "background" if kill.background else "waiting", not problem] += 1
+        if problem:
+            failed += 1
+            print(f"{kill}: {problem}", flush=True)
+    print("| layout | save | kills | went on exactly | did not |\n|---|---|---|---|---|")
+    for strategy in ("ddp", "fsdp"):
+        for how in ("background", "waiting"):
+            good, bad = counts[strategy, how, True], counts[strategy, how, False]
+            print(f"| {strategy} | {how} | {good + bad} | {good} | {bad} |", flush=True)
+    return failed
+
+
+def torch_dcp(root: Path) -> None:
+    print("\n| torch.distributed.checkpoint | kills | old or new | mixed, without a word | can't be loaded | hangs |")
+    print("|---|---|---|---|---|---|")
+    details = []
+    for way, new_folders in dcp_kills.WAYS.items():
+        counts: Counter[str] = Counter()
+        for number, kill in enumerate(dcp_kills.all_kills(new_folders)):
+            outcome = dcp_kills.outcome_of(kill, root / f"dcp-{new_folders}-{number}")
+            counts[outcome] += 1
+            if outcome not in ("old", "new"):
+                details.append(f"{way}, rank {kill.rank}, {kill.phase}: {outcome}")
+        rest = [counts["mixed"], counts["can't be loaded"], counts["the other rank hangs"]]
+        cells = [counts.total(), counts["old"] + counts["new"], *rest]
+        print(f"| {way} | {' | '.join(map(str, cells))} |", flush=True)
+    print("\n" + "\n".join(details))
+
+
+def background_bits(root: Path, checkpoints: int) -> int:
+    """How many did not hold their step."""
+    wrong: list[str] = []
+    done = 0
+    while done < checkpoints:
+        folder = root / "bits"
+        steps = min(AT_ONCE, checkpoints - done)
+        noted = worlds.values(1, partial(bits.train, folder, steps, WIDTH))[0]
+        wrong += bits.wrong_ones(folder, noted)
+        done += len(noted)
+        shutil.rmtree(folder)
+    print(f"\n{done} checkpoints written in the background: {done - len(wrong)} hold their step bit for bit")
+    print("\n".join(wrong[:5]))
+    return len(wrong)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bits", type=int, metavar="CHECKPOINTS")
+    options = parser.parse_args()
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        root = Path(name)
+        if options.bits is not None:
+            sys.exit(background_bits(root, options.bits) > 0)
+        failed = paceline(root)
+        torch_dcp(root)
+        sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Ranks that are killed in a save, and checkpoints that are written while the weights change.
+
+A core of what `python benchmarks/save_kills.py` goes through.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faults import bits, kills, worlds
+from faults.kills import Kill, Unbroken
+from paceline.train import saving
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Unbroken]:
+    return {each: kills.unbroken(tmp_path_factory.mktemp(each), each) for each in ("ddp", "fsdp")}
+
+
+# Each phase once, and ranks, layouts and ways to save in turn.
+CORE = [
+    ("before it begins", 1, "ddp", True),
+    ("folder made", 0, "fsdp", True),
+    ("in the middle of writing", 0, "ddp", True),
+    ("in the middle of writing", 1, "fsdp", False),
+    ("before ranks tell what they wrote", 1, "ddp", False),
+    ("after all have told it", 1, "fsdp", True),
+    ("manifest written", 0, "ddp", False),
+    ("before it gets its name", 0, "fsdp", True),
+    ("it has its name", 0, "fsdp", False),
+    ("latest moved", 0, "ddp", True),
+    ("the old one half removed", 0, "fsdp", True),
+]
+
+
+@pytest.mark.parametrize(("phase", "rank", "strategy", "background"), CORE)
+def test_after_a_kill_in_a_save_the_run_goes_on_exactly(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unbroken: dict[str, Unbroken],
+    phase: str,
+    rank: int,
+    strategy: str,
+    background: bool,
+) -> None:
+    monkeypatch.setattr(saving, "_RESCUE_SECONDS", 0.2)  # nobody comes
+    kill = Kill(next(each for each in kills.PHASES if each.name == phase), rank, strategy, background)
+    assert kills.problem_after(kill, tmp_path, unbroken[strategy]) == ""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_checkpoint_holds_its_step_though_training_goes_on(tmp_path: Path, late: bool) -> None:
+    def body() -> list[dict[str, str]]:
+        if late:
+            bits.copy_at_the_last_moment()
+        return bits.train(tmp_path, 20, 384)
+
+    noted = worlds.values(1, body)[0]
+    assert len(noted) == 20 and bits.wrong_ones(tmp_path, noted) == []

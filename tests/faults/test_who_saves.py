@@ -1,0 +1,158 @@
+"""`save_checkpoint` and `load_checkpoint` on all ranks, on the first alone, or on the wrong ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as torch_dist
+
+import tiny
+from faults import worlds
+from paceline import Trainer
+from paceline.checkpoint import store
+from paceline.errors import CheckpointError
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"strategy": "fsdp"},
+    "tensor": {"strategy": "tp"},
+    "pipeline": {"strategy": "pp"},
+}
+
+
+def trained(**settings: Any) -> Trainer:
+    trainer = tiny.classifier_trainer(**{"strategy": "ddp", **settings})
+    trainer.train(tiny.blobs(), max_steps=2)
+    return trainer
+
+
+def weights_of(trainer: Trainer) -> list[float]:
+    return tiny.weights(trainer).tolist()
+
+
+def hears(call: Callable[[], Any]) -> str:
+    """What it says, on the ranks that call it."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def this_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_with_ddp_the_first_rank_may_save_alone_or_with_the_others(tmp_path: Path) -> None:
+    def body() -> list[float]:
+        trainer = trained()
+        expected = weights_of(trainer)
+        if trainer.is_main_process:
+            trainer.save_checkpoint(tmp_path / "alone")  # the other rank is not there: it waits below
+        torch_dist.barrier()
+        trainer.save_checkpoint(tmp_path / "all")
+        for name in ("alone", "all"):
+            again = tiny.classifier_trainer(strategy="ddp")
+            again.load_checkpoint(tmp_path / name)
+            assert weights_of(again) == expected and again.step_count == 2
+        return expected
+
+    first, second = worlds.values(2, body)
+    assert first == second
+
+
+@pytest.mark.parametrize("caller", [0, 1])
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "pipeline"])
+def test_where_weights_are_cut_who_did_not_come_is_named(tmp_path: Path, layout: str, caller: int) -> None:
+    def body() -> str:
+        trainer = tiny.trainer_of(
+            tiny.recipe("gpt", **LAYOUTS[layout], checkpoint={"wait": 1.0}, train={"max_steps": 1}, batch=8)
+        )
+        trainer.train()
+        heard = ""
+        if this_rank() == caller:
+            heard = hears(lambda: trainer.save_checkpoint(tmp_path / "alone"))
+        torch_dist.barrier()
+        trainer.save_checkpoint(tmp_path / "all")  # who was refused can still come with the others
+        return heard
+
+    heard = worlds.values(2, body)
+    assert heard[1 - caller] == ""
+    assert f"[checkpoint.ranks-missing] Rank {1 - caller} did not come to save_checkpoint within 1 s" in heard[caller]
+    assert [checkpoint.folder.name for checkpoint in store.good(tmp_path)] == ["all"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("caller", [0, 1])
+def test_a_load_on_one_rank_only_is_refused(tmp_path: Path, strategy: str, caller: int) -> None:
+    def body() -> str:
+        trainer = trained(strategy=strategy, timeout=1.0)
+        trainer.save_checkpoint(tmp_path / "saved")
+        before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        heard = hears(lambda: trainer.load_checkpoint(tmp_path / "saved")) if this_rank() == caller else ""
+        assert all((one == other).all() for one, other in zip(before, trainer.model.parameters(), strict=True))
+        return heard
+
+    heard = worlds.values(2, body)
+    assert f"Rank {1 - caller} did not come to load_checkpoint within 1 s" in heard[caller]
+
+
+def test_ranks_that_do_different_things_do_not_take_each_other_for_partners(tmp_path: Path) -> None:
+    def body() -> str:
+        trainer = trained(strategy="fsdp", timeout=1.0, checkpoint={"wait": 1.0})
+        trainer.save_checkpoint(tmp_path / "saved")
+        if this_rank() == 0:
+            return hears(lambda: trainer.save_checkpoint(tmp_path / "again"))
+        return hears(lambda: trainer.load_checkpoint(tmp_path / "saved"))
+
+    heard = worlds.values(2, body)
+    assert "Rank 1 did not come to save_checkpoint" in heard[0]
+    assert "Rank 0 did not come to load_checkpoint" in heard[1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_of_different_paths_the_first_ranks_counts(tmp_path: Path, strategy: str) -> None:
+    def body() -> None:
+        trained(strategy=strategy).save_checkpoint(tmp_path / f"of-{this_rank()}")
+
+    worlds.values(2, body)
+    assert [checkpoint.folder.name for checkpoint in store.good(tmp_path)] == ["of-0"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_load_different_checkpoints_are_refused(tmp_path: Path, strategy: str) -> None:
+    def body() -> str:
+        trainer = trained(strategy=strategy)
+        trainer.save_checkpoint(tmp_path / "0")
+        trainer.train(tiny.blobs(), max_steps=4)
+        trainer.save_checkpoint(tmp_path / "1")
+        before = weights_of(trainer) if strategy == "ddp" else []
+        heard = hears(lambda: trainer.load_checkpoint(tmp_path / str(this_rank())))
+        assert not before or weights_of(trainer) == before
+        return heard
+
+    for heard in worlds.values(2, body):
+        assert "[checkpoint.ranks-differ] Rank 1 loads another checkpoint" in heard
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_save_of_ones_own_beside_scheduled_ones(tmp_path: Path, strategy: str) -> None:
+    """From a callback, while the last scheduled one is still being written."""
+
+    class Saves:
+        def on_step(self, record: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"own-{record.step}")
+
+    trainer: Trainer
+
+    def body() -> None:
+        nonlocal trainer
+        run = str(tmp_path / "r")
+        trainer = tiny.classifier_trainer(strategy=strategy, run=run, save_every=1, keep=None, callbacks=[Saves()])
+        trainer.train(tiny.blobs(), max_steps=6)
+
+    worlds.values(2, body)
+    assert len(list(store.good(tmp_path))) == len(list(store.good(tmp_path / "r" / "checkpoints"))) == 6
