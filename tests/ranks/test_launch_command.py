@@ -307,6 +307,22 @@ def test_train_runs_a_recipe_on_two_ranks_and_fills_the_run_folder(tmp_path: Pat
     assert (run / "checkpoints" / "step-000008" / "manifest.json").exists()
 
 
+def test_a_run_goes_on_in_its_own_folder_on_another_number_of_ranks(tmp_path: Path) -> None:
+    recipe = {
+        "model": {"name": "mlp", "inputs": 64, "width": 16},
+        "data": {"name": "shapes", "size": 8, "channels": 1, "length": 64, "val_length": 16},
+        "batch": 16,
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
+    first = paceline("train", "small.yaml", "train.max_steps=5", "-n", "2", cwd=tmp_path)
+    second = paceline("train", "small.yaml", "train.max_steps=8", "resume=auto", "-n", "1", cwd=tmp_path)
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    assert "resume: runs/small goes on from step-000005, after step 5" in second.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["small"]
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "evaluation" not in line] == list(range(1, 9))
+
+
 def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
     done = paceline("train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

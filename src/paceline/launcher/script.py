@@ -120,6 +120,7 @@ def _logs(run: str | None, resume: str | None) -> Iterator[Path]:
         logs = gone_on / "logs"
         logs.mkdir(exist_ok=True)
         forget_failures(logs)
+        os.environ[environment.RUN_FOLDER] = str(gone_on)
         yield logs
         return
     made = folder.create(run)

@@ -54,6 +54,13 @@ def newest(name: str) -> Path | None:
     return max(runs, key=lambda path: int(path.name[len(wanted.name) + 1 :] or 1), default=None)
 
 
+def name_of(folder: Path) -> str:
+    """What `create` was asked for when it made this folder, as far as that can be told: a path without its number."""
+    numbered = re.fullmatch(r"(.+)-\d+", folder.name)
+    first = folder if numbered is None else folder.with_name(numbered[1])
+    return str(first if first.is_dir() else folder)
+
+
 def is_run_of(folder: Path, name: str) -> bool:
     """Whether a folder is one that `create(name)` makes."""
     wanted = _path(name)

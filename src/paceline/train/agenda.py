@@ -23,11 +23,15 @@ def _nothing(*args: Any) -> None:
 
 
 class Poll(Protocol):
-    """Asks the ranks what has come up. `next` is the step after which it wants to be called, at the latest."""
+    """Asks the ranks what has come up, and does it, once `look` has found nothing wrong with the steps so far.
+
+    `next` is the step after which it wants to be called, at the latest; `wish` the signal that ends training.
+    """
 
     next: int
+    wish: Any
 
-    def __call__(self, step: int) -> str | None: ...
+    def __call__(self, step: int, look: Callable[[], str | None]) -> str | None: ...
 
 
 @dataclass
@@ -51,7 +55,6 @@ class Agenda:
     on_nonfinite: Callable[[Record], str | None] = _nothing
     on_first_log: Callable[[], None] = _nothing
     reason: str = ENDED
-    was_asked_to_end: bool = False  # by a signal: there is no time for more than what was saved
     _evaluated: int = field(default=-1)
     _epochs_ended: int = field(default=-1)
 
@@ -93,13 +96,17 @@ class Agenda:
                 with self.recorder.paused():
                     self.save(step)
         if reason is None and self.poll is not None and (step >= self.poll.next or step % self.log_every == 0):
-            with self.recorder.paused():
-                reason = self.poll(step)
-            self.was_asked_to_end = reason is not None
+            reason = self._ask(step)
         if reason is None and step == self.max_steps:
             reason = f"max_steps={step}"
         self.reason = reason or self.reason
         return reason is None
+
+    def _ask(self, step: int) -> str | None:
+        if self.poll is None:
+            return None
+        with self.recorder.paused():
+            return self.poll(step, self._log)
 
     def epoch_ended(self, step: int, epoch: int) -> bool:
         """For data whose length nobody knew; whether training goes on."""
@@ -112,10 +119,13 @@ class Agenda:
 
     def finish(self, step: int, epoch: int) -> None:
         """After the last step: what is still pending."""
+        if step != self.began_at:
+            self.reason = self._ask(step) or self.reason
         self._log()
         if self.steps_per_epoch is None and step != self.began_at and self.reason == ENDED:
             self._end_epoch(step, epoch)
-        if step != self.began_at and not self.was_asked_to_end:
+        asked_to_end = self.poll is not None and self.poll.wish  # there is no time for more than what was saved
+        if step != self.began_at and not asked_to_end:
             # Before an evaluation that an unbroken run would not have made here: what follows from it is not state.
             self.save_last(step)
             if step != self._evaluated:

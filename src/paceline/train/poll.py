@@ -6,6 +6,7 @@ step boundary, they compare notes with one small reduction; how many steps that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 
 import torch
@@ -29,8 +30,9 @@ class Poll:
         self.next = step + 1
         self.wish: Wish = ""  # the signal that ends training, agreed
 
-    def __call__(self, step: int) -> str | None:
-        """After `step`, on all ranks; why training should end, if it should."""
+    def __call__(self, step: int, look: Callable[[], str | None]) -> str | None:
+        """After `step`, on all ranks; why training should end, if it should. What is saved was looked at before: losses
+        are read at log points only, and what was not finite must not end up in a checkpoint."""
         now = monotonic()
         # Of the first rank's clock: ranks that look at their own would disagree.
         due = self._minutes is not None and self._engine.world.is_main and now - self._saved_at > self._minutes * 60
@@ -41,7 +43,10 @@ class Poll:
         self._asked, self._asked_at = step, now
         if self._saver.is_waited_for and not writing:
             self._saver.finish()
-        return self._act(decode(int(wish)), bool(timed), step)
+        wished = decode(int(wish))
+        if not wished and not timed:
+            return None
+        return look() or self._act(wished, step)
 
     def _agree(self, wish: int, due: bool, writing: bool, seconds: float) -> list[float]:
         values = [float(wish), float(due), float(writing), seconds]
@@ -51,15 +56,14 @@ class Poll:
         collectives.all_reduce(numbers, op="max")
         return numbers.tolist()
 
-    def _act(self, wish: Wish, due: bool, step: int) -> str | None:
+    def _act(self, wish: Wish, step: int) -> str | None:
         if wish in ("SIGTERM", "SIGINT"):
             self.wish = wish
             self._save_what_fits(step)
             return wish
-        if wish == "save" or due:
-            self._signals.take("save")
-            self._saver.step(step)
-            self._saved_at = monotonic()
+        self._signals.take("save")
+        self._saver.step(step)
+        self._saved_at = monotonic()
         return None
 
     def _save_what_fits(self, step: int) -> None:

@@ -55,13 +55,15 @@ class RunFolder:
                 "resume: auto looks for a run folder, but run: false writes none.",
                 fix="give the run a name, or resume: a checkpoint's folder",
             )
-        name = config.run if isinstance(config.run, str) else build.default_name(engine.model)
+        told = environment.run_folder()  # by the launcher, which names a run after its recipe or script
+        unnamed = build.default_name(engine.model) if told is None else folder.name_of(Path(told))
+        name = config.run if isinstance(config.run, str) else unnamed
         found = folder.newest(name) if engine.world.is_main else None
-        told = collectives.broadcast_object(None if found is None else str(found))
-        if told is None:
-            engine.say(f"resume: there is no run called {name} yet: it begins at its beginning")
+        run = collectives.broadcast_object(None if found is None else str(found))
+        if run is None:
+            engine.say(f"resume: there is no run called {Path(name).name} yet: it begins at its beginning")
         else:
-            self._go_on(Path(told))
+            self._go_on(Path(run))
 
     def _go_on(self, run: Path) -> None:
         self._take(run)

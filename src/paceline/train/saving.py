@@ -6,7 +6,6 @@ checkpoints before it are untouched. After three failures in a row, and at the e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -197,14 +196,14 @@ class Saver:
         description = self._describe(captured, include_optimizer)
         writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
 
-    def rescue(self) -> str | None:
+    def rescue(self, error: BaseException) -> str | None:
         """An exception ends training: save what is whole, as far as that can be done without the others; what was done
         of it. Weights are whole between two updates, and a held-back bad step is none."""
         engine, step = self._engine, self._engine.position.step
         watch = engine.watch
         if self.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
             return None
-        if getattr(sys.exception(), "code", None) == "train.nonfinite":  # it has looked, and reset the watch
+        if getattr(error, "code", None) == "train.nonfinite":  # it has looked, and reset the watch
             return None
         if self._saving is not None:  # also if it is an older step: two at a time would stand in each other's way
             told, begun = self._attempt(lambda: self.finish(bear=False), self._saving_step), self._saving_step

@@ -94,9 +94,12 @@ class Signals:
         elif number == signal.SIGUSR1:
             self._save = True
         elif number == signal.SIGINT and self._ending == "SIGINT":
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.write(2, b"\ninterrupted again: leaving at once, without waiting for a save\n")
-            raise KeyboardInterrupt
+            if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # a session that is to live on
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                raise KeyboardInterrupt
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for the thread that writes
+            os.kill(os.getpid(), signal.SIGINT)
         else:
             self._ending = max(self._ending, _wish(number), key=encode)
             self.since = time.monotonic() if self.since is None else self.since

@@ -174,7 +174,7 @@ class Trainer:
             self._engine.stepper.reset()
             job.recorder.flush_alone()
             if self.config.checkpoint.on_error and not isinstance(error, KeyboardInterrupt):
-                told = self._saver.rescue()
+                told = self._saver.rescue(error)
                 if told:
                     self._engine.warn(told)
             self._tell_of(error)

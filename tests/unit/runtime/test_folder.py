@@ -27,3 +27,11 @@ def test_only_folders_that_a_run_has_begun_in_count(in_folder: Path) -> None:
         (in_folder / "runs" / name / inside).touch()
     (in_folder / "runs" / "gpt-9").touch()
     assert folder.newest("gpt") == in_folder / "runs" / "gpt"
+
+
+def test_a_folders_name_is_without_the_number_that_making_it_gave(tmp_path: Path) -> None:
+    first, second = folder.create(str(tmp_path / "r")), folder.create(str(tmp_path / "r"))
+    assert second.name == "r-2"
+    assert folder.name_of(first) == folder.name_of(second) == str(tmp_path / "r")
+    alone = folder.create(str(tmp_path / "resnet-50"))
+    assert folder.name_of(alone) == str(alone)

@@ -53,14 +53,27 @@ def test_a_second_interrupt_leaves_at_once() -> None:
 try:
     with Signals() as signals:
         os.kill(me, SIGINT)
-        print("goes on")
+        print("goes on", flush=True)
         os.kill(me, SIGINT)
         print("never")
 except KeyboardInterrupt:
     print("left")
 """)
-    assert (done.returncode, done.stdout) == (0, "goes on\nleft\n"), done.stderr
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "goes on\n"), done.stderr
     assert "without waiting for a save" in done.stderr
+
+
+def test_a_second_interrupt_of_a_session_is_an_exception() -> None:
+    done = run("""
+sys.ps1 = ">>> "
+try:
+    with Signals() as signals:
+        os.kill(me, SIGINT)
+        os.kill(me, SIGINT)
+except KeyboardInterrupt:
+    print("left")
+""")
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
 
 
 @pytest.mark.parametrize(("wish", "status"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", -signal.SIGINT)])
