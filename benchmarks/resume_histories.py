@@ -10,6 +10,7 @@ Exit status 1 if a history can be told from a run without a stop.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -30,11 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import histories
-import paceline
-import paceline.train.trainer  # once, before ranks are forked
 import positions
 from histories import BATCH, BOUNDS, CASES, SAMPLES, STEPS, STEPS_PER_EPOCH, Tokens
 from paceline.models.gpt import GPT
+from paceline.testing.runner import run_on_ranks
 
 AT_ONCE = 20  # histories that share worlds
 STOP = 7  # of the peer: the second step of its second epoch
@@ -79,12 +79,12 @@ def peer_table(folder: Path) -> None:
     print(f"{SAMPLES} samples, batch {BATCH}, stopped after step {STOP}, the second of an epoch of {STEPS_PER_EPOCH}")
     print("| resumed by | ranks | repeated in that epoch | left out | loss differs by |\n|---|---|---|---|---|")
     for kind in ("ddp", "fsdp2"):
-        reference = paceline.launch(peer, ranks=2, kind=kind, until=STEPS)
+        reference = _launch(2, kind=kind, until=STEPS)
         for how in ("begins the epoch again", "skips batches"):
             for ranks in (2, 3):
                 saved = folder / f"{kind} {how} {ranks}"
-                first = paceline.launch(peer, ranks=2, kind=kind, until=STOP, save=saved)
-                second = paceline.launch(peer, ranks=ranks, kind=kind, load=saved, skips=how == "skips batches")
+                first = _launch(2, kind=kind, until=STOP, save=saved)
+                second = _launch(ranks, kind=kind, load=saved, skips=how == "skips batches")
                 seen = Counter(index for epoch, index in first["samples"] + second["samples"] if epoch == 1)
                 repeated = sum(count - 1 for count in seen.values())
                 pairs = zip(reference["losses"][STOP:], second["losses"], strict=False)
@@ -92,12 +92,26 @@ def peer_table(folder: Path) -> None:
                 print(f"| {kind}, {how} | 2 → {ranks} | {repeated} | {SAMPLES - len(seen)} | {apart:.0e} |", flush=True)
 
 
+def _launch(ranks: int, **arguments: Any) -> dict[str, Any]:
+    """In a world that is there already, as the rank runner makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+
+        def body() -> None:
+            told = peer(**arguments)
+            if torch_dist.get_rank() == 0:
+                result.write_text(json.dumps(told))
+
+        run_on_ranks(ranks, body, timeout=120.0)
+        told: dict[str, Any] = json.loads(result.read_text())
+        return told
+
+
 def peer(
     kind: str, until: int = STEPS, save: Path | None = None, load: Path | None = None, skips: bool = False
 ) -> dict[str, Any]:
     """A training as it is written by hand: DistributedSampler with set_epoch, dcp.save and dcp.load."""
-    torch_dist.init_process_group("gloo")
-    rank, ranks = torch_dist.get_rank(), torch_dist.get_world_size()
+    ranks = torch_dist.get_world_size()
     torch.manual_seed(5)
     model = GPT(layers=2, width=16, heads=2, vocabulary=64, context=8).double()
     if kind == "fsdp2":
@@ -138,8 +152,7 @@ def peer(
         dcp.save({"model": weights, "optimizer": state, "progress": {"step": step, "epoch": epoch}}, checkpoint_id=save)
     everybody: list[Any] = [None] * ranks
     torch_dist.all_gather_object(everybody, samples)
-    torch_dist.destroy_process_group()
-    return {"losses": losses, "samples": [each for own in everybody for each in own], "rank": rank}
+    return {"losses": losses, "samples": [each for own in everybody for each in own]}
 
 
 class _Numbered(Tokens):

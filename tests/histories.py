@@ -156,8 +156,6 @@ def drawn(number: int) -> History:
 
     def leg(until: int) -> Leg:
         ends = "stopped" if until == STEPS else draw.choice(ENDINGS)
-        if ends in ("failed", "by-hand") and (until % STEPS_PER_EPOCH == 0 or until % EVAL_EVERY == 0):
-            ends = "stopped"  # saved before what is due behind the step (an evaluation) was done: then it never is
         workers = draw.choice((0,) * 15 + (2,))  # starting them takes as long as a dozen steps
         [layout] = draw.choices(list(LAYOUTS), list(LAYOUTS.values()))
         return Leg(layout, until, ends, workers, accumulate=draw.choice((1, 1, 2)))

@@ -7,12 +7,13 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.monitor.profile import Profiler
 from paceline.train.callbacks import Callbacks, Epoch
 from paceline.train.history import Record
+from paceline.train.position import Position
 from paceline.train.recorder import Recorder
 
 ENDED = "the data ended"
@@ -40,6 +41,7 @@ class Agenda:
 
     recorder: Recorder
     callbacks: Callbacks
+    position: Position
     log_every: int
     began_at: int = 0
     max_steps: int | None = None
@@ -48,15 +50,13 @@ class Agenda:
     save_every: int | None = None
     profiler: Profiler | None = None
     end_of_epoch: Callable[[], None] = _nothing
-    evaluate: Callable[[int, int], str | None] | None = None  # None: there is nothing to evaluate on
+    evaluate: Callable[[int, int, bool], str | None] | None = None  # None: there is nothing to evaluate on
     save: Callable[[int], None] = _nothing
     save_last: Callable[[int], None] = _nothing
     poll: Poll | None = None
     on_nonfinite: Callable[[Record], str | None] = _nothing
     on_first_log: Callable[[], None] = _nothing
     reason: str = ENDED
-    _evaluated: int = field(default=-1)
-    _epochs_ended: int = field(default=-1)
 
     def next_due(self, step: int) -> int:
         intervals = (self.log_every, self.eval_every, self.save_every, self.steps_per_epoch)
@@ -69,9 +69,19 @@ class Agenda:
             due.append(max(self.poll.next, step + 1))
         return min(due)
 
-    def begin(self, step: int) -> None:
-        """Before the first step of this call, the run having done `step`."""
+    def begin(self, step: int, epoch: int) -> bool:
+        """Before the first step of this call, the run having done `step`; whether it goes on.
+
+        A checkpoint may be of the moment between a step and what was due after it (an exception came, or a callback
+        saved): that is made up for.
+        """
         self._profile(step)
+        loaded, self.position.was_loaded = self.position.was_loaded, False
+        if not loaded or not step or (self.max_steps is not None and step >= self.max_steps):
+            return True
+        reason = self._after_epoch_and_evaluation(step, epoch)
+        self.reason = reason or self.reason
+        return reason is None
 
     def _profile(self, step: int) -> None:
         if self.profiler is not None:
@@ -85,11 +95,8 @@ class Agenda:
         reason = None
         if step % self.log_every == 0:
             reason = self._log()
-        if self.steps_per_epoch and step % self.steps_per_epoch == 0:
-            self._end_epoch(step, epoch)
-        by_epoch = self.eval_every is None and self.steps_per_epoch and step % self.steps_per_epoch == 0
-        if reason is None and (by_epoch or (self.eval_every and step % self.eval_every == 0)):
-            reason = self._evaluate(step, epoch)
+        if reason is None:
+            reason = self._after_epoch_and_evaluation(step, epoch)
         if reason is None and self.save_every and step % self.save_every == 0:
             reason = self._log()  # what was trained before it must not be missing from the metrics after a resume
             if reason is None:
@@ -101,6 +108,14 @@ class Agenda:
             reason = f"max_steps={step}"
         self.reason = reason or self.reason
         return reason is None
+
+    def _after_epoch_and_evaluation(self, step: int, epoch: int) -> str | None:
+        """Whichever of them is due after `step`, and was not done yet."""
+        ends = self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
+        if ends:
+            self._end_epoch(step, epoch)
+        due = ends if self.eval_every is None else step % self.eval_every == 0
+        return self._evaluate(step, epoch) if due and self.position.evaluated != step else None
 
     def _ask(self, step: int) -> str | None:
         if self.poll is None:
@@ -126,10 +141,12 @@ class Agenda:
             self._end_epoch(step, epoch)
         asked_to_end = self.poll is not None and self.poll.wish  # there is no time for more than what was saved
         if step != self.began_at and not asked_to_end:
-            # Before an evaluation that an unbroken run would not have made here: what follows from it is not state.
-            self.save_last(step)
-            if step != self._evaluated:
+            if self.steps_per_epoch is None and self.eval_every is None and self.reason == ENDED:
                 self._evaluate(step, epoch)
+            self.save_last(step)
+            if step != self.position.evaluated:
+                # One that an unbroken run would not have made here: no schedule and no early stop may follow from it.
+                self._evaluate(step, epoch, due=False)
         if self.profiler is not None:
             text = self.profiler.close()
             if text:
@@ -144,18 +161,17 @@ class Agenda:
         return "trainer.stop()" if flushed.stop else None
 
     def _end_epoch(self, step: int, epoch: int) -> None:
-        if epoch == self._epochs_ended:
+        if self.position.epochs_ended > epoch:
             return
-        self._epochs_ended = epoch
+        self.position.epochs_ended = epoch + 1
         self.end_of_epoch()
         self.callbacks.call("on_epoch", Epoch(epoch, step))
 
-    def _evaluate(self, step: int, epoch: int) -> str | None:
+    def _evaluate(self, step: int, epoch: int, due: bool = True) -> str | None:
         if self.evaluate is None:
             return None
-        self._evaluated = step
         reason = self._log()
         if reason is None:
             with self.recorder.paused():
-                reason = self.evaluate(step, epoch)
+                reason = self.evaluate(step, epoch, due)
         return reason

@@ -37,9 +37,9 @@ from paceline.runtime.noise import drawing
 from paceline.train import build, choosing, preflight
 from paceline.train.calling import choose_call
 from paceline.train.cut import Cut
-from paceline.train.loop import Position
 from paceline.train.nonfinite import Watch, is_fused, judge
 from paceline.train.pipeline_step import PipelineStepper, StagedLoss
+from paceline.train.position import Position
 from paceline.train.staging import Staging
 from paceline.train.step import LossModule, Stepper
 from paceline.train.update import Updater

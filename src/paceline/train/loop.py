@@ -21,17 +21,10 @@ from paceline.data.loader import Micro
 from paceline.monitor.progress import Display
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
+from paceline.train.position import Position
 from paceline.train.recorder import Recorder
 from paceline.train.step import Stepper
 from paceline.train.update import Updater
-
-
-@dataclass
-class Position:
-    """How far a run has come."""
-
-    step: int = 0  # optimizer steps done
-    epoch: int = 0
 
 
 @dataclass
@@ -53,9 +46,9 @@ def run(job: Job) -> None:
     stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
     due = agenda.next_due(position.step)
     micros = job.micros()
-    agenda.begin(position.step)
+    goes_on = agenda.begin(position.step, position.epoch)
     since = perf_counter()
-    for micro in micros:
+    for micro in micros if goes_on else ():
         recorder.waited += perf_counter() - since
         if micro.epoch != position.epoch:
             if not agenda.epoch_ended(position.step, position.epoch):

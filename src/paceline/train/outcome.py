@@ -14,12 +14,13 @@ from paceline.errors import TrainError
 from paceline.optim.better import Best
 from paceline.runtime import collectives
 from paceline.train.history import Record
+from paceline.train.position import Position
 from paceline.train.rates import Rates
 
 
 class Outcome:
-    def __init__(self, config: Config, rates: Rates, save_best: Callable[[int], None]) -> None:
-        self._config, self._rates, self._save_best = config, rates, save_best
+    def __init__(self, config: Config, rates: Rates, position: Position, save_best: Callable[[int], None]) -> None:
+        self._config, self._rates, self._position, self._save_best = config, rates, position, save_best
         best, stop = config.save_best, config.early_stop
         self.best = None if best is None else Best(best.metric, best.mode)
         self.stop = None if stop is None else Best(stop.metric, stop.mode, stop.min_delta)
@@ -35,15 +36,23 @@ class Outcome:
                 fix="trainer.train(data, val_data, …)",
             )
 
-    def of(self, record: Record) -> tuple[Record, str | None]:
-        """The record that all ranks go by, and why training should end, if it should."""
+    def of(self, record: Record, due: bool = True) -> tuple[Record, str | None]:
+        """The record that all ranks go by, and why training should end, if it should.
+
+        An evaluation that was not due, at the end of a call of train(), may be the best one so far, but it neither cuts
+        the learning rate nor counts for early stop.
+        """
         record = collectives.broadcast_object(record)
         self._require_metrics(record)
-        self._rates.evaluated(record)
-        settings = self._config.save_best
+        reason = None
+        if due:
+            self._rates.evaluated(record)
+            reason = self._early_stop(record)
+            self._position.evaluated = record["step"]
+        settings = self._config.save_best  # last: what it saves has to know all of the above
         if self.best is not None and settings is not None and self.best.improved(record[settings.metric]):
             self._save_best(record["step"])
-        return record, self._early_stop(record)
+        return record, reason
 
     def _early_stop(self, record: Record) -> str | None:
         settings = self._config.early_stop

@@ -34,7 +34,7 @@ class Saver:
 
     def __init__(self, config: Config, engine: Engine, rates: Rates, callbacks: Callbacks) -> None:
         self._config, self._engine, self._callbacks = config, engine, callbacks
-        self.outcome = Outcome(config, rates, self.best)
+        self.outcome = Outcome(config, rates, engine.position, self.best)
         self.parts = state.Parts(engine, rates, self.outcome, callbacks)
         self.run: Path | None = None
         self.unseen: list[int] = []  # ranks that can't see the run folder

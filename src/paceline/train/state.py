@@ -72,6 +72,7 @@ def capture(parts: Parts, include_optimizer: bool = True, metadata: Mapping[str,
         "scaler": to_json(engine.scaler.state_dict(), "scaler", values),
         "plateau": None if parts.rates.plateau is None else parts.rates.plateau.state_dict(),
         "scheduler": _scheduler(parts.rates, values),
+        "position": {"evaluated": engine.position.evaluated, "epochs_ended": engine.position.epochs_ended},
         "outcome": to_json(parts.outcome.state_dict(), "outcome", values),
         "callbacks": [to_json(own, f"callbacks/{n}", values) for n, own in enumerate(parts.callbacks.state_dicts())],
         "metadata": to_json(dict(metadata or {}), "metadata", values),
@@ -279,7 +280,10 @@ def apply(parts: Parts, checkpoint: Checkpoint, read: Mapping[str, Tensor], *, w
     if manifest.optimizer:
         _apply_optimizer(engine, read, from_json(state["optimizer"], read.__getitem__), checkpoint)
     _apply_values(parts, from_json({k: v for k, v in state.items() if k != "optimizer"}, read.__getitem__), checkpoint)
-    engine.position.step, engine.position.epoch = manifest.step, manifest.epoch
+    position = engine.position
+    position.was_loaded = True
+    position.step, position.epoch = manifest.step, manifest.epoch
+    position.evaluated, position.epochs_ended = state["position"]["evaluated"], state["position"]["epochs_ended"]
     _apply_random(engine, checkpoint, read)
 
 

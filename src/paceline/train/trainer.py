@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
@@ -290,6 +291,7 @@ class Trainer:
         agenda = Agenda(
             recorder,
             self._callbacks,
+            engine.position,
             log_every=config.log_every,
             began_at=self.step_count,
             max_steps=max_steps,
@@ -298,7 +300,7 @@ class Trainer:
             save_every=config.save_every if self._saver.run is not None else None,
             profiler=profiler,
             end_of_epoch=self._rates.epoch_ended,
-            evaluate=None if val is None else lambda step, epoch: self._evaluated(recorder, val, step, epoch),
+            evaluate=None if val is None else partial(self._evaluated, recorder, val),
             save=self._saver.step,
             save_last=self._save_last if config.save_last else lambda step: self._saver.finish(bear=False),
             poll=poll,
@@ -331,12 +333,12 @@ class Trainer:
         recorder.begin()
         return chain([first], micros)
 
-    def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int) -> str | None:
+    def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int, due: bool) -> str | None:
         record: Record = {"step": step, "epoch": epoch, **self.evaluate(val).values}
         if self._engine.average is not None:
             with self.ema_weights():
                 record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
-        record, reason = self._saver.outcome.of(record)
+        record, reason = self._saver.outcome.of(record, due)
         recorder.evaluation(record)
         return reason
 
@@ -365,6 +367,7 @@ class Trainer:
             agenda = Agenda(
                 recorder,
                 self._callbacks,
+                engine.position,
                 log_every=self.config.log_every,
                 end_of_epoch=self._rates.epoch_ended,
                 on_nonfinite=lambda record: self._nonfinite(own.read_again(record["step"] - 1), record, ends=False),

@@ -59,9 +59,10 @@ def test_a_run_that_dies_before_its_first_checkpoint_tells_each_step_once(tmp_pa
     assert histories.compare(reference, told) == histories.Difference(0.0, 0.0, ())
 
 
-def test_early_stop_counts_on_behind_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("until", [11, 12])
+def test_early_stop_counts_on_behind_a_resume(tmp_path: Path, until: int) -> None:
     run = str(tmp_path / "run")
-    assert paceline.launch(_until, ranks=1, run=run, until=11)[0] == 11
+    assert paceline.launch(_until, ranks=1, run=run, until=until)[0] == until
     # Evaluations at 3 (the first, from which nothing gets better by 10), 6, 9, 12 and 15.
     assert paceline.launch(_until, ranks=1, run=run, until=STEPS) == [15, "early_stop"]
 
@@ -70,3 +71,17 @@ def _until(run: str, until: int) -> list[object]:
     trainer = PLATEAU.trainer(early_stop={"patience": 4, "min_delta": 10.0}, run=run, resume="auto")
     history = trainer.train(Tokens(), Tokens(7), max_steps=until)
     return [trainer.step_count, "early_stop" if "early_stop" in history.ended else history.ended]
+
+
+def test_an_evaluation_that_only_the_end_of_a_call_made_changes_nothing(tmp_path: Path) -> None:
+    """Step 10 is none of an evaluation: the one that train() makes there must not cut the learning rate."""
+    unbroken = PLATEAU.trainer(run=False)
+    expected = unbroken.train(Tokens(), Tokens(7), max_steps=STEPS)
+    first = PLATEAU.trainer(run=False)
+    first.train(Tokens(), Tokens(7), max_steps=10)
+    first.save_checkpoint(tmp_path / "at-10")
+    second = PLATEAU.trainer(run=False)
+    second.load_checkpoint(tmp_path / "at-10")
+    for trainer in (first, second):
+        rest = trainer.train(Tokens(), Tokens(7), max_steps=STEPS)
+        assert [(r["loss"], r["lr"]) for r in rest.steps] == [(r["loss"], r["lr"]) for r in expected.steps[10:]]
