@@ -230,3 +230,20 @@ def test_at_the_end_a_failure_is_an_error(tmp_path: Path) -> None:
     ended = broken(2, partial(train_on, FullFor(*range(2, 99)), tmp_path, save_every=5))
     assert [each.code for each in ended] == ["checkpoint.not-saved"] * 2
     assert "No space left on device" in ended[0].error and saved(tmp_path) == ["step-000005"]
+
+
+def test_a_run_that_fails_again_before_its_first_step_saves_no_second_copy(tmp_path: Path) -> None:
+    def attempt() -> None:
+        class Fails(RaisesAfter):
+            def on_start(self, record: Any) -> None:
+                if record.step:
+                    raise Broken("mine")
+
+        trainer = tiny.classifier_trainer(run=str(tmp_path / "r"), resume="auto", callbacks=[Fails(BROKEN)])
+        with pytest.raises(Broken):
+            trainer.train(tiny.blobs(), max_steps=STEPS)
+
+    for _ in range(3):
+        attempt()
+    folders = [path.name for path in (tmp_path / "r" / "checkpoints").iterdir() if path.is_dir()]
+    assert folders == [store.step_name(BROKEN)]

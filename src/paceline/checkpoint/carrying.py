@@ -153,7 +153,7 @@ def _files(folder: Path) -> dict[str, Any]:
 
 
 def _scratch(folder: Path) -> dict[str, Any]:
-    """An empty folder of the same name, because that says which step it holds, and reading compares that."""
+    """An empty folder of the same name, by which errors call it."""
     copy = Path(tempfile.mkdtemp(prefix="paceline-")) / folder.name
     copy.mkdir()
     return {"copy": str(copy)}

@@ -19,7 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstra
 
 FORMAT = 2
 BLOCK = 16 << 20  # bytes that have one hash
-LARGEST = 256 << 20  # bytes of a manifest that are looked at
+_LARGEST = 256 << 20  # bytes of a manifest that are looked at
+_USUAL = 4 << 20  # bytes of a manifest that nobody wonders about
+_PARSED = 16  # times its bytes are what a manifest may take in memory: a longer one has to describe as much
 _MOST_CUTS = 8  # dimensions
 NAME, DIGEST = "manifest.json", "manifest.xxh128"
 
@@ -102,6 +104,11 @@ class OtherFormat(Rejected):
 
 def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def longest(tensors: int) -> int:
+    """The bytes that a manifest may have beside so many bytes of tensors."""
+    return min(_LARGEST, max(_USUAL, tensors // _PARSED))
 
 
 def chunk_bytes(entry: Entry, chunk: Chunk) -> int:

@@ -25,8 +25,6 @@ from paceline.checkpoint.plan import Read, narrow, plan_load
 from paceline.errors import CheckpointError
 
 _INLINE = 64 << 10  # bytes below which handing over to the hashing thread costs more than hashing
-_USUAL = 4 << 20  # bytes of a manifest that nobody wonders about
-_PARSED = 16  # times its bytes are what a manifest may take in memory: a longer one has to describe as much
 _Spans = dict[tuple[str, int], list[Read]]
 
 
@@ -43,7 +41,7 @@ def damaged(folder: Path, what: str) -> CheckpointError:
         "damaged",
         f"The checkpoint {folder} is damaged: {what}.",
         why="it is not what was written: a disk, a copy or a program has changed it",
-        fix=f"take an older one; paceline checkpoint ls {folder.parent} shows which are good",
+        fix=f"take an older one; paceline checkpoint verify {folder.parent} shows which are good",
     )
 
 
@@ -58,8 +56,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             fix="give the folder that holds manifest.json, e.g. runs/gpt/checkpoints/step-000120",
         )
     try:
-        tensors = sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors"))
-        limit = min(manifests.LARGEST, max(_USUAL, tensors // _PARSED))
+        limit = manifests.longest(sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors")))
         body, digest = (_small_file(folder / name, limit) for name in (manifests.NAME, manifests.DIGEST))
         manifest = manifests.decode(body, digest)
         for name, file in manifest.files.items():
@@ -75,16 +72,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         ) from None
     except (OSError, Rejected) as error:
         raise damaged(folder, _reason(error)) from None
-    _require_own_name(folder, manifest)
     return Checkpoint(folder, manifest)
-
-
-def _require_own_name(folder: Path, manifest: Manifest) -> None:
-    """A folder that carries the name of another step was put there by a mistake."""
-    kind, _, rest = folder.name.partition("-")
-    digits = rest.partition("-")[0]
-    if kind == "step" and digits.isdecimal() and int(digits) != manifest.step:
-        raise damaged(folder, f"its name is not that of step {manifest.step}, which it holds")
 
 
 def _reason(error: Exception) -> str:

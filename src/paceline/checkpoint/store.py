@@ -57,12 +57,12 @@ def begin(disk: Disk, target: Path, size: int, *, overwrite: bool = False) -> Pa
             fix="save under another name, or remove it first",
         )
     _make_parents(disk, target.parent)
-    free = disk.free_bytes(target.parent)
-    if free < size * _SPARE:
+    needed, free = int(size * _SPARE), disk.free_bytes(target.parent)
+    if 0 < free < needed:
         raise CheckpointError(
             "no-space",
-            f"The checkpoint {target} needs {size * _SPARE / 1e6:.0f} MB, but the disk has {free / 1e6:.0f} MB left.",
-            fix="make room, set keep: to a smaller number, or give a run folder on another disk",
+            f"The checkpoint {target} needs {needed / 1e6:.3g} MB, but the disk has {free / 1e6:.3g} MB left.",
+            fix="make room, or save on another disk; in training, keep: a smaller number",
         )
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     disk.make_folder(partial)
@@ -81,6 +81,7 @@ def commit(disk: Disk, partial: Path, target: Path, manifest: Manifest, *, overw
     """Give a whole folder its name. When this returns, a power cut can't take it away."""
     try:
         body, digest = manifests.encode(manifest)
+        _require_readable(len(body), manifest, target)
         write_new(disk, partial / manifests.NAME, body)
         write_new(disk, partial / manifests.DIGEST, digest)
         disk.sync_folder(partial)
@@ -91,6 +92,17 @@ def commit(disk: Disk, partial: Path, target: Path, manifest: Manifest, *, overw
     disk.sync_folder(target.parent)  # should this fail, the old one stays: the new name may not outlast a power cut
     if replaced is not None:
         try_to_remove(disk, replaced)
+
+
+def _require_readable(length: int, manifest: Manifest, target: Path) -> None:
+    limit = manifests.longest(sum(file.bytes for file in manifest.files.values()))
+    if length > limit:
+        raise CheckpointError(
+            "too-much-metadata",
+            f"The manifest of {target} would have {length} bytes; {limit} are the most that is read again.",
+            why="metadata and the states of callbacks are JSON; long lists of numbers do not belong into it",
+            fix="keep them as tensors, which are stored as such",
+        )
 
 
 def _give_name(disk: Disk, partial: Path, target: Path, overwrite: bool) -> Path | None:
@@ -194,7 +206,8 @@ class Found:
 
 
 def candidates(folder: Path) -> list[Found]:
-    """The checkpoints in a folder, newest first; damaged manifests last. Sizes are checked, hashes are not."""
+    """The checkpoints in a folder, newest first. Sizes are checked, hashes are not. One whose manifest can't be read
+    stands where its files' time puts it."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".") and not _only_copy(path):
@@ -209,7 +222,10 @@ def candidates(folder: Path) -> list[Found]:
 
 
 def _age(found: Found) -> tuple[str, int]:
-    return ("", 0) if found.manifest is None else (found.manifest.created, found.manifest.step)
+    if found.manifest is not None:
+        return (found.manifest.created, found.manifest.step)
+    # The folder's own time is that of the last file in it; copying may change it, but there is nothing better.
+    return (datetime.fromtimestamp(found.folder.stat().st_mtime, UTC).isoformat(timespec="microseconds"), 0)
 
 
 def good(folder: Path, besides: Path | None = None) -> Iterator[Checkpoint]:

@@ -49,19 +49,22 @@ class Written:
         return {"name": self.name, "file": self.file.model_dump(), "chunks": chunks, "seconds": self.seconds}
 
 
+def require_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in CODES:
+        raise CheckpointError(
+            "dtype",
+            f"{name} is of {dtype}, for which the safetensors format has no word.",
+            fix="keep it in another dtype",
+        )
+
+
 def lay_out(shares: Sequence[Share]) -> FileLayout:
     """Wide dtypes first, so that all are aligned."""
-    for share in shares:
-        if share.dtype not in CODES:
-            raise CheckpointError(
-                "dtype",
-                f"{share.name} is of {share.dtype}, for which the safetensors format has no word.",
-                fix="keep it in another dtype",
-            )
     ordered = sorted(shares, key=lambda share: -share.dtype.itemsize)
     header: dict[str, Any] = {}
     starts, at = [], 0
     for share in ordered:
+        require_dtype(share.name, share.dtype)
         header[label(share.name, share.shape, share.offsets, share.sizes)] = described(share.dtype, share.sizes, at)
         starts.append(at)
         at += prod(share.sizes) * share.dtype.itemsize

@@ -64,6 +64,11 @@ class Loader(Protocol):
     @property
     def steps_per_epoch(self) -> int | None: ...
 
+    @property
+    def samples(self) -> int | None:
+        """In an epoch, where that is known."""
+        ...
+
     def micros(self, first_step: int, epochs: int | None) -> Iterator[Micro]: ...
 
     def fingerprint(self) -> Any:
@@ -95,6 +100,10 @@ class IndexedLoader:
     @property
     def steps_per_epoch(self) -> int | None:
         return self._order.steps_per_epoch
+
+    @property
+    def samples(self) -> int | None:
+        return self._samples.count
 
     def fingerprint(self) -> Any:
         return self._samples.fingerprint()

@@ -60,6 +60,7 @@ class SamplerOrder:
 
     def __init__(self, sampler: Iterable[Any], batch: int, seed: int, *, drop_last: bool = False) -> None:
         self.batch, self._sampler, self._seed, self._drop_last = batch, sampler, seed, drop_last
+        self._past = Past(sampler, seed)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -69,6 +70,7 @@ class SamplerOrder:
         return length // self.batch if self._drop_last else -(-length // self.batch)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
+        self._past.go_through(epoch)
         for step, chunk in enumerate(drawn(self._sampler, self._seed, epoch, self.batch)):
             if step >= first_step and not (self._drop_last and len(chunk) < self.batch):
                 yield chunk
@@ -79,14 +81,33 @@ class BatchSamplerOrder:
 
     def __init__(self, batches: Iterable[Sequence[Any]], batch: int, seed: int) -> None:
         self.batch, self._batches, self._seed = batch, batches, seed
+        self._past = Past(batches, seed)
 
     @property
     def steps_per_epoch(self) -> int | None:
         return length_of(self._batches)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
+        self._past.go_through(epoch)
         for [batch] in islice(drawn(self._batches, self._seed, epoch, 1), first_step, None):
             yield batch.tolist() if hasattr(batch, "tolist") else list(batch)
+
+
+class Past:
+    """A sampler that counts its epochs itself, or remembers something else, has to live through those that a resumed
+    run has done. Torch's own remember nothing, and one with `set_epoch` can be told."""
+
+    def __init__(self, source: Iterable[Any], seed: int) -> None:
+        self._source, self._seed, self._done = source, seed, 0
+        ours = type(source).__module__.startswith("torch.utils.data")
+        self._remembers = not ours and not hasattr(source, "set_epoch") and length_of(source) is not None
+
+    def go_through(self, epoch: int) -> None:
+        if self._remembers:
+            for past in range(self._done, epoch):
+                for _ in drawn(self._source, self._seed, past, _BLOCK):
+                    pass
+        self._done = max(self._done, epoch + 1)
 
 
 def drawn(source: Iterable[Any], seed: int, epoch: int, at_once: int) -> Iterator[list[Any]]:
@@ -101,9 +122,9 @@ def drawn(source: Iterable[Any], seed: int, epoch: int, at_once: int) -> Iterato
         set_epoch(epoch)
     stream = RandomStream(mix(seed, epoch) >> 1)
     for owner in (source, getattr(source, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(mix(seed, epoch) >> 1)
+        for generator in getattr(owner, "__dict__", {}).values():
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(mix(seed, epoch) >> 1)
     with stream:
         items = iter(source)
     while True:

@@ -33,6 +33,10 @@ class SeededSamples(Dataset[Any]):
     def fingerprint(self) -> Any:
         return fingerprint(self._dataset)
 
+    @property
+    def count(self) -> int | None:
+        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+
     def __getitem__(self, key: Key) -> Any:
         if self._reading_draws:
             seed_cpu(mix(self._seed, *_numbers(key)))

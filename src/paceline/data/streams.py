@@ -26,6 +26,7 @@ class SampleStream:
     """An IterableDataset of samples: cut and collated in one worker process, which also keeps its randomness apart."""
 
     steps_per_epoch = None
+    samples = None
     repeatable = False
 
     def __init__(
@@ -122,6 +123,8 @@ class BatchStream:
         self._source, self._batch, self._part, self._seed = source, batch, part, seed
         self._shares: dict[int, list[Share]] = {}
 
+    samples = None
+
     @property
     def repeatable(self) -> bool:
         return self._source.in_memory
@@ -167,6 +170,7 @@ class OwnBatches:
     def __init__(self, loader: DataLoader[Any], sampler: Any, batch: int, part: Cut) -> None:
         self._loader, self._sampler, self._batch, self._part = loader, sampler, batch, part
 
+    samples = None
     repeatable = False
 
     @property

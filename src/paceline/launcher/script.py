@@ -18,6 +18,7 @@ from paceline.launcher.failure import Failed, Failure, exit_status, first_coded,
 from paceline.launcher.ranks import choose_ranks
 from paceline.launcher.target import Target
 from paceline.runtime import environment, folder
+from paceline.runtime.lock import require_free
 
 if TYPE_CHECKING:
     from paceline.launcher.agent import Start
@@ -115,8 +116,11 @@ def _logs(run: str | None, resume: str | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
             yield Path(temporary)
         return
+    if resume not in (None, "auto"):
+        folder.require_there(str(resume))
     gone_on = folder.newest(run) if resume == "auto" else folder.run_at(resume) if resume else None
     if gone_on is not None:
+        require_free(gone_on)  # another job's logs are none of ours
         logs = gone_on / "logs"
         logs.mkdir(exist_ok=True)
         forget_failures(logs)

@@ -87,6 +87,18 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """As if it had never taken a step."""
+    optimizer.state.clear()  # in place, as its parts may share it
+    if isinstance(optimizer, torch.optim.Adagrad):  # the only one of torch's that makes its state when it is made
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                total = torch.full_like(parameter, group["initial_accumulator_value"])
+                on_device = parameter.device if group.get("fused") else None
+                optimizer.state[parameter] |= {"step": torch.zeros((), device=on_device), "sum": total}
+    fill_momentum(optimizer)
+
+
 def _betas(settings: Settings) -> tuple[float, float]:
     first, second = settings.betas
     return first, second

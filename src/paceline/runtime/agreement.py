@@ -39,7 +39,7 @@ def _describe(tensor: torch.Tensor | None) -> str:
 
 def require_same_recipe(recipes: Sequence[Mapping[str, Any]]) -> None:
     """Every rank's effective recipe must be rank 0's; else name the keys and who has what."""
-    count, lines = _differences([_flatten(recipe) for recipe in recipes])
+    count, lines = _differences([flatten(recipe) for recipe in recipes])
     if count:
         raise WorldError(
             "different-recipes",
@@ -97,11 +97,11 @@ def by_rank(values: Sequence[str], indent: str = "    ") -> str:
     )
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -16,7 +16,7 @@ import re
 from itertools import count
 from pathlib import Path
 
-from paceline.errors import LaunchError
+from paceline.errors import CheckpointError, LaunchError, did_you_mean
 
 ROOT = Path("runs")
 
@@ -40,9 +40,19 @@ def create(name: str) -> Path:
 
 
 def run_at(path: str) -> Path | None:
-    """The run folder at a path, if there is one."""
+    """The run folder at a path, which may also be that of its checkpoints; None where there is no run."""
     folder = Path(path).absolute()
+    folder = folder.parent if folder.name == "checkpoints" else folder
     return folder if _holds_a_run(folder) else None
+
+
+def require_there(path: str) -> None:
+    """Something to resume from, looked for before anything is made."""
+    if not Path(path).exists():
+        runs = [
+            short(each) for each in (Path(path).absolute().parent, ROOT) if each.is_dir() for each in each.iterdir()
+        ]
+        raise CheckpointError("missing", f"resume: there is nothing at {path}.", fix=did_you_mean(path, runs))
 
 
 def newest(name: str) -> Path | None:

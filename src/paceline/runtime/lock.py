@@ -69,6 +69,13 @@ class RunLock:
             _held.remove(mark)
 
 
+def require_free(folder: Path) -> None:
+    """Raises where somebody has the lock now. For who will let another process take it."""
+    lock = RunLock(folder)
+    lock.take()
+    lock.release()
+
+
 def _lock(folder: Path) -> int | None:
     """A descriptor that holds the lock; None, with a warning, on a disk that has none."""
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -76,8 +76,7 @@ class Agenda:
         saved): that is made up for.
         """
         self._profile(step)
-        loaded, self.position.was_loaded = self.position.was_loaded, False
-        if not loaded or not step or (self.max_steps is not None and step >= self.max_steps):
+        if not step or (self.max_steps is not None and step >= self.max_steps):
             return True
         reason = self._after_epoch_and_evaluation(step, epoch)
         self.reason = reason or self.reason
@@ -125,10 +124,11 @@ class Agenda:
 
     def epoch_ended(self, step: int, epoch: int) -> bool:
         """For data whose length nobody knew; whether training goes on."""
-        if self.steps_per_epoch is not None or step == self.began_at:
+        if self.steps_per_epoch is not None or self.position.epochs_ended > epoch:
             return True
         self._end_epoch(step, epoch)
-        reason = self._evaluate(step, epoch) if self.eval_every is None else None
+        due = self.eval_every is None and self.position.evaluated != step
+        reason = self._evaluate(step, epoch) if due else None
         self.reason = reason or self.reason
         return reason is None
 
@@ -169,6 +169,7 @@ class Agenda:
 
     def _evaluate(self, step: int, epoch: int, due: bool = True) -> str | None:
         if self.evaluate is None:
+            self.position.evaluated = step  # as far as it could be
             return None
         reason = self._log()
         if reason is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,14 +14,18 @@ from paceline.checkpoint.carrying import fetched
 from paceline.checkpoint.disk import Disk
 from paceline.checkpoint.reading import Checkpoint, open_checkpoint
 from paceline.checkpoint.values import from_json
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, did_you_mean
+from paceline.optim.build import forget
 from paceline.parallel.pieces import fill, piece
 from paceline.runtime import collectives
+from paceline.runtime.agreement import flatten
 from paceline.runtime.folder import short
-from paceline.train import state
+from paceline.train import restore
 from paceline.train.presence import on_all_ranks
-from paceline.train.saving import FOLDER, Saver
+from paceline.train.saving import FOLDER, Saver, require_own_weights
 
+# Where and how ranks run, and where a run lies, is no change of the training.
+_ELSEWHERE = {"resume", "run", "launch.ranks", "quiet", "port", "device", "workers"}
 _ALL_LOAD = "all ranks load together: one that kept its own state would train another model"
 
 
@@ -34,6 +39,7 @@ class Restorer:
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
         """A checkpoint's folder, the folder of a run (its newest good one), or a file of weights; its metadata comes
         back. A matter of all ranks. Nothing is changed unless every rank has read its part and found it good."""
+        require_own_weights(self._engine)
         self._saver.settle()
         self._saver.finish()
         # As long as for anything else: rank 0 may still be writing it.
@@ -60,18 +66,29 @@ class Restorer:
 
     def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
         with fetched(path, self._saver.channel(), self._blind_to(path)) as here:
-            checkpoint, tensors = on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
-        _require_same(path, checkpoint)
-        state.apply(self._parts, checkpoint, tensors, weights_only=weights_only)
-        engine, saver = self._engine, self._saver
-        saver.forget()
+            read = on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
+        manifest = read.checkpoint.manifest
+        _require_same(path, read.checkpoint)
+        restore.apply(self._parts, read.checkpoint, read.tensors, read.values, weights_only=weights_only)
+        self._begin_from(None if weights_only else path.name, {} if weights_only else manifest.data)
         if not weights_only:
-            saver.parent = path.name
-            self._position = dict(checkpoint.manifest.data)
-        if engine.watch is not None:
-            engine.watch.reset()
-        metadata: dict[str, Any] = from_json(checkpoint.manifest.metadata, tensors.__getitem__)
-        return metadata
+            self._tell_of_changes(manifest.recipe)
+        return read.metadata
+
+    def _begin_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
+        """The training stands elsewhere now."""
+        self._saver.forget()
+        self._saver.parent, self._position = parent, dict(position)
+        if self._engine.watch is not None:
+            self._engine.watch.reset()
+
+    def _tell_of_changes(self, recipe: Mapping[str, Any]) -> None:
+        """A resumed run follows today's recipe, not yesterday's: what differs is said."""
+        before, now = flatten(recipe), flatten(self._engine.config.to_dict())
+        changed = [key for key in now if key not in _ELSEWHERE and key in before and before[key] != now[key]]
+        if changed:
+            told = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
+            self._engine.say(f"recipe: changed since this checkpoint: {told}")
 
     def _blind_to(self, path: Path) -> list[int]:
         """Ranks that can't see a checkpoint which rank 0 sees: it is sent to them."""
@@ -80,11 +97,11 @@ class Restorer:
         seen = collectives.all_gather_object((path / manifests.NAME).exists())
         return [rank for rank, sees in enumerate(seen) if not sees] if seen[0] else []
 
-    def _read(self, path: Path, weights_only: bool) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
+    def _read(self, path: Path, weights_only: bool) -> _Read:
         checkpoint = open_checkpoint(path)
-        if not weights_only:
-            state.require_same_optimizer(self._engine, checkpoint)
-        return checkpoint, state.read(self._parts, checkpoint, weights_only=weights_only)
+        tensors = restore.read(self._parts, checkpoint, weights_only=weights_only)
+        values = restore.plain_values(checkpoint, tensors, weights_only=weights_only)
+        return _Read(checkpoint, tensors, values, from_json(checkpoint.manifest.metadata, tensors.__getitem__))
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Weights from elsewhere: training begins at its beginning with them."""
@@ -92,6 +109,9 @@ class Restorer:
         for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and name in brought.weights:  # else it is another one's twin
                 fill(tensor, brought.weights[name])
+        forget(self._engine.optimizer)
+        self._engine.position.go_back()
+        self._begin_from(None, {})
         average = self._engine.average
         if average is not None:
             parameters = dict(self._engine.model.named_parameters())
@@ -100,20 +120,41 @@ class Restorer:
 
     def _brought(self, path: Path) -> bring.Brought:
         brought = bring.bring(path)
+        try:
+            self._require_names(path, brought)
+        except CheckpointError as error:
+            raise CheckpointError("other-model", error.what, fix=self._advice(brought.weights)) from None
+        return brought
+
+    def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
+        own = self._engine.model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        fitting = sum(1 for name, tensor in own.items() if shapes.get(name) == tensor.shape)
+        first = next(iter(weights), "")
+        prefixes = [first[: at + 1] for at, letter in enumerate(first) if letter == "."]
+        common = [each for each in prefixes if all(name.startswith(each) for name in weights)]
+        told = f"{fitting} of the model's {len(own)} tensors fit"
+        if common and first.removeprefix(common[-1]) in own:
+            told = f"every name in the file begins with {common[-1]!r}, which has to go"
+        return (
+            f"{told}; load the file with paceline.checkpoint.bring.bring, change the names, and give them to "
+            "model.load_state_dict(…, strict=False) before the Trainer is made"
+        )
+
+    def _require_names(self, path: Path, brought: bring.Brought) -> None:
         own = self._engine.model.state_dict(keep_vars=True)
         there = {id(tensor) for name, tensor in own.items() if name in brought.weights}
         for name, tensor in own.items():
             if not isinstance(tensor, torch.Tensor) or (name not in brought.weights and id(tensor) in there):
                 continue  # of weights that are one tensor, one name is enough
             if name not in brought.weights:
-                raise state.other_model(str(path), f"it has no {name}, which the model has")
+                raise restore.other_model(str(path), f"it has no {name}, which the model has")
             shape = tuple(brought.weights[name].shape)
             if shape != tuple(tensor.shape):
-                raise state.other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
+                raise restore.other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
         foreign = [name for name in brought.weights if name not in own]
         if foreign and self._engine.mesh.degrees.pipeline == 1:
-            raise state.other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
-        return brought
+            raise restore.other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
 
     def resume(self, run: Path) -> bool:
         """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
@@ -132,7 +173,7 @@ class Restorer:
         """Load the newest good one. A damaged one is passed over, and said so."""
         found = store.candidates(folder) if self._engine.world.is_main else []
         # One without the optimizer's state is newer perhaps, but training would not go on as it was.
-        found.sort(key=lambda each: each.manifest is None or not each.manifest.optimizer)
+        found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
         passed = []
         for name in collectives.broadcast_object([each.folder.name for each in found]):
             try:
@@ -169,6 +210,13 @@ class Restorer:
             )
 
 
+class _Read(NamedTuple):
+    checkpoint: Checkpoint
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, Any]
+    metadata: dict[str, Any]
+
+
 def _kind(path: Path) -> str:
     if path.is_file():
         return "file"
@@ -193,3 +241,11 @@ def _require_same(path: Path, checkpoint: Checkpoint) -> None:
 
 def _checkpoints_in(path: Path) -> Path:
     return path / FOLDER if (path / FOLDER).is_dir() else path
+
+
+def existing(path: str | Path) -> Path:
+    """What was given, if it names anything: an empty name would be the working folder."""
+    if str(path) and (Path(path).exists() or not Path(path).suffix):
+        return Path(path)
+    known = [str(each) for each in Path(path).parent.glob("*")]
+    raise CheckpointError("missing", f"There is nothing at {str(path)!r}.", fix=did_you_mean(str(path), known))

@@ -6,8 +6,7 @@ between ranks, and ranks that disagree on whether to go on would wait for each o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
@@ -18,9 +17,15 @@ from paceline.train.position import Position
 from paceline.train.rates import Rates
 
 
+class Verdict(NamedTuple):
+    record: Record  # that all ranks go by
+    reason: str | None  # why training should end, if it should
+    is_best: bool  # of those so far
+
+
 class Outcome:
-    def __init__(self, config: Config, rates: Rates, position: Position, save_best: Callable[[int], None]) -> None:
-        self._config, self._rates, self._position, self._save_best = config, rates, position, save_best
+    def __init__(self, config: Config, rates: Rates, position: Position) -> None:
+        self._config, self._rates, self._position = config, rates, position
         best, stop = config.save_best, config.early_stop
         self.best = None if best is None else Best(best.metric, best.mode)
         self.stop = None if stop is None else Best(stop.metric, stop.mode, stop.min_delta)
@@ -36,12 +41,9 @@ class Outcome:
                 fix="trainer.train(data, val_data, …)",
             )
 
-    def of(self, record: Record, due: bool = True) -> tuple[Record, str | None]:
-        """The record that all ranks go by, and why training should end, if it should.
-
-        An evaluation that was not due, at the end of a call of train(), may be the best one so far, but it neither cuts
-        the learning rate nor counts for early stop.
-        """
+    def of(self, record: Record, due: bool = True) -> Verdict:
+        """An evaluation that was not due, at the end of a call of train(), may be the best one so far, but it neither
+        cuts the learning rate nor counts for early stop."""
         record = collectives.broadcast_object(record)
         self._require_metrics(record)
         reason = None
@@ -49,10 +51,9 @@ class Outcome:
             self._rates.evaluated(record)
             reason = self._early_stop(record)
             self._position.evaluated = record["step"]
-        settings = self._config.save_best  # last: what it saves has to know all of the above
-        if self.best is not None and settings is not None and self.best.improved(record[settings.metric]):
-            self._save_best(record["step"])
-        return record, reason
+        settings = self._config.save_best
+        best = self.best is not None and settings is not None and self.best.improved(record[settings.metric])
+        return Verdict(record, reason, best)
 
     def _early_stop(self, record: Record) -> str | None:
         settings = self._config.early_stop

@@ -87,6 +87,7 @@ class OwnLoop:
         self.engine.stepper.reset()
         forget_gradients(self.engine.module)
         self._in_group, self._added, self._current = 0, None, None
+        self.epochs_begun = max(self.epochs_begun, self.engine.position.epoch)
 
     def training_step(self, batch: Any) -> StepResult:
         """One micro-batch and, when its group is full, the optimizer step."""
@@ -219,13 +220,17 @@ class OwnLoop:
             self._begun = True
             self._job.agenda.steps_per_epoch = loader.steps_per_epoch if loader else None
             self._begin(self._job.agenda.steps_per_epoch)
-            self._due = self._job.agenda.next_due(self.engine.position.step)
+            self._reached = self.engine.position.step
+            self._due = self._job.agenda.next_due(self._reached)
         self.engine.check(micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
 
     def _finish(self, micro: Micro) -> None:
         job = self._job
+        if micro.step != self._reached:  # train() or load_checkpoint came between
+            self._due = job.agenda.next_due(micro.step)
         job.position.epoch = micro.epoch
         loop.take_step(job, micro)
+        self._reached = job.position.step
         if job.position.step == self._due:
             with self.engine.draw:
                 job.agenda.attend(job.position.step, micro.epoch)

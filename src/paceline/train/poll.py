@@ -12,6 +12,7 @@ from time import monotonic
 import torch
 
 from paceline.runtime import collectives
+from paceline.runtime.folder import short
 from paceline.train.engine import Engine
 from paceline.train.saving import Saver
 from paceline.train.signals import Signals, Wish, decode, encode
@@ -62,6 +63,8 @@ class Poll:
             self._save_what_fits(step)
             return wish
         self._signals.take("save")
+        if wish == "save" and self._saver.run is not None:
+            self._engine.say(f"SIGUSR1: step {step} is being saved")
         self._saver.step(step)
         self._saved_at = monotonic()
         return None
@@ -73,6 +76,9 @@ class Poll:
         fits = left is None or cost is None or cost.seconds["all"] < left
         if collectives.broadcast_object(fits):
             self._saver.last(step)
+            if self._saver.run is not None:
+                where = short(self._saver.run)
+                self._engine.say(f"{self.wish}: step {step} is saved; resume={where} goes on with it")
             return
         self._saver.finish()
         self._engine.warn(

@@ -13,4 +13,7 @@ class Position:
     epoch: int = 0
     evaluated: int = 0  # the step after which an evaluation was last made that was due
     epochs_ended: int = 0  # epochs whose end was attended to
-    was_loaded: bool = False  # from a checkpoint, after which no step was taken yet
+
+    def go_back(self) -> None:
+        """To the beginning."""
+        self.step = self.epoch = self.evaluated = self.epochs_ended = 0

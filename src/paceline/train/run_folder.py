@@ -40,8 +40,8 @@ class RunFolder:
         if (path / manifests.NAME).exists() or path.is_file():  # that state, in a new run
             self._restorer.load(path)
             self._engine.say(f"resume: begins from {folder.short(path)}, after step {self._engine.position.step}")
-        elif path.is_dir():
-            self._go_on(path)
+        elif (run := folder.run_at(config.resume)) is not None:
+            self._go_on(run)
         else:
             raise CheckpointError(
                 "missing", f"resume: there is neither a run nor a checkpoint at {path}.", fix="paceline checkpoint ls"

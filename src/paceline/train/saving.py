@@ -16,12 +16,12 @@ from paceline.checkpoint.writer import Committed, Description, Saving, Writer
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.runtime import group
-from paceline.train import state
 from paceline.train.callbacks import Callbacks, Saved
+from paceline.train.capture import Captured, Parts, capture
 from paceline.train.engine import Engine
 from paceline.train.outcome import Outcome
 from paceline.train.preflight import versions
-from paceline.train.presence import Presence
+from paceline.train.presence import Presence, on_all_ranks
 from paceline.train.rates import Rates
 
 FOLDER = "checkpoints"
@@ -34,8 +34,8 @@ class Saver:
 
     def __init__(self, config: Config, engine: Engine, rates: Rates, callbacks: Callbacks) -> None:
         self._config, self._engine, self._callbacks = config, engine, callbacks
-        self.outcome = Outcome(config, rates, engine.position, self.best)
-        self.parts = state.Parts(engine, rates, self.outcome, callbacks)
+        self.outcome = Outcome(config, rates, engine.position)
+        self.parts = Parts(engine, rates, self.outcome, callbacks)
         self.run: Path | None = None
         self.unseen: list[int] = []  # ranks that can't see the run folder
         self.parent: str | None = None  # the checkpoint that the next one follows
@@ -47,6 +47,7 @@ class Saver:
         self._saved: int | None = None  # the step that was last saved, or is being
         self._failures = 0
         self.last_cost: Committed | None = None
+        self.began_at = 0  # the step at which this call of train() began
         self.presence = Presence()
         if engine.cut is not None:  # else made by the first scheduled save, to which all ranks come
             self._group = group.side_channel(config.timeout)
@@ -90,7 +91,7 @@ class Saver:
             self.finish()
 
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
-        captured = state.capture(self.parts)
+        captured = on_all_ranks(lambda: capture(self.parts), "Saving")
         if self._writer is None:
             self._writer = Writer(self.channel(), unseen=self.unseen)
         assert self.checkpoints is not None
@@ -106,7 +107,7 @@ class Saver:
         self._saving_step = self._saved = step
         self._engine.updater.before_change = self.settle
 
-    def _describe(self, captured: state.Captured, include_optimizer: bool) -> Description:
+    def _describe(self, captured: Captured, include_optimizer: bool) -> Description:
         engine = self._engine
         metadata = captured.values.pop("metadata")
         return Description(
@@ -186,13 +187,14 @@ class Saver:
     ) -> None:
         """Where every rank holds everything, rank 0 writes and waits for nobody; else all ranks have to come."""
         engine = self._engine
+        require_own_weights(engine)
         if engine.cut is None and not engine.world.is_main:
             return
         if engine.cut is not None:
             self.presence.require(self._config.checkpoint.wait, "save_checkpoint", _CUT)
             self.finish()  # two saves at a time would mix their messages
         writer = Writer(self._group if engine.cut is not None else None)
-        captured = state.capture(self.parts, include_optimizer, metadata)
+        captured = capture(self.parts, include_optimizer, metadata)
         description = self._describe(captured, include_optimizer)
         writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
 
@@ -202,6 +204,8 @@ class Saver:
         engine, step = self._engine, self._engine.position.step
         watch = engine.watch
         if self.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
+            return None
+        if step == self.began_at:  # nothing was trained since it was loaded, or begun
             return None
         if getattr(error, "code", None) == "train.nonfinite":  # it has looked, and reset the watch
             return None
@@ -239,3 +243,13 @@ class Saver:
 
 
 _RESCUE_SECONDS = 5.0
+
+
+def require_own_weights(engine: Engine) -> None:
+    if engine.average is not None and engine.average.is_swapped:
+        raise CheckpointError(
+            "inside-ema",
+            "A checkpoint was asked for inside trainer.ema_weights().",
+            why="the model holds the averages there, and the trained weights would be lost",
+            fix="save and load outside of it: a checkpoint holds both",
+        )

@@ -35,6 +35,7 @@ class Sharing:
         config = self._engine.config
         return {
             "batch": self.plan.size,
+            "samples": loader.samples,
             "steps_per_epoch": loader.steps_per_epoch,
             "seed": config.seed,
             "shuffle": config.shuffle,

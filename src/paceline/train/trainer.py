@@ -36,7 +36,7 @@ from paceline.train.engine import Engine, Task, one_optimizer
 from paceline.train.evaluate import Evaluation
 from paceline.train.finder import Finder
 from paceline.train.history import History, Record, require_free_names
-from paceline.train.loading import Restorer
+from paceline.train.loading import Restorer, existing
 from paceline.train.own_loop import EpochLoader, OwnLoop, StepResult, end_own_loop
 from paceline.train.poll import Poll
 from paceline.train.rates import Rates
@@ -147,10 +147,13 @@ class Trainer:
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._folder.open({**batch.rows(), **self._rates.begin(schedule)}))
         total = derive.total_steps(loader.steps_per_epoch, epochs, max_steps)
+        if total is not None and self.step_count >= total:
+            self._engine.say(f"nothing to do: {self.step_count} steps are done, and {total} were asked for")
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
         silent = self.config.quiet or not self.is_main_process
         sinks = build.open_sinks(self.config, self._saver.run, self.world)
+        self._saver.began_at = self.step_count
         with Signals() as signals:
             try:
                 with choose_display(total, self.step_count, silent=silent) as display, self._engine.draw:
@@ -227,6 +230,7 @@ class Trainer:
     def loader(self, data: Any) -> EpochLoader:
         """This rank's micro-batches of `data`, an epoch at a time, for one's own loop."""
         loader, batch = self._sharing.training(adopt.look_at(data, self.config.seed))
+        self._restorer.meet(self._sharing.position(loader))
         return EpochLoader(self._own_loop(), loader, batch.groups)
 
     def enable_gradient_checkpointing(self, kind: str = "full") -> None:
@@ -247,6 +251,7 @@ class Trainer:
         """Within this context the model has the averaged weights."""
         if self._engine.average is None:
             raise TrainError("no-ema", "There are no averaged weights.", fix="Trainer(…, ema=0.999), or ema: 0.999")
+        self._saver.settle()  # a save that is still copying wants the weights as they are
         return self._engine.average.swapped()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -272,7 +277,7 @@ class Trainer:
 
         `path` is a checkpoint's folder, a run's (its newest good one), or a file of weights (.pt, .pth, .safetensors).
         """
-        return self._restorer.load(Path(path), weights_only=weights_only)
+        return self._restorer.load(existing(path), weights_only=weights_only)
 
     def _job(
         self,
@@ -338,9 +343,11 @@ class Trainer:
         if self._engine.average is not None:
             with self.ema_weights():
                 record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
-        record, reason = self._saver.outcome.of(record, due)
-        recorder.evaluation(record)
-        return reason
+        verdict = self._saver.outcome.of(record, due)
+        recorder.evaluation(verdict.record)
+        if verdict.is_best:  # last: what it saves has to know all of the above
+            self._saver.best(step)
+        return verdict.reason
 
     def _read_again(self, loader: Loader, step: int) -> Iterator[Micro] | None:
         return self._engine.ready(loader.micros(step, None)) if loader.repeatable else None

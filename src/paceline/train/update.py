@@ -89,6 +89,12 @@ class Updater:
         return norm
 
     @torch.no_grad()
+    def keep_buffers(self) -> None:
+        """The buffers are good as they are now: they were just loaded."""
+        for buffer, before in self._buffers:
+            before.copy_(buffer)
+
+    @torch.no_grad()
     def _mend_buffers(self) -> None:
         for buffer, before in self._buffers:
             buffer.copy_(torch.where(torch.isfinite(buffer), buffer, before))

@@ -41,12 +41,12 @@ def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_a_damaged_one_is_listed_last_with_its_problem_and_is_not_good(tmp_path: Path) -> None:
+def test_a_damaged_one_is_listed_in_its_place_with_its_problem_and_is_not_good(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
     (tmp_path / "step-000002" / "rank-0.safetensors").unlink()
     found = store.candidates(tmp_path)
-    assert [each.folder.name for each in found] == ["step-000001", "step-000002"]
-    assert found[1].manifest is None and found[1].problem is not None
+    assert [each.folder.name for each in found] == ["step-000002", "step-000001"]
+    assert found[0].manifest is None and found[0].problem is not None
     assert [each.manifest.step for each in store.good(tmp_path)] == [1]
 
 

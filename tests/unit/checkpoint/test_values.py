@@ -58,7 +58,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
 
 
 def test_what_is_not_plain_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"state/hook is a builtins\.object") as caught:
+    with pytest.raises(CheckpointError, match=r"state/hook is of object") as caught:
         to_json({"hook": object()}, "state", {})
     assert caught.value.code == "checkpoint.not-plain"
 
@@ -72,7 +72,7 @@ def test_what_is_not_plain_is_named() -> None:
         {"$float": None},
         {"$pairs": 3},
         {"$pairs": [[1]]},
-        {"$pairs": [[[], 1]]},
+        {"$pairs": [[{}, 1]]},
     ],
     ids=str,
 )
@@ -80,3 +80,23 @@ def test_a_value_that_nobody_wrote_is_damage(value: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         from_json({"inside": [value]}, {}.__getitem__)
     assert caught.value.code == "checkpoint.damaged"
+
+
+def test_keys_of_any_plain_kind_come_back() -> None:
+    value = {(1, ("a", 2)): 1, 3: 2, None: 3, 1.5: 4}
+    assert from_json(to_json(value, "state", {}), {}.__getitem__) == value
+
+
+def test_tensors_whose_paths_meet_stay_apart() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"a": {"b": torch.ones(2)}, "a/b": torch.zeros(2)}
+    back = from_json(to_json(value, "metadata", tensors), tensors.__getitem__)
+    assert torch.equal(back["a"]["b"], torch.ones(2)) and torch.equal(back["a/b"], torch.zeros(2))
+
+
+def test_what_no_reader_would_follow_is_refused_when_it_is_saved() -> None:
+    deep: Any = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="64 levels"):
+        to_json(deep, "metadata", {})
