@@ -7,12 +7,10 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,11 +18,11 @@ from torch import Tensor
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint import writing
+from paceline.checkpoint.hashing import BlockHash, Hashing, pieces
 from paceline.checkpoint.manifest import Chunk, Entry, Manifest, OtherFormat, Rejected, chunk_bytes
 from paceline.checkpoint.plan import Read, narrow, plan_load
 from paceline.errors import CheckpointError
 
-_INLINE = 64 << 10  # bytes below which handing over to the hashing thread costs more than hashing
 _Spans = dict[tuple[str, int], list[Read]]
 
 
@@ -185,12 +183,12 @@ class _Reader:
 
     def __init__(self, folder: Path, block: int) -> None:
         self._folder, self._block = folder, block
-        self._checks: list[tuple[Future[str], str, str]] = []
+        self._checks: list[tuple[BlockHash, str, str]] = []
         self._name, self._descriptor = "", -1
-        self.hashing = 0.0
+        self.hashing = Hashing()
 
     def __enter__(self) -> _Reader:
-        self._pool = ThreadPoolExecutor(1, "paceline-hash")
+        self.hashing.__enter__()
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
@@ -198,7 +196,7 @@ class _Reader:
             if kind is None:
                 self._compare(0)
         finally:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self.hashing.__exit__()
             self._close()
 
     def _close(self) -> None:
@@ -238,41 +236,39 @@ class _Reader:
         shape = (last - first, *chunk.sizes[1:]) if chunk.sizes else ()
         data = torch.empty(max(end - begin, 0), dtype=torch.uint8)
         view = data.numpy().data
-        try:
-            self._read(chunk.file, chunk.at + begin, view)
-        except (OSError, Rejected) as error:
-            raise damaged(self._folder, f"{name} in {_reason(error)}") from None
         for at in range(0, len(view), self._block):
-            known = chunk.hashes[(begin + at) // self._block]
-            where = f"{name} in {chunk.file}, bytes {chunk.at + begin + at} and following"
-            block = view[at : at + self._block]
-            if len(block) >= _INLINE:
-                self._checks.append((self._pool.submit(self._digest, block), known, where))
-            elif self._digest(block) != known:
-                raise damaged(self._folder, f"{where}: the hash differs")
+            known, place = chunk.hashes[(begin + at) // self._block], chunk.at + begin + at
+            where = f"{name} in {chunk.file}, bytes {place} and following"
+            try:
+                found = self._read_block(chunk.file, place, view[at : at + self._block])
+            except (OSError, Rejected) as error:
+                raise damaged(self._folder, f"{name} in {_reason(error)}") from None
+            self._checks.append((found, known, where))
         self._compare(8)
         start = first * width - begin
         return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    def _read_block(self, file: str, at: int, block: memoryview) -> BlockHash:
+        hashed = self.hashing.of(len(block))
+        for piece in pieces(block):
+            self._read(file, at, piece)
+            hashed.add(piece)
+            at += len(piece)
+        return hashed
+
     def _read(self, file: str, at: int, view: memoryview) -> None:
         descriptor = self._file(file)
         while view:
-            count = os.preadv(descriptor, [view[: self._block]], at)
+            count = os.preadv(descriptor, [view], at)
             if count == 0:
                 raise Rejected(f"{file}: it ends too early")
             view, at = view[count:], at + count
 
-    def _digest(self, data: memoryview) -> str:
-        began = perf_counter()
-        text = manifests.digest(data)
-        self.hashing += perf_counter() - began
-        return text
-
     def _compare(self, leave: int) -> None:
         """All comparisons but the last few, which may go on beside further reading."""
         while len(self._checks) > leave:
-            task, known, where = self._checks.pop(0)
-            if task.result() != known:
+            found, known, where = self._checks.pop(0)
+            if found.result() != known:
                 raise damaged(self._folder, f"{where}: the hash differs")
 
 

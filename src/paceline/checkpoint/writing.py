@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.disk import Disk, write_all
+from paceline.checkpoint.hashing import BlockHash, Hashing, pieces
 from paceline.checkpoint.manifest import BLOCK, CODES, Chunk, File, digest
 from paceline.checkpoint.plan import Share
 from paceline.errors import CheckpointError
 
 _ALIGNMENT = 8
-_INLINE = 64 << 10  # bytes below which handing over to the hashing thread costs more than hashing
 
 
 @dataclass(frozen=True)
@@ -94,45 +93,35 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def write_file(disk: Disk, path: Path, layout: FileLayout, share_bytes: Callable[[int], memoryview]) -> Written:
     """Write the shares, each of whose bytes `share_bytes` gives by number; on the disk when this returns."""
-    clock = _Clock()
     began = perf_counter()
-    chunks: list[tuple[Share, list[Future[str] | str], int]] = []
-    with ThreadPoolExecutor(1, "paceline-hash") as hashing:
+    chunks: list[tuple[Share, list[BlockHash], int]] = []
+    with Hashing() as hashing:
         descriptor = disk.create(path)
         try:
             write_all(disk, descriptor, memoryview(layout.header))
             for number, share in enumerate(layout.shares):
-                data = share_bytes(number)
-                blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
-                hashes = [_hash(hashing, clock, block) for block in blocks]
-                for block in blocks:
-                    write_all(disk, descriptor, block)
+                hashes = _write_share(disk, descriptor, share_bytes(number), hashing)
                 chunks.append((share, hashes, len(layout.header) + layout.starts[number]))
             disk.sync(descriptor)
         finally:
             disk.close(descriptor)
-    file = File(
-        bytes=len(layout.header) + layout.size, header_bytes=len(layout.header), header_hash=digest(layout.header)
-    )
-    made = []
-    for share, hashes, at in chunks:
-        texts = [each if isinstance(each, str) else each.result() for each in hashes]
-        offsets, sizes = list(share.offsets), list(share.sizes)
-        made.append((share, Chunk(file=path.name, at=at, offsets=offsets, sizes=sizes, hashes=texts)))
-    return Written(path.name, file, made, {"write": perf_counter() - began, "hash": clock.busy})
+        made = [(share, _chunk(path.name, share, at, hashes)) for share, hashes, at in chunks]
+    header = layout.header
+    file = File(bytes=len(header) + layout.size, header_bytes=len(header), header_hash=digest(header))
+    return Written(path.name, file, made, {"write": perf_counter() - began, "hash": hashing.busy})
 
 
-class _Clock:
-    """How long the hashing thread worked."""
+def _write_share(disk: Disk, descriptor: int, data: memoryview, hashing: Hashing) -> list[BlockHash]:
+    hashes = []
+    for at in range(0, len(data), BLOCK):
+        block = data[at : at + BLOCK]
+        hashes.append(hashing.of(len(block)))
+        for piece in pieces(block):
+            hashes[-1].add(piece)
+            write_all(disk, descriptor, piece)
+    return hashes
 
-    busy = 0.0
 
-    def digest(self, data: memoryview) -> str:
-        began = perf_counter()
-        text = digest(data)
-        self.busy += perf_counter() - began
-        return text
-
-
-def _hash(hashing: ThreadPoolExecutor, clock: _Clock, block: memoryview) -> Future[str] | str:
-    return clock.digest(block) if len(block) < _INLINE else hashing.submit(clock.digest, block)
+def _chunk(file: str, share: Share, at: int, hashes: list[BlockHash]) -> Chunk:
+    offsets, sizes = list(share.offsets), list(share.sizes)
+    return Chunk(file=file, at=at, offsets=offsets, sizes=sizes, hashes=[each.result() for each in hashes])
