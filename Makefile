@@ -1,6 +1,8 @@
 # paceline: `make train` trains a model, `make test` checks everything. Both make their own environment.
 PYTHON ?= python3
 RECIPE ?=
+# Tests that run at a time. Many wait, so one more than there are cores is quickest on a small machine.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
@@ -34,7 +36,7 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 
 test: lint
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 gpu: $(READY)
 	@PACELINE_GPU_TESTS=1 $(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -176,9 +176,8 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
         f"  bandwidth of a save: {median(pairs):.2f} of the plain write's (from {min(pairs):.2f} to {max(pairs):.2f})"
     )
     print(f"  hashing, on its own thread: {median(hashing[1:]):.1%} of a save's time")
-    print(
-        f"  hashing, on its own thread: {median(digesting[1:]):.1%} of a cold load's time ({median(loads[1:]):.3f} s)"
-    )
+    share = median(digesting[1:])
+    print(f"  hashing, on its own thread: {share:.1%} of a cold load's time ({median(loads[1:]):.3f} s)")
 
 
 def _plain_write(path: Path, payload: memoryview) -> float:
