@@ -1,12 +1,15 @@
 """A copy of what a checkpoint will hold, made while training goes on.
 
 Weights, optimizer state and averages change only when the optimizer steps, so they can be copied beside the next
-forward and backward: on the CPU by a thread, from a GPU by a stream of its own into pinned memory. `settle` has to be
-called before they change. What a forward may change (buffers, random state) is copied at once.
+forward and backward: on the CPU by a thread, where a core is free for it; from a GPU by a stream of its own into pinned
+memory. `settle` has to be called before they change. What a forward may change (buffers, random state) is copied at
+once.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
@@ -57,8 +60,12 @@ class HostCopy:
                 later.append((self._room(number), source))
         for device, stream in self._streams.items():
             self._copied[device].record(stream)
-        # numpy copies on one thread and without Python's lock; torch would start a second team of threads.
-        self._pending = self._thread.submit(_copy_all, later) if later else None
+        if _cores_are_busy():
+            for room, source in later:
+                room.copy_(source)
+        elif later:
+            # numpy copies on one thread and without Python's lock; torch would start a second team of threads.
+            self._pending = self._thread.submit(_copy_all, later)
 
     def settle(self) -> None:
         """From here on the tensors may change: GPUs wait by themselves, the host for its own thread only."""
@@ -81,6 +88,12 @@ class HostCopy:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+
+
+def _cores_are_busy() -> bool:
+    """Where the forward computes on every core, a copy beside it takes from it more than one on all cores at once."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return torch.get_num_threads() >= cores
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint import writing
-from paceline.checkpoint.hashing import BlockHash, Hashing, pieces
+from paceline.checkpoint.hashing import Hashing
 from paceline.checkpoint.manifest import Chunk, Entry, Manifest, OtherFormat, Rejected, chunk_bytes
 from paceline.checkpoint.plan import Read, narrow, plan_load
 from paceline.errors import CheckpointError
@@ -183,7 +184,7 @@ class _Reader:
 
     def __init__(self, folder: Path, block: int) -> None:
         self._folder, self._block = folder, block
-        self._checks: list[tuple[BlockHash, str, str]] = []
+        self._checks: list[tuple[Future[str], str, str]] = []
         self._name, self._descriptor = "", -1
         self.hashing = Hashing()
 
@@ -240,21 +241,13 @@ class _Reader:
             known, place = chunk.hashes[(begin + at) // self._block], chunk.at + begin + at
             where = f"{name} in {chunk.file}, bytes {place} and following"
             try:
-                found = self._read_block(chunk.file, place, view[at : at + self._block])
+                self._read(chunk.file, place, view[at : at + self._block])
             except (OSError, Rejected) as error:
                 raise damaged(self._folder, f"{name} in {_reason(error)}") from None
-            self._checks.append((found, known, where))
+            self._checks.append((self.hashing.of(view[at : at + self._block]), known, where))
         self._compare(8)
         start = first * width - begin
         return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-    def _read_block(self, file: str, at: int, block: memoryview) -> BlockHash:
-        hashed = self.hashing.of(len(block))
-        for piece in pieces(block):
-            self._read(file, at, piece)
-            hashed.add(piece)
-            at += len(piece)
-        return hashed
 
     def _read(self, file: str, at: int, view: memoryview) -> None:
         descriptor = self._file(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.disk import Disk, write_all
-from paceline.checkpoint.hashing import BlockHash, Hashing, pieces
+from paceline.checkpoint.hashing import Hashing
 from paceline.checkpoint.manifest import BLOCK, CODES, Chunk, File, digest
 from paceline.checkpoint.plan import Share
 from paceline.errors import CheckpointError
@@ -94,7 +95,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def write_file(disk: Disk, path: Path, layout: FileLayout, share_bytes: Callable[[int], memoryview]) -> Written:
     """Write the shares, each of whose bytes `share_bytes` gives by number; on the disk when this returns."""
     began = perf_counter()
-    chunks: list[tuple[Share, list[BlockHash], int]] = []
+    chunks: list[tuple[Share, list[Future[str]], int]] = []
     with Hashing() as hashing:
         descriptor = disk.create(path)
         try:
@@ -111,17 +112,14 @@ def write_file(disk: Disk, path: Path, layout: FileLayout, share_bytes: Callable
     return Written(path.name, file, made, {"write": perf_counter() - began, "hash": hashing.busy})
 
 
-def _write_share(disk: Disk, descriptor: int, data: memoryview, hashing: Hashing) -> list[BlockHash]:
+def _write_share(disk: Disk, descriptor: int, data: memoryview, hashing: Hashing) -> list[Future[str]]:
     hashes = []
     for at in range(0, len(data), BLOCK):
-        block = data[at : at + BLOCK]
-        hashes.append(hashing.of(len(block)))
-        for piece in pieces(block):
-            hashes[-1].add(piece)
-            write_all(disk, descriptor, piece)
+        hashes.append(hashing.of(data[at : at + BLOCK]))
+        write_all(disk, descriptor, data[at : at + BLOCK])
     return hashes
 
 
-def _chunk(file: str, share: Share, at: int, hashes: list[BlockHash]) -> Chunk:
+def _chunk(file: str, share: Share, at: int, hashes: list[Future[str]]) -> Chunk:
     offsets, sizes = list(share.offsets), list(share.sizes)
     return Chunk(file=file, at=at, offsets=offsets, sizes=sizes, hashes=[each.result() for each in hashes])

@@ -154,6 +154,7 @@ def test_a_copy_that_is_late_has_the_weights_and_not_the_averages(
         settled.set()
         settle(copy)
 
+    monkeypatch.setattr(copying, "_cores_are_busy", lambda: False)
     monkeypatch.setattr(copying, "_copy_all", late)
     monkeypatch.setattr(copying.HostCopy, "settle", settling)
     trainer(ema=0.9, run=str(tmp_path / "r"), save_every=8, keep=None).train(Stream(), points(8), max_steps=10)
