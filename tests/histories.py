@@ -257,8 +257,11 @@ def _read_metrics(told: Told) -> None:
         if steps != list(range(steps[0], steps[-1] + 1)):
             told.wrong.append(f"steps in {run.name}/metrics.jsonl: {steps}")
         for records, evaluations in ((told.records, False), (told.evaluations, True)):
-            new = [each for each in lines if bool(each.get("evaluation")) == evaluations and each["step"] > start]
-            records[:] = [each for each in records if each["step"] <= start] + new
+            kept = [each for each in records if each["step"] <= start]
+            # An evaluation that was due behind the step may have been made up for by the leg that went on from it.
+            first = start if evaluations and start not in [each["step"] for each in kept] else start + 1
+            new = [each for each in lines if bool(each.get("evaluation")) == evaluations and each["step"] >= first]
+            records[:] = kept + new
 
 
 def hashes(checkpoint: Path) -> dict[str, list[list[str]]]:
