@@ -1,0 +1,72 @@
+"""Checkpoints of trainings on a GPU: the copy runs on a stream of its own, into pinned memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.checkpoint import store
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
+
+
+class Scaled(nn.Module):
+    """With dropout, a batch norm, and a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 256), nn.BatchNorm1d(256), nn.Linear(256, 1)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(torch.relu(self.norm(self.first(inputs))), 0.1, self.training)
+        result: torch.Tensor = self.last(hidden) * self.scale.exp()
+        return result
+
+
+def points() -> TensorDataset:
+    draw = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(256, 32, generator=draw), torch.randn(256, 1, generator=draw))
+
+
+def trainer(optimizer: dict[str, Any], device: str = "cuda", **settings: Any) -> paceline.Trainer:
+    torch.manual_seed(0)
+    model = Scaled().to(device)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-3, **optimizer)
+    options = {"criterion": nn.MSELoss(), "batch": 32, "quiet": True, "ema": 0.9, "device": device, **settings}
+    return paceline.Trainer(model, made, **options)
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"fused": True}, {"capturable": True}], ids=str)
+def test_a_run_goes_on_with_the_same_bits(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    whole = trainer(optimizer, run=str(tmp_path / "a"), save_every=1, keep=None)
+    expected = whole.train(points(), max_steps=12).losses
+    assert len(store.candidates(tmp_path / "a" / "checkpoints")) == 12
+    for step in (3, 7):
+        again = trainer(optimizer, run=False, resume=str(tmp_path / "a" / "checkpoints" / store.step_name(step)))
+        assert again.train(points(), max_steps=12).losses == expected[step:]
+        theirs = whole.state_dict()
+        assert [name for name, tensor in again.state_dict().items() if not torch.equal(tensor, theirs[name])] == []
+
+
+def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path: Path) -> None:
+    first = trainer({}, run=False)
+    first.train(points(), max_steps=4)
+    first.save_checkpoint(tmp_path / "gpu")
+    second = trainer({}, "cpu", run=False)
+    second.load_checkpoint(tmp_path / "gpu")
+    second.train(points(), max_steps=8)
+    second.save_checkpoint(tmp_path / "cpu")
+    third = trainer({}, run=False)
+    third.load_checkpoint(tmp_path / "cpu")
+    assert third.step_count == 8
+    assert all(
+        torch.equal(a.cpu(), b) for a, b in zip(third.model.parameters(), second.model.parameters(), strict=True)
+    )
+    third.train(points(), max_steps=9)
