@@ -28,6 +28,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.disk import Disk, write_all
 from paceline.checkpoint.plan import Group
 from paceline.checkpoint.reading import open_checkpoint
+from paceline.checkpoint.telling import told
 from paceline.errors import CheckpointError
 from paceline.runtime import objects
 
@@ -134,14 +135,14 @@ def fetched(folder: Path, group: Group, unseen: Collection[int]) -> Iterator[Pat
         yield folder
         return
     rank = torch_dist.get_rank(group)
-    begun = _told(lambda: _files(folder) if rank == 0 else _scratch(folder) if rank in unseen else {})
+    begun = told(lambda: _files(folder) if rank == 0 else _scratch(folder) if rank in unseen else {}, "not-fetched")
     local = Path(begun.get("copy", folder))
     try:
         names = _agreed(group, begun)[0]["names"]
         if rank == 0:
-            _agreed(group, _told(lambda: _send_all(folder, names, group, unseen)))
+            _agreed(group, told(lambda: _send_all(folder, names, group, unseen), "not-fetched"))
         else:
-            _agreed(group, _told(lambda: _receive_all(local, names, group)) if rank in unseen else {})
+            _agreed(group, told(lambda: _receive_all(local, names, group), "not-fetched") if rank in unseen else {})
         yield local
     finally:
         if "copy" in begun:
@@ -192,19 +193,9 @@ def _receive_all(copy: Path, names: list[str], group: Group) -> dict[str, Any]:
     return {}
 
 
-def _told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A result, or an error in a form that can be sent."""
-    try:
-        return work()
-    except CheckpointError as error:
-        return {"error": [error.code.partition(".")[2], error.what, error.why, error.fix]}
-    except OSError as error:
-        return {"error": ["not-fetched", error.strerror or str(error), "", ""]}
-
-
-def _agreed(group: Group, told: dict[str, Any]) -> list[dict[str, Any]]:
+def _agreed(group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank told; the first error, on all ranks."""
-    everybody = objects.all_gather(told, group)
+    everybody = objects.all_gather(own, group)
     for rank, each in enumerate(everybody):
         if "error" in each:
             name, what, why, fix = each["error"]

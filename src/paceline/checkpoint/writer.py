@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from paceline.checkpoint.copying import HostCopy
 from paceline.checkpoint.disk import Disk
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
 from paceline.checkpoint.plan import Group, Held, plan_save, signature
+from paceline.checkpoint.telling import told
 from paceline.checkpoint.writing import FileLayout, bytes_of, lay_out, write_file
 from paceline.errors import CheckpointError
 from paceline.runtime import objects
@@ -189,18 +190,18 @@ class _Job:
         try:
             return exchange()
         except RuntimeError as error:  # torch's, where another rank has died or is late
-            lost = {"name": "not-saved", "what": f"the ranks have lost each other ({str(error).splitlines()[0]})"}
-            raise _not_saved(self.target, self.rank, lost) from error
+            lost = f"the ranks have lost each other ({str(error).splitlines()[0]})"
+            raise _not_saved(self.target, self.rank, ["not-saved", lost, "", ""]) from error
 
     def _on_first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Let the first rank do it; its result, or its error, on all of them."""
-        told = _told(work) if self.rank == 0 else {}
+        result = told(work, "not-saved") if self.rank == 0 else {}
         if self.group is not None:
-            first = torch_dist.get_global_rank(self.group, 0)
-            told = self._together(lambda: objects.broadcast(told, first, self.group))
-        if "error" in told:
-            raise _not_saved(self.target, 0, told["error"])
-        return told
+            first, own = torch_dist.get_global_rank(self.group, 0), result
+            result = self._together(lambda: objects.broadcast(own, first, self.group))
+        if "error" in result:
+            raise _not_saved(self.target, 0, result["error"])
+        return result
 
     def _begin(self, size: int) -> dict[str, Any]:
         if self.another_name:
@@ -210,12 +211,12 @@ class _Job:
 
     def _written(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
         """What this rank wrote, or why it could not. The first one then writes for those that can't see the folder."""
-        told = _told(lambda: self._write(partial, share_bytes))
+        own = told(lambda: self._write(partial, share_bytes), "not-saved")
         for source in self.unseen if self.rank == 0 else ():
             path = partial / _file_name(source)
-            received = _told(lambda path=path, source=source: self._receive(source, path))  # type: ignore[misc]
-            told = received if "error" in received and "error" not in told else told
-        return told
+            received = told(lambda path=path, source=source: self._receive(source, path), "not-saved")  # type: ignore[misc]
+            own = received if "error" in received and "error" not in own else own
+        return own
 
     def _write(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
         path = partial / _file_name(self.rank)
@@ -250,27 +251,14 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A result, or an error, in a form that can be sent."""
-    try:
-        return work()
-    except CheckpointError as error:
-        return {"error": {"name": error.code.partition(".")[2], "what": error.what, "why": error.why, "fix": error.fix}}
-    except Exception as error:
-        text = (
-            f"{error.strerror}" if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-        )
-        return {"error": {"name": "not-saved", "what": text}}
-
-
-def _not_saved(target: Path, rank: int, error: Mapping[str, str], of: int = 1) -> CheckpointError:
-    name = error["name"]
+def _not_saved(target: Path, rank: int, error: Sequence[str], of: int = 1) -> CheckpointError:
+    name, what, why, fix = error
     if name != "not-saved":
-        return CheckpointError(name, error["what"], why=error["why"], fix=error["fix"])
+        return CheckpointError(name, what, why=why, fix=fix)
     where = f" on rank {rank}" if of > 1 else ""
     return CheckpointError(
         "not-saved",
-        f"The checkpoint {target} could not be written{where}: {error['what']}.",
+        f"The checkpoint {target} could not be written{where}: {what}.",
         why="a save touches no other checkpoint before it is whole, so what was saved before is still good",
         fix="check free space and rights of that folder",
     )

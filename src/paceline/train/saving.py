@@ -79,8 +79,9 @@ class Saver:
             return
         if self._saved == step:
             self.finish()
-            self._point_to_best(store.step_name(step) if self.parent is None else self.parent)
-        else:
+        if self._saved == step and self.parent is not None:
+            self._point_to_best(self.parent)
+        else:  # not saved yet, or that failed
             self._scheduled(step, best=True)
 
     def _scheduled(self, step: int, best: bool = False) -> None:
@@ -137,7 +138,10 @@ class Saver:
         """Each best one is better than those before, so the newest come first."""
         if self._engine.world.is_main and self.checkpoints is not None:
             before = [each for each in store.pointed(self.checkpoints, store.BEST) if each != name]
-            store.point(Disk(), self.checkpoints, store.BEST, [name, *before][: self._config.keep_best])
+            try:
+                store.point(Disk(), self.checkpoints, store.BEST, [name, *before][: self._config.keep_best])
+            except OSError as error:  # the checkpoint is there; other ranks know nothing of pointers
+                self._engine.warn(f"{name} is the best one, but {store.BEST} can't say so: {error.strerror or error}")
 
     def settle(self) -> None:
         """From here on the weights may change."""

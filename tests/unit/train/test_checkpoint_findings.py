@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import IterableDataset, Sampler, TensorDataset
 import paceline
 import tiny
 from paceline.checkpoint import copying
+from paceline.checkpoint.disk import Disk
 from paceline.errors import CheckpointError
 
 
@@ -329,3 +331,30 @@ def test_the_folder_of_a_runs_checkpoints_is_the_run(tmp_path: Path) -> None:
     assert resumed.step_count == 3 and resumed.train(points(), max_steps=4).run == str(tmp_path / "r")
     with pytest.raises(CheckpointError, match="neither a run nor a checkpoint"):
         trainer(resume=str(tmp_path))
+
+
+def test_the_best_step_is_saved_again_where_its_first_save_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs of data without a length end behind the save of their last step: the best one is known after it."""
+    create, failures = Disk.create, [1]
+
+    def fails_once(self: Disk, path: Path) -> int:
+        if "step-000016" in str(path) and failures:
+            failures.pop()
+            raise OSError(28, "No space left on device")
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", fails_once)
+    one = trainer(run=str(tmp_path / "r"), save_every=8, save_best=True, keep=None)
+    one.train(Stream(), points(8), epochs=3)
+    checkpoints = tmp_path / "r" / "checkpoints"
+    assert not failures
+    [best] = (checkpoints / "best").read_text().split()
+    assert (checkpoints / best / "manifest.json").exists()
+    assert int(best.removeprefix("step-")) == min(one_evaluations(tmp_path), key=lambda each: each["loss"])["step"]
+
+
+def one_evaluations(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("evaluation")]
