@@ -7,11 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help train test lint gpu docs parity bench clean
+.PHONY: help train test lint system gpu docs parity bench clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
 	@echo "make test    lint, types, import rules and every test"
+	@echo "make system  install (as root, on Debian) what PACELINE_SYSTEM_TESTS=1 make test needs: ssh, SLURM, Ray"
 	@echo "make lint    lint, types and import rules only"
 	@echo "make gpu     the tests that need a GPU"
 	@echo "make docs    run every line of code in the docs"
@@ -35,8 +36,13 @@ lint: $(READY)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-test: lint
+# Where PACELINE_SYSTEM_TESTS=1, as in CI, tests also start real ssh, SLURM, Ray and network namespaces.
+test: lint $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+system: $(READY)
+	@PACELINE_SYSTEM_TESTS=1 sh tests/system/install.sh
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 
 gpu: $(READY)
 	@PACELINE_GPU_TESTS=1 $(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 # Tests start ranks: each gets one thread, and helpers beside the tests (tiny.py) can be imported by name.
@@ -15,6 +18,31 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 
 import paceline.train.trainer  # noqa: F401  # once, before ranks are forked: a second each otherwise
+
+_stacks = Path(tempfile.gettempdir()) / f"paceline-stacks-{os.getpid()}.txt"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stacks_of_what_hangs() -> Generator[None]:
+    """Beside the tests, a process that writes down where ranks are that do not end."""
+    watcher = subprocess.Popen([sys.executable, str(Path(__file__).with_name("stacks.py")), str(os.getpid()), _stacks])
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
+        _stacks.unlink(missing_ok=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and _stacks.exists():
+        report.sections.append(("processes that lived for too long", _stacks.read_text()))
+        _stacks.unlink()
+    return report
 
 
 @pytest.fixture

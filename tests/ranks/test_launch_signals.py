@@ -184,7 +184,9 @@ def test_ranks_that_use_up_the_grace_are_ended(tmp_path: Path) -> None:
 from pathlib import Path
 from paceline.launcher import agent
 from paceline.launcher.target import Target
-agent.run_forked(Target("script", "script.py").run, agent.Start(2, Path("."), grace=0.2))
+from paceline.launcher.work import Start, Work
+outcome = agent.run(Work(Target("script", "script.py").run), Start(2, Path("."), grace=0.2))
+raise SystemExit(128 + outcome.signal)
 """
     command = [sys.executable, "-c", caller]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import checkpoint, config, explain, launch, parity, train
+from paceline.cli import checkpoint, config, explain, launch, node, parity, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ def options(
 
 app.command("train", context_settings=train.CONTEXT)(train.train)
 app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
+app.command("node", hidden=True)(node.node)
 app.command("parity", context_settings=parity.CONTEXT)(parity.parity)
 app.command("explain")(explain.explain)
 app.add_typer(config.app, name="config")

@@ -11,6 +11,7 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.config.recipe import Config
+    from paceline.launcher.work import Work
 
 DEFAULT_CPU_RANKS = 2
 Arguments = Annotated[
@@ -34,6 +35,27 @@ def read(arguments: list[str] | None, ranks: int | None) -> tuple[Config, str]:
 def ranks_of(config: Config) -> int | None:
     """As set; one, where the strategy is of one process."""
     return 1 if config.strategy in ("single", "dp", "split") and config.launch.ranks is None else config.launch.ranks
+
+
+def work_of(config: Config) -> Work:
+    """A recipe as what ranks run."""
+    from paceline.launcher.work import Work
+
+    def body() -> None:
+        from paceline.train.recipe import run_recipe
+
+        run_recipe(config)
+
+    def preload() -> None:
+        import paceline.train.recipe  # noqa: F401
+
+    def prepare(world: int) -> None:
+        """Find what is wrong before any rank starts."""
+        from paceline.train.build import check
+
+        check(config, world)
+
+    return Work(body, preload, prepare, recipe=config.model_dump(mode="json"))
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -1,12 +1,14 @@
-"""`paceline train`: run a recipe."""
+"""`paceline train`: run a recipe, on this machine or on many."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from paceline.cli import recipe
+from paceline.cli import where as places
 
 CONTEXT = {"allow_interspersed_args": True}
 
@@ -14,13 +16,32 @@ CONTEXT = {"allow_interspersed_args": True}
 def train(
     arguments: recipe.Arguments = None,
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", help="number of ranks; else all GPUs, or 2 CPU ranks")
+        int | None,
+        typer.Option("-n", "--ranks", help="number of ranks on each machine; else all GPUs, or 2 CPU ranks"),
     ] = None,
+    max_restarts: places.MaxRestarts = None,
+    tee: places.Tee = None,
+    nodes: places.Nodes = None,
+    node_rank: places.NodeRank = None,
+    master: places.Master = None,
+    wait: places.Wait = None,
+    interface: places.Interface = None,
+    hosts: places.Hosts = None,
+    ssh: places.Ssh = None,
+    python: places.Python = None,
+    address: places.Address = None,
+    slurm: places.Slurm = None,
+    dry_run: places.DryRun = False,
+    ray: places.Ray = None,
+    k8s: places.K8s = False,
+    k8s_with: places.K8sWith = None,
 ) -> None:
     """Run a recipe; without one, an embedded default that works on any machine."""
-    from paceline.launcher.script import Launch, launch_body
+    from paceline.launcher.anywhere import Where, launch_anywhere
+    from paceline.launcher.launch import Launch
 
     config, name = recipe.read(arguments, ranks)
+    said = config.launch
     launch = Launch(
         ranks=recipe.ranks_of(config),
         run=None if config.run is False else config.run if isinstance(config.run, str) else name,
@@ -31,18 +52,23 @@ def train(
         env=config.env,
         grace=config.checkpoint.grace,
         resume=config.resume,
+        max_restarts=said.max_restarts if max_restarts is None else max_restarts,
+        tee=places.read_tee(tee) or tuple(said.tee),
+        wait=said.wait if wait is None else wait,
+        interface=interface or said.interface,
     )
-
-    def body() -> None:
-        from paceline.train.recipe import run_recipe
-
-        run_recipe(config)
-
-    def prepare(number: int) -> None:
-        """Import what every rank needs, once; and find what is wrong before any of them starts."""
-        import paceline.train.recipe  # noqa: F401
-        from paceline.train.build import check
-
-        check(config, number)
-
-    raise SystemExit(launch_body(body, launch, prepare))
+    where = Where(
+        nodes=nodes or said.nodes,
+        node_rank=said.node_rank if node_rank is None else node_rank,
+        master=master or said.master,
+        hosts=hosts or said.hosts,
+        ssh=ssh or said.ssh,
+        python=python or said.python,
+        address=address or said.address,
+        slurm=slurm or said.slurm,
+        ray=ray or said.ray,
+        dry_run=dry_run,
+        k8s=k8s,
+        k8s_with=k8s_with,
+    )
+    raise SystemExit(launch_anywhere(recipe.work_of(config), launch, where, sys.argv[1:]))

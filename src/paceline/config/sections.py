@@ -10,7 +10,16 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 def as_list(value: Any) -> Any:
@@ -229,4 +238,21 @@ class Train(Section):
 
 
 class Launch(Section):
-    ranks: PositiveInt | None = Field(None, description="number of processes; without it all GPUs, else 2 CPU ranks")
+    ranks: PositiveInt | None = Field(
+        None, description="processes on each machine; without it all GPUs, else 2 CPU ranks"
+    )
+    nodes: str | None = Field(None, coerce_numbers_to_str=True, description="machines: a number, or min:max")
+    node_rank: NonNegativeInt | None = Field(None, description="which of them this is; else the next free one")
+    master: str | None = Field(None, description="host[:port] of the first one, where they meet; port 29500")
+    wait: PositiveFloat = Field(600.0, description="seconds in which the other machines have to come")
+    interface: str | None = Field(None, description="network interface that reaches the others; else it is found")
+    hosts: str | None = Field(None, description="machines to start it on by ssh: a:4,b:4, or a hostfile")
+    ssh: str = Field("ssh", description="the ssh program, with options")
+    python: str | None = Field(None, description="interpreter on the other machines; else the same path as here")
+    address: str | None = Field(None, description="of this machine, as the others reach it")
+    slurm: str | None = Field(None, description="submit it to SLURM: nodes=2,gpus=4,time=2h")
+    ray: str | None = Field(None, description="start it on a Ray cluster: auto, or host:port")
+    max_restarts: NonNegativeInt = Field(0, description="how often failed ranks are started again")
+    tee: Annotated[list[NonNegativeInt], BeforeValidator(as_list)] = Field(
+        [], description="ranks that are shown, each line with its rank"
+    )

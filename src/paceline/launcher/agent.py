@@ -1,7 +1,8 @@
-"""Ranks of one machine, under torch's elastic agent.
+"""Ranks of one machine, started once, under torch's elastic agent.
 
-The agent starts the ranks, gives them torchrun's environment variables, and ends all when one fails. Around it: a
-store that listens on loopback only, and ranks that are forked from this process, so that torch is imported once.
+The agent starts the ranks, gives them torchrun's environment variables and watches them. Ranks are forked from this
+process, so that torch is imported once. What happens when one of them fails is decided here: the others may end by
+themselves, and are ended when they don't; who was dead before that is what the cause is looked for in.
 """
 
 from __future__ import annotations
@@ -9,130 +10,87 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
+import signal
 import sys
 import tempfile
-import threading
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    MultiprocessContext,
-    SignalException,
-    SubprocessContext,
-)
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SubprocessContext
 
 from paceline.errors import LaunchError
-from paceline.launcher import failure, interrupts
+from paceline.launcher import failure, interrupts, keeper, rendezvous
+from paceline.launcher.cause import RankEnd
 from paceline.launcher.child import run_rank
-from paceline.launcher.target import Target
-from paceline.runtime import environment
+from paceline.launcher.memory_kills import MemoryKills
+from paceline.launcher.work import Start, Work
+from paceline.runtime import environment, progress
 
-LOOPBACK = "127.0.0.1"
-GRACE = 30.0  # seconds that a SIGTERM leaves the ranks
+_SETTLING = 0.5  # seconds in which ranks may end by themselves when another one has failed
+_AFTER_TERM = 5.0  # and that they have after a SIGTERM, unless they are saving
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
 
 
-class OneNode(RendezvousHandler):
-    """The meeting of a single node with itself: a store on loopback, at a free port unless one was asked for."""
+class Watch(Protocol):
+    """Who else has a say in when the ranks of this machine end."""
 
-    def __init__(self, port: int | None) -> None:
-        self._id = uuid.uuid4().hex
-        self._listener = _listen(port)
-        self.port: int = self._listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=300),
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=self._listener.detach(),  # the store closes it
-        )
+    def failing(self) -> None:
+        """A rank here has failed; the others are given a moment to end."""
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+    def interrupted(self, number: int) -> None:
+        """This launcher got a signal that ends the run."""
 
-    def get_backend(self) -> str:
-        return "paceline-one-node"
+    def order(self) -> int | None:
+        """A signal that the ranks shall get; 0: ranks elsewhere have failed; None: go on."""
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = PrefixStore(self._id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
 
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
+class Nobody:
+    def failing(self) -> None:
         pass
 
-    def num_nodes_waiting(self) -> int:
-        return 0
+    def interrupted(self, number: int) -> None:
+        pass
 
-    def get_run_id(self) -> str:
-        return self._id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def _listen(port: int | None) -> socket.socket:
-    if port is not None and not 0 < port < 65536:
-        raise LaunchError("bad-number", f"{port} is no port.", fix="give one from 1 to 65535, or none")
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, port or 0))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            "port-in-use",
-            f"{f'Port {port}' if port else 'A port on loopback'} can't be opened: {error.strerror}.",
-            why="another program listens there, or it needs rights",
-            fix="choose another port, or leave it out: a free one is found",
-        ) from None
-    return listener
+    def order(self) -> int | None:
+        return None
 
 
 @dataclass(frozen=True)
-class Start:
-    """How to start the ranks of this machine."""
+class Outcome:
+    """How the ranks of this machine ended."""
 
-    ranks: int
-    logs: Path
-    port: int | None = None
-    grace: float = GRACE
+    ends: tuple[RankEnd, ...]
+    oom_killed: tuple[int, ...]  # ranks
+    signal: int | None = None  # that ended them, at somebody's wish
+
+    @property
+    def is_good(self) -> bool:
+        return self.signal is None and all(end.code == 0 for end in self.ends)
 
 
-def run_forked(body: Callable[[], None], start: Start) -> None:
-    """Run `body` in forked ranks until all are done; raises the first failure."""
+def run(work: Work, start: Start, watch: Watch | None = None) -> Outcome:
+    """Start the ranks and stay until all have ended."""
+    watch = watch or Nobody()
+    ranks = range(start.first_rank, start.first_rank + start.ranks)
+    failure.forget(start.logs, ranks)
+    work.prepare(start.world or start.ranks)
+    if work.target is not None and (start.fresh or work.target.kind == "program"):
+        spec = start.logs / "target.json"
+        spec.write_text(json.dumps({**work.target.to_json(), "logs": str(start.logs)}))
+        return _supervise(sys.executable, ("-u", "-P", "-m", "paceline.launcher.child", str(spec)), start, watch)
     _refuse_what_can_not_be_forked()
     # multiprocessing closes the standard input of what it forks: rank 0 gets it back from a copy.
     stdin = _copy_of_stdin()
     try:
-        _run(lambda: run_rank(body, start.logs, stdin), (), start)
+        return _supervise(lambda: run_rank(work.body, start.logs, stdin), (), start, watch)
     finally:
         if stdin is not None:
             os.close(stdin)
-
-
-def run_fresh(target: Target, start: Start) -> None:
-    """Run a target in new interpreters: for variables that act when torch is imported, and for programs."""
-    spec = start.logs / "target.json"
-    spec.write_text(json.dumps({**target.to_json(), "logs": str(start.logs)}))
-    _run(sys.executable, ("-u", "-P", "-m", "paceline.launcher.child", str(spec)), start)
 
 
 def _copy_of_stdin() -> int | None:
@@ -157,85 +115,182 @@ def _refuse_what_can_not_be_forked() -> None:
             "gpu-already-open",
             "This process has already used a GPU, so ranks can't be forked from it.",
             why="a forked process can't use a GPU that its parent opened",
-            fix="call launch() before anything touches the GPU; torch.cuda.device_count() is harmless",
+            fix="call launch() before anything touches the GPU (in a notebook: restart the kernel); "
+            "torch.cuda.device_count() is harmless",
         )
 
 
-def _run(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start) -> None:
-    # The store lives in the call, so that it is gone before an error, whose traceback keeps its frames, is raised.
-    result = _supervise(entry, args, start)
-    if isinstance(result, SignalException):
-        raise SystemExit(128 + result.sigval)
-    if result:
-        raise failure.Failed(failure.first_failure(start.logs, result))
-
-
-def _supervise(
-    entry: Callable[[], None] | str, args: tuple[str, ...], start: Start
-) -> dict[int, int] | SignalException:
-    """Run the agent to its end: nothing if all went well, else the exit codes of the ranks that failed before the
-    others were ended; or the signal that ended it all."""
-    meeting = OneNode(start.port)
+def _supervise(entry: Callable[[], None] | str, args: tuple[str, ...], start: Start, watch: Watch) -> Outcome:
+    # The store lives in this call, so that it is gone before an error, whose traceback keeps its frames, is raised.
+    if start.store is None:
+        meeting = rendezvous.one_node(start.port)
+    else:
+        meeting = rendezvous.one_of_several(*start.store, start.node, start.nodes)
     spec = WorkerSpec(
         role="rank",
         local_world_size=start.ranks,
         rdzv_handler=meeting,
         entrypoint=entry,
         args=args,
-        max_restarts=0,
+        max_restarts=max(start.max_restarts, start.generation),
         monitor_interval=0.05,
-        master_addr=LOOPBACK,
+        master_addr=meeting.host,
         master_port=meeting.port,
-        local_addr=LOOPBACK,
+        local_addr=meeting.host,
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-agent-") as scratch,
-        _rank_environment(),
-        _quiet_agent(),
-        interrupts.restored(),
-        interrupts.listening() as listener,
-    ):
+    memory = MemoryKills()
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-agent-"))
+        stack.enter_context(_rank_environment(start))
+        stack.enter_context(_quiet_agent())
+        stack.enter_context(interrupts.restored())
+        heard = interrupts.Interrupts(stack.enter_context(interrupts.listening()), start.grace)
         agent = _Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
-        agent.died_first = {}
-        agent.interrupts = interrupts.Interrupts(listener, start.grace)
-        try:
-            result = agent.run()
-        except SignalException as caught:
-            return caught.with_traceback(None)
-        ending = agent.interrupts.ending
-        if ending and all(code in (-ending, 128 + ending) for code in agent.died_first.values()):
-            return SignalException("the ranks ended before it was known why", ending)
-        if not result.is_failed():
-            return {}
-        return agent.died_first or {rank: failed.exitcode for rank, failed in result.failures.items()}
+        # Of restarts the agent knows only their number: they are a matter of all nodes, and decided elsewhere.
+        agent._remaining_restarts = spec.max_restarts - start.generation
+        agent.begin(heard, watch, start)
+        agent.run_once(stack)
+        return agent.outcome(memory)
+
+
+class _Over(Exception):
+    """All ranks have ended, not all of them well."""
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also notes who was dead before it began to end the others, and is patient with ranks that
-    were told to stop.
+    """torch's agent, which also notes when and how each rank ended, and is patient with ranks that were told to stop.
 
     Its own result names one rank only, the lowest: a killed rank 1 would show up as rank 0's lost connection. And its
     own way with signals is to send each on, also to those who got it already, and to kill what is there after 30 s.
     """
 
-    died_first: dict[int, int]
-    interrupts: interrupts.Interrupts
+    def begin(self, heard: interrupts.Interrupts, watch: Watch, start: Start) -> None:
+        self._heard, self._watch, self._start = heard, watch, start
+        self._ended: dict[int, tuple[int, float]] = {}  # by local rank: how, and when that was seen
+        self._own_end: set[int] = set()  # that ended before anybody told them to
+        self._settling_since: float | None = None
+        self._termed_at: float | None = None
+        self._has_told = False
+        self._stack: ExitStack | None = None
+
+    def run_once(self, stack: ExitStack) -> None:
+        self._stack = stack
+        try:
+            super().run()
+        except _Over:
+            return
+        finally:
+            self._stack = None
+        self._note()
+
+    def outcome(self, memory: MemoryKills) -> Outcome:
+        first = self._start.first_rank
+        pages, records = progress.read(self._start.logs), failure.read(self._start.logs)
+        ends = []
+        for local in range(self._start.ranks):
+            code, when = self._ended.get(local, (None, time.time()))
+            rank, page = first + local, pages.get(first + local)
+            record = records.get(rank)
+            told = code if local in self._own_end or code == 0 else None
+            ends.append(
+                RankEnd(
+                    rank=rank,
+                    node=self._start.node,
+                    code=told,
+                    time=record.time if record else when,
+                    record=record,
+                    phase=page.phase if page else "",
+                    step=_step(page),
+                    tail=failure.tail(self._start.logs, rank),
+                )
+            )
+        killed = memory.killed([self._pids[end.rank - first] for end in ends if end.code == -signal.SIGKILL])
+        ranks = tuple(first + local for local, pid in self._pids.items() if pid in killed)
+        ended_by = self._heard.ending
+        if ended_by and all(end.code in (None, 0, -ended_by, 128 + ended_by) for end in ends):
+            return Outcome(tuple(ends), ranks, int(ended_by))
+        return Outcome(tuple(ends), ranks)
+
+    def _exit_barrier(self) -> None:
+        """Whoever watches over several nodes knows when all have ended."""
 
     def _start_workers(self, worker_group: Any) -> Any:
+        self._heard.install()
         pids = super()._start_workers(worker_group)
-        if threading.current_thread() is threading.main_thread():
-            context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
-            self.interrupts.install(lambda: _running(context))  # in place of what torch has just installed
+        self._pids: dict[int, int] = dict(pids)
+        assert self._stack is not None
+        self._stack.enter_context(keeper.keeping(list(pids.values()), self._start.grace))
+        context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
+        self._heard.watch(lambda: _running(context))
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        if self.interrupts.ending:
-            if self.interrupts.is_over or not _busy(self._pcontext):
-                self.interrupts.kill()  # a rank whose work is done still waits for our word
-                raise SignalException("the ranks had their time", self.interrupts.ending)
+        self._note()
+        self._obey(self._watch.order())
+        if self._heard.ending:
+            if not self._has_told:
+                self._has_told = True
+                self._watch.interrupted(self._heard.ending)
+            if self._heard.is_over or not _busy(self._pcontext):
+                self._kill_the_rest()
             return RunResult(state=WorkerState.HEALTHY)
-        self.died_first = {rank: code for rank, code in _exit_codes(self._pcontext).items() if code}
-        return super()._monitor_workers(worker_group)
+        if self._settling_since is None and any(code for code, _ in self._ended.values()):
+            self._watch.failing()
+            self._settling_since = time.monotonic()
+        if self._settling_since is not None:
+            self._settle()
+            return RunResult(state=WorkerState.HEALTHY)
+        result = super()._monitor_workers(worker_group)
+        # One that failed just now is seen at the next look; torch may have sent the others a SIGTERM already.
+        return RunResult(state=WorkerState.HEALTHY) if result.is_failed() else result
+
+    def _note(self) -> None:
+        now = time.time()
+        done = set(_exit_codes(self._pcontext)) - set(_busy(self._pcontext))
+        for local, code in _exit_codes(self._pcontext).items():
+            if local not in self._ended and (code is not None or local in done):
+                self._ended[local] = (code or 0, now)
+                if self._termed_at is None and not self._heard.ending:
+                    self._own_end.add(local)
+
+    def _obey(self, order: int | None) -> None:
+        if order == 0:
+            self._settling_since = self._settling_since or time.monotonic()
+        elif order is not None:
+            self._heard.told(order)
+
+    def _settle(self) -> None:
+        """One rank has failed. The others learn of it by themselves, or by a signal, or are ended."""
+        assert self._settling_since is not None
+        now = time.monotonic()
+        if not _busy(self._pcontext):
+            self._kill_the_rest()
+        elif self._termed_at is None and now > self._settling_since + _SETTLING:
+            self._note()
+            self._termed_at = now
+            self._heard.send(signal.SIGTERM)
+        elif self._termed_at is not None:
+            patience = self._start.grace if self._is_saving() else _AFTER_TERM
+            if now > self._termed_at + patience:
+                self._kill_the_rest()
+
+    def _is_saving(self) -> bool:
+        first = self._start.first_rank
+        pages = progress.read(self._start.logs)
+        busy = [pages.get(first + local) for local in _busy(self._pcontext)]
+        return any(page is not None and page.phase == "saving" for page in busy)
+
+    def _kill_the_rest(self) -> None:
+        self._note()
+        self._heard.kill()  # a rank whose work is done still waits for our word
+        raise _Over
+
+
+def _step(page: progress.Page | None) -> int | None:
+    """The step that a rank was in, or the last one that it had done."""
+    if page is None or page.phase in ("start", "rendezvous", "load"):
+        return None
+    return page.step if page.trained is None else page.trained
 
 
 def _exit_codes(context: Any) -> dict[int, int | None]:
@@ -262,11 +317,21 @@ def _busy(context: Any) -> list[int]:
 
 
 @contextmanager
-def _rank_environment() -> Iterator[None]:
+def _rank_environment(start: Start) -> Iterator[None]:
     """What ranks find in their environment besides torchrun's variables; this process's own is given back."""
-    wanted = {environment.LAUNCHED: "1"}
-    if sys.platform == "linux":
-        wanted.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    wanted = {environment.LAUNCHED: "1", progress.FOLDER: str(start.logs), **start.environment}
+    wanted[interrupts.TORCHS_OWN] = "none"
+    if sys.platform == "linux" and (interface := start.interface or ("lo" if start.nodes == 1 else None)):
+        # What somebody has set is right: they know their network.
+        wanted["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+        if start.nodes > 1:
+            wanted["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")
+    with _set(wanted):
+        yield
+
+
+@contextmanager
+def _set(wanted: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -274,7 +339,7 @@ def _rank_environment() -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

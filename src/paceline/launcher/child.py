@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.launcher import interrupts
 from paceline.launcher.failure import Failure, describe
 from paceline.launcher.target import Target
 from paceline.runtime import environment, folder
@@ -89,6 +90,7 @@ def _reseed(rank: int) -> None:
 
 def _forget_parent() -> None:
     """What the parent does on signals and at its exit (removing temporary folders, say) is not for a forked rank."""
+    os.environ.pop(interrupts.TORCHS_OWN, None)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -137,7 +139,7 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     spec = json.loads(Path(sys.argv[1]).read_text())
-    target = Target(spec["kind"], spec["name"], tuple(spec["args"]))
+    target = Target.from_json(spec)
     run_rank(target.run, Path(spec["logs"]))
 
 

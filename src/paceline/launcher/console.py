@@ -17,16 +17,22 @@ import signal
 import sys
 import termios
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 _DRAIN_SECONDS = 2.0
+_LOOK_SECONDS = 0.1  # between looks at logs that are followed
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
 
 
 class Console:
-    def __init__(self, log: Path) -> None:
+    """`log` is rank 0's; None where that is on another machine. `shown` are logs of ranks that are to be on screen as
+    well: then every line begins with its rank."""
+
+    def __init__(self, log: Path | None, shown: Mapping[int, Path] | None = None) -> None:
         self._log = log
+        self._shown = shown or {}
 
     def __enter__(self) -> Console:
         _flush()
@@ -37,7 +43,10 @@ class Console:
         if self._copier == 0:
             for descriptor in {*writers, self._stop}:
                 os.close(descriptor)
-            _copy(dict(zip(readers, self._screen, strict=False)), stop_reader, self._log, terminal=len(readers) == 1)
+            routes = dict(zip(readers, self._screen, strict=False))
+            followed = [_Followed(rank, path) for rank, path in self._shown.items() if rank or self._log is None]
+            prefix = _prefix(0) if 0 in self._shown else b""
+            _copy(routes, stop_reader, self._log, prefix, followed, terminal=len(readers) == 1)
         os.close(stop_reader)
         for descriptor in readers:
             os.close(descriptor)
@@ -83,23 +92,54 @@ def _copy_size(source: int, target: int) -> None:
     fcntl.ioctl(target, termios.TIOCSWINSZ, size)
 
 
-def _copy(routes: dict[int, int], stop: int, log: Path, *, terminal: bool) -> None:
+class _Followed:
+    """The log of a rank that does not write to the screen itself: what grows there is copied, line by line."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self._prefix, self._path, self._rest = _prefix(rank), path, b""
+        self._at = path.stat().st_size if path.exists() else 0  # what is there is of an earlier start
+
+    def news(self) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            return b""  # nothing was written yet
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return b"".join(self._prefix + line + b"\n" for line in lines)
+
+
+def _prefix(rank: int) -> bytes:
+    """In a terminal each rank has a colour of its own."""
+    words = f"[rank {rank}] "
+    return (f"\x1b[{31 + rank % 6}m{words}\x1b[0m" if os.isatty(1) else words).encode()
+
+
+def _copy(
+    routes: dict[int, int], stop: int, log: Path | None, prefix: bytes, followed: Sequence[_Followed], *, terminal: bool
+) -> None:
     """Copy until told to stop, and then what is still there. This is the small process: it never returns."""
     # Ctrl-C is for the ranks and the launcher; what they still say has to arrive.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    screen = next(iter(routes.values()))
     if terminal:
-        [(reader, screen)] = routes.items()
+        [reader] = routes
 
         def resized(number: int, frame: FrameType | None) -> None:
             _copy_size(screen, reader)
 
         signal.signal(signal.SIGWINCH, resized)
-    with log.open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
+    outputs = {reader: _Output(target, prefix) for reader, target in routes.items()}
+    with (log or Path(os.devnull)).open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
         for reader in (*routes, stop):
             selector.register(reader, selectors.EVENT_READ)
-        pending, patience, end = b"", None, math.inf
-        while (ready := selector.select(patience)) and time.monotonic() < end:
+        pending, patience, end = b"", _LOOK_SECONDS if followed else None, math.inf
+        while ((ready := selector.select(patience)) or (followed and end == math.inf)) and time.monotonic() < end:
+            for each in followed:
+                _write(screen, each.news())
             for key, _ in ready:
                 data = _read(key.fd)
                 if key.fd == stop:
@@ -107,7 +147,7 @@ def _copy(routes: dict[int, int], stop: int, log: Path, *, terminal: bool) -> No
                 if not data:
                     selector.unregister(key.fd)
                     continue
-                _write(routes[key.fd], data)
+                outputs[key.fd].write(data)
                 if terminal:
                     *lines, pending = (pending + data).split(b"\n")
                     # A bar redraws its line for hours without ever ending it: only the last state is kept.
@@ -117,7 +157,22 @@ def _copy(routes: dict[int, int], stop: int, log: Path, *, terminal: bool) -> No
                     file.write(data)
         if pending:
             file.write(_plain(pending) + b"\n")
+    for each in followed:
+        _write(screen, each.news())
     os._exit(0)
+
+
+class _Output:
+    """The screen, as it is, or with a prefix before every line."""
+
+    def __init__(self, target: int, prefix: bytes) -> None:
+        self._target, self._prefix, self._rest = target, prefix, b""
+
+    def write(self, data: bytes) -> None:
+        if self._prefix:
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            data = b"".join(self._prefix + _plain(line) + b"\n" for line in lines)
+        _write(self._target, data)
 
 
 def _read(descriptor: int) -> bytes:

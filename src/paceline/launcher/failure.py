@@ -1,17 +1,21 @@
-"""Why a rank ended: each rank that fails leaves a record, and the earliest of them is the cause."""
+"""What a rank says of its own end: a record that it leaves beside its log. What of all that is the cause: cause.py."""
 
 from __future__ import annotations
 
 import json
-import signal
+import os
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from paceline import errors
 from paceline.errors import LaunchError, PacelineError
+from paceline.runtime.folder import rank_log
+
+_TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -66,50 +70,30 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def first_failure(folder: Path, exit_codes: dict[int, int]) -> Failure:
-    """The failure that came first, given the exit codes of ranks that had failed before the others were ended.
-
-    One of them that left no record was ended by a signal, or left without a word: those that did leave one failed
-    because it was gone. Else the earliest record counts.
-    """
+def read(folder: Path) -> dict[int, Failure]:
+    """What ranks have said of their ends, by rank."""
     records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
-    silent = set(exit_codes) - {record.rank for record in records}
-    if records and not silent:
-        return min(records, key=lambda record: record.time)
-    rank = min(silent, default=0)
-    code = exit_codes.get(rank, 1)
-    return Failure(rank, time.time(), code, f"rank {rank} ended with {_cause(code)}, without a traceback\n")
+    return {record.rank: record for record in records}
 
 
-def forget_failures(folder: Path) -> None:
-    """Those of an earlier start: what is found here later is of this one."""
-    for path in folder.glob("failure-*.json"):
-        path.unlink()
+def tail(folder: Path, rank: int, lines: int = 20) -> str:
+    """The last lines that a rank printed."""
+    try:
+        with rank_log(folder, rank).open("rb") as file:
+            file.seek(-min(_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def forget(folder: Path, ranks: Iterable[int]) -> None:
+    """What is found here later is of the start that comes now. Other nodes may write into the same folder."""
+    for rank in ranks:
+        for name in (f"failure-{rank}.json", f"progress-{rank}", f"suspects-{rank}.json"):
+            (folder / name).unlink(missing_ok=True)
 
 
 def first_coded(folder: Path) -> Failure | None:
     """The first error with a code that a rank left, if any: after an interrupt others are mere consequences."""
-    records = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
-    return min((record for record in records if record.error), key=lambda record: record.time, default=None)
-
-
-def _cause(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
-
-
-def exit_status(failure: Failure) -> int:
-    """For a shell: the rank's own status, or 128 + signal."""
-    return 128 - failure.exit_code if failure.exit_code < 0 else failure.exit_code
-
-
-class Failed(Exception):
-    """A launch that ended because a rank failed; carries the first failure."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
+    return min((record for record in read(folder).values() if record.error), key=lambda each: each.time, default=None)

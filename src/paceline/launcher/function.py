@@ -2,20 +2,27 @@
 
 The ranks are forked, so the function may be a closure or a lambda, and see everything that the caller sees. What
 rank 0 returns comes back.
+
+Where the environment says that other machines do the same (contract.py), all of their ranks are one world, and the
+machine of rank 0 gets the result.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
-from paceline.launcher import results
-from paceline.launcher.failure import Failed, Failure
+from paceline.errors import LaunchError, PacelineError
+from paceline.launcher import by_hand, contract, failure, results
+from paceline.launcher.cause import Cause, find_cause
+from paceline.launcher.launch import Launch
 from paceline.launcher.ranks import choose_ranks
+from paceline.launcher.work import Start, Work
 from paceline.runtime import environment, folder
 
 
@@ -25,19 +32,44 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     Without a number: one rank for each GPU, else one. Rank 0's output is shown; the others' only when one fails. An
     error on any rank ends all of them and is raised here.
     """
-    from paceline.launcher import agent
-
     inspect.signature(fn).bind(**kwargs)  # a call that can't be made is an error here, not on every rank
-    number, reason = choose_ranks(ranks, device=None, on_cpu=1)
+    found = contract.read_contract(os.environ)
+    asked = found.ranks if ranks is None and found is not None else ranks
+    number, reason = choose_ranks(asked, device=None, on_cpu=1)
     if ranks is None:
         print(f"ranks: {number} ({reason})", flush=True)
+    found = found or contract.first_rank_contract(os.environ, number)
     with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
         logs = Path(temporary)
-        try:
-            agent.run_forked(lambda: _call(fn, kwargs, logs), agent.Start(number, logs))
-        except Failed as failed:
-            raise _with_output(failed.failure, logs) from None
+        work = Work(lambda: _call(fn, kwargs, logs))
+        if found is None or found.nodes_max == 1:
+            _run_here(work, Start(number, logs))
+        else:
+            _run_among_several(work, number, found)
         return results.read(logs)
+
+
+def _run_here(work: Work, start: Start) -> None:
+    from paceline.launcher import agent
+
+    outcome = agent.run(work, start)
+    if outcome.signal == signal.SIGINT:
+        raise KeyboardInterrupt  # what a notebook's stop button and a script's caller expect
+    if outcome.signal is not None:
+        raise SystemExit(128 + outcome.signal)
+    if not outcome.is_good:
+        raise _error(find_cause(outcome.ends, oom_killed=outcome.oom_killed), start.logs)
+
+
+def _run_among_several(work: Work, ranks: int, found: contract.Contract) -> None:
+    print(found.words(), flush=True)
+    host, port = found.meeting_place()
+    wanted = Launch(ranks, run=None, nodes=(found.nodes_min, found.nodes_max))
+    status = by_hand.launch_by_hand(work, wanted, by_hand.Place(found.node_rank, host, port))
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if status:
+        raise LaunchError("rank-failed", f"The ranks ended with status {status}; the cause is shown above.")
 
 
 def _call(fn: Callable[..., Any], kwargs: dict[str, Any], logs: Path) -> None:
@@ -51,11 +83,14 @@ def _call(fn: Callable[..., Any], kwargs: dict[str, Any], logs: Path) -> None:
         results.write(value, logs)
 
 
-def _with_output(failure: Failure, logs: Path) -> PacelineError:
-    """The rank's error, with what that rank had printed if it was not on screen."""
-    error = failure.as_error()
-    log = folder.rank_log(logs, failure.rank)
-    printed = log.read_text(errors="replace").replace(failure.text, "").strip() if log.exists() else ""
-    if printed and failure.rank:
-        error.add_note(f"--- what rank {failure.rank} had printed ---\n{printed[-4000:]}")
+def _error(cause: Cause, logs: Path) -> PacelineError:
+    """The rank's own error, or one for the way it ended; with what it had printed if that was not on screen."""
+    record = failure.read(logs).get(-1 if cause.rank is None else cause.rank)
+    error = LaunchError("rank-failed", f"{cause.what}.", fix=cause.fix) if record is None else record.as_error()
+    log = folder.rank_log(logs, cause.rank or 0)
+    printed = log.read_text(errors="replace").strip() if log.exists() else ""
+    if record is not None:
+        printed = printed.replace(record.text.strip(), "").strip()
+    if printed and cause.rank:
+        error.add_note(f"--- what rank {cause.rank} had printed ---\n{printed[-4000:]}")
     return error

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from types import FrameType
 
 _WORDS = b"\ninterrupted: waiting for the ranks to save; Ctrl-C again ends them at once\n"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+TORCHS_OWN = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # for which torch's agent sets handlers of its own
 _HEARD_WITHIN = 1.0  # seconds in which the listener tells of a signal that it got with us
 
 
@@ -32,13 +34,20 @@ class Interrupts:
         self._listener, self._grace = listener, grace
         self._pids: Callable[[], Collection[int]] = tuple
         self._deadline: float | None = None
+        self._process = os.getpid()
         self.ending: signal.Signals | None = None  # the signal that began it
 
-    def install(self, pids: Callable[[], Collection[int]]) -> None:
-        """`pids` gives the processes that run. Only from the main thread, as everything about signals in Python."""
+    def install(self) -> None:
+        """Before there are ranks. Only in the main thread, as everything about signals in Python."""
+        if threading.current_thread() is threading.main_thread():
+            for number in HANDLED:
+                signal.signal(number, self._heard)
+
+    def watch(self, pids: Callable[[], Collection[int]]) -> None:
+        """`pids` gives the processes that run; they hear of what came while they were started."""
         self._pids = pids
-        for number in HANDLED:
-            signal.signal(number, self._heard)
+        if self.ending:
+            self.send(self.ending)
 
     @property
     def is_over(self) -> bool:
@@ -46,11 +55,25 @@ class Interrupts:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def kill(self) -> None:
-        self._send(signal.SIGKILL)
+        self.send(signal.SIGKILL)
+
+    def told(self, number: int) -> None:
+        """Another launcher of this job has got that signal, and so it is ours too."""
+        if number in (signal.SIGUSR1, signal.SIGKILL):
+            self.send(number)
+            return
+        if self.ending is None or number != self.ending:
+            self.ending = signal.Signals(number)
+            self._limit_unless_patient(number)
+            self.send(number)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a rank that was forked just now, and has no handlers of its own yet
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if number == signal.SIGUSR1:
-            self._send(number)
+            self.send(number)
             return
         again = self.ending is not None
         self.ending = self.ending or signal.Signals(number)
@@ -58,16 +81,21 @@ class Interrupts:
             self.kill()
         elif number == signal.SIGINT:
             _say(_WORDS)
-            self._send(number, but_not_to=os.getpgrp() if self._group_heard() else None)
+            self.send(number, but_not_to=os.getpgrp() if self._group_heard() else None)
         else:
+            self._limit_unless_patient(number)
+            self.send(number)
+
+    def _limit_unless_patient(self, number: int) -> None:
+        """Somebody who pressed Ctrl-C is there to press it again; after other signals the time is limited."""
+        if number != signal.SIGINT:
             self._deadline = self._deadline or time.monotonic() + self._grace
-            self._send(number)
 
     def _group_heard(self) -> bool:
         told, _, _ = select.select([self._listener], [], [], _HEARD_WITHIN)
         return bool(told) and os.read(self._listener, 1) != b""
 
-    def _send(self, number: int, but_not_to: int | None = None) -> None:
+    def send(self, number: int, but_not_to: int | None = None) -> None:
         for pid in self._pids():
             try:
                 if os.getpgid(pid) != but_not_to:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ class Target:
     kind: Literal["script", "module", "program"]
     name: str
     args: tuple[str, ...] = ()
+    local_rank: bool = False  # scripts for torch's older launcher take --local_rank=N before their own arguments
 
     def check(self) -> None:
         """Find a missing script before any rank starts."""
@@ -29,9 +31,10 @@ class Target:
 
     def run(self) -> None:
         """Become the target: its arguments are this process's arguments, its code is `__main__`."""
+        args = (f"--local_rank={os.environ['LOCAL_RANK']}", *self.args) if self.local_rank else self.args
         if self.kind == "program":
-            _replace_process(self.name, self.args)
-        sys.argv = [self.name, *self.args]
+            _replace_process(self.name, args)
+        sys.argv = [self.name, *args]
         if self.kind == "module":
             sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
@@ -42,6 +45,10 @@ class Target:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Target:
+        return cls(told["kind"], told["name"], tuple(told["args"]), bool(told["local_rank"]))
 
 
 def _replace_process(program: str, args: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """This process's place in the world, read from the environment.
 
-The only file that spells the names of environment variables that say who a rank is. torchrun, paceline's own launcher
-and `torch.distributed.launch` all use the same ones.
+The only file that spells the variables that say who a rank is: torchrun, paceline's own launcher and
+`torch.distributed.launch` all use the same ones. Where they are not set, those of mpirun and srun count (tasks.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import WorldError
+from paceline.runtime.tasks import DEFAULT_PORT, number, read_task
 
 RUN_FOLDER = "PACELINE_RUN"
 DEBUG = "PACELINE_DEBUG"
@@ -25,6 +26,7 @@ class Place:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    told_nodes: int | None = None  # where the launcher says it: machines may have different numbers of ranks
 
     @property
     def is_main(self) -> bool:
@@ -32,16 +34,26 @@ class Place:
 
     @property
     def nodes(self) -> int:
-        return -(-self.world // self.local_world)
+        return self.told_nodes or -(-self.world // self.local_world)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """RANK and WORLD_SIZE that no launcher of ranks has set: it would set LOCAL_RANK too. A person or an operator did,
+    and may count ranks or machines."""
+
+    rank: int
+    world: int
+    host: str
+    port: int
 
 
 def read_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that a launcher gave this process, or None where there was no launcher."""
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
-        return None
-    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    local_rank = _number(environment, "LOCAL_RANK", rank)
-    local_world = _number(environment, "LOCAL_WORLD_SIZE", world)
+    if not _says_rank(environment):
+        task = read_task(environment)
+        return None if task is None else Place(task.rank, task.world, task.local_rank, task.local_world, task.nodes)
+    rank, world = number(environment, "RANK"), number(environment, "WORLD_SIZE")
     if not 0 <= rank < world:
         raise WorldError(
             "bad-environment",
@@ -49,26 +61,47 @@ def read_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             why="ranks count from 0 to WORLD_SIZE - 1",
             fix="let a launcher set these: paceline launch -n 2 script.py",
         )
-    return Place(rank, world, local_rank, local_world)
+    local_world = max(1, number(environment, "LOCAL_WORLD_SIZE", default=world))
+    local_rank = number(environment, "LOCAL_RANK", default=rank % local_world)
+    nodes = number(environment, "GROUP_WORLD_SIZE", default=0) if is_rank(environment) else 0
+    return Place(rank, world, local_rank, local_world, nodes or None)
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise WorldError(
-            "bad-environment", f"The environment variable {name} is {text!r}, not a whole number."
-        ) from None
+def read_exported(environment: Mapping[str, str] = os.environ) -> Exported | None:
+    """The RANK and WORLD_SIZE that somebody exported, where the ranks also have an address to meet at."""
+    host = environment.get("MASTER_ADDR")
+    if not _says_rank(environment) or is_rank(environment) or not host:
+        return None
+    place = read_place(environment) or Place()
+    return Exported(place.rank, place.world, host, number(environment, "MASTER_PORT", default=DEFAULT_PORT))
+
+
+def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher of ranks started this process."""
+    return "LOCAL_RANK" in environment
+
+
+def _says_rank(environment: Mapping[str, str]) -> bool:
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def meeting(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Host and port where the ranks meet; None where nothing says so."""
+    host = environment.get("MASTER_ADDR")
+    task = None if _says_rank(environment) else read_task(environment)
+    if task is not None:
+        host, usual_port = (host, DEFAULT_PORT) if host else task.meeting()
+        return host, number(environment, "MASTER_PORT", default=usual_port)
+    return (host, number(environment, "MASTER_PORT")) if host and "MASTER_PORT" in environment else None
 
 
 def master(environment: Mapping[str, str] = os.environ) -> str | None:
     """Where the ranks meet, as address:port."""
-    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        return f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-    return None
+    found = meeting(environment)
+    if found is None:
+        return None
+    host, port = found
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def variables(place: Place) -> dict[str, str]:

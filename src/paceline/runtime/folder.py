@@ -4,6 +4,7 @@ runs/gpt/            the first run of that name; the next ones are runs/gpt-2, r
   config.yaml        the effective recipe
   derived.json       what followed from it on these ranks, with reasons
   metrics.jsonl      a line for each step and evaluation
+  ledger.jsonl       where the minutes went (ledger.py)
   logs/rank-0.log    what each rank printed
   checkpoints/       weights and state
   .lock              who works in it now (runtime/lock.py)
@@ -62,6 +63,14 @@ def newest(name: str) -> Path | None:
         return None
     runs = [path for path in wanted.parent.iterdir() if is_run_of(path, name) and _holds_a_run(path)]
     return max(runs, key=lambda path: int(path.name[len(wanted.name) + 1 :] or 1), default=None)
+
+
+def newest_launch(name: str) -> Path | None:
+    """The last folder that `create(name)` made, and that ranks were started with."""
+    wanted = _path(name)
+    found = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
+    launches = [path for path in found if is_run_of(path, name) and (path / "ledger.jsonl").is_file()]
+    return max(launches, key=lambda path: int(path.name[len(wanted.name) + 1 :] or 1), default=None)
 
 
 def name_of(folder: Path) -> str:

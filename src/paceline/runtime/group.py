@@ -80,7 +80,7 @@ def join(
     _require_master(place)
     name = backend or default_backend(chosen)
     try:
-        _open(name, timeout)
+        _open(name, place, timeout)
     except Exception as error:
         if not fallback:
             raise _failed_start(name, place, error) from error
@@ -92,9 +92,16 @@ def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _open(backend: str, timeout: float) -> None:
+def _open(backend: str, place: Place, timeout: float) -> None:
     """Ranks have `timeout` to meet; once they have, the first step has longer."""
-    torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    # What env:// does, without its variables: mpirun and srun do not set them.
+    torch_dist.init_process_group(
+        backend,
+        init_method=f"tcp://{environment.master()}",
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=timeout),
+    )
     _set_timeout(max(timeout, FIRST_STEP_SECONDS))
     if backend == "nccl":
         # NCCL meets at the first collective, not before: whether it can start is known only then.
@@ -120,7 +127,7 @@ def _fall_back(backend: str, place: Place, device: torch.device, timeout: float,
     if backend != "gloo":
         _say(f"fallback: {backend} could not start ({_first_line(error)}); going on with gloo", place)
         try:
-            _open("gloo", timeout)
+            _open("gloo", place, timeout)
         except Exception as second:
             error = second
         else:
@@ -159,7 +166,8 @@ def _failed_start(backend: str, place: Place, error: Exception) -> WorldError:
         return WorldError(
             "port-in-use",
             f"Rank {place.rank} can't open {address}: another program listens there.",
-            fix="set another port (port: 29501), or leave it out: on one node a free one is chosen",
+            fix="set another port (port: 29501 in a recipe, MASTER_PORT elsewhere), or leave it out: on one node "
+            "paceline launch finds a free one",
         )
     return WorldError(
         "start-failed",

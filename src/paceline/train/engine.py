@@ -35,6 +35,7 @@ from paceline.runtime import agreement, collectives, group, seeds
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import drawing
 from paceline.train import build, choosing, preflight
+from paceline.train.account import Account
 from paceline.train.calling import choose_call
 from paceline.train.cut import Cut
 from paceline.train.nonfinite import Watch, is_fused, judge
@@ -63,7 +64,9 @@ class Engine:
         self.config, self.task = config, task
         if config.strategy == "split":  # batches and losses lie on its first device
             device = devices_of(config.split)[0]
+        self.account = Account()
         self.world = group.join(device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback)
+        self.account.joined(self.world)
         plan = derive_layout(config, self.world.size, self.world.place.nodes)
         if plan.degrees.tensor > 1:
             check_plan(unwrap(model)[0], config.tensor, plan.degrees.tensor)

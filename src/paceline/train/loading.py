@@ -25,7 +25,7 @@ from paceline.train.presence import on_all_ranks
 from paceline.train.saving import FOLDER, Saver, require_own_weights
 
 # Where and how ranks run, and where a run lies, is no change of the training.
-_ELSEWHERE = {"resume", "run", "launch.ranks", "quiet", "port", "device", "workers"}
+_ELSEWHERE = {"resume", "run", "quiet", "port", "device", "workers"}
 _ALL_LOAD = "all ranks load together: one that kept its own state would train another model"
 
 
@@ -39,6 +39,10 @@ class Restorer:
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
         """A checkpoint's folder, the folder of a run (its newest good one), or a file of weights; its metadata comes
         back. A matter of all ranks. Nothing is changed unless every rank has read its part and found it good."""
+        with self._engine.account.loading(self._engine.position):
+            return self._load_any(path, weights_only)
+
+    def _load_any(self, path: Path, weights_only: bool) -> dict[str, Any]:
         require_own_weights(self._engine)
         self._saver.settle()
         self._saver.finish()
@@ -85,7 +89,8 @@ class Restorer:
     def _tell_of_changes(self, recipe: Mapping[str, Any]) -> None:
         """A resumed run follows today's recipe, not yesterday's: what differs is said."""
         before, now = flatten(recipe), flatten(self._engine.config.to_dict())
-        changed = [key for key in now if key not in _ELSEWHERE and key in before and before[key] != now[key]]
+        kept = [key for key in now if key in before and key not in _ELSEWHERE and not key.startswith("launch.")]
+        changed = [key for key in kept if before[key] != now[key]]
         if changed:
             told = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
             self._engine.say(f"recipe: changed since this checkpoint: {told}")
@@ -156,17 +161,18 @@ class Restorer:
         if foreign and self._engine.mesh.degrees.pipeline == 1:
             raise restore.other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
 
-    def resume(self, run: Path) -> bool:
+    def resume(self, run: Path, why: str = "resume") -> bool:
         """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
         folder = run / FOLDER
         if self._engine.world.is_main:
             store.clear_left_behind(Disk(), folder)
         collectives.barrier()
         if not collectives.broadcast_object(bool(store.candidates(folder))):
-            self._engine.say(f"resume: {short(run)} has no checkpoint yet: it begins at its beginning")
+            self._engine.say(f"{why}: {short(run)} has no checkpoint yet: it begins at its beginning")
             return False
-        name, _ = self._newest(folder)
-        self._engine.say(f"resume: {short(run)} goes on from {name}, after step {self._engine.position.step}")
+        with self._engine.account.loading(self._engine.position):
+            name, _ = self._newest(folder)
+        self._engine.say(f"{why}: {short(run)} goes on from {name}, after step {self._engine.position.step}")
         return True
 
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.data.loader import Micro
 from paceline.monitor.progress import Display
+from paceline.train.account import Account
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
 from paceline.train.position import Position
@@ -39,12 +40,14 @@ class Job:
     position: Position
     display: Display
     on_step: Sequence[Callable[[Step], Any]]
+    account: Account
 
 
 def run(job: Job) -> None:
     """Until the data ends or the agenda says so."""
     stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
     due = agenda.next_due(position.step)
+    job.account.begins(position.step)
     micros = job.micros()
     goes_on = agenda.begin(position.step, position.epoch)
     since = perf_counter()
@@ -58,11 +61,14 @@ def run(job: Job) -> None:
         if micro.last:
             take_step(job, micro)
             if position.step == due:
-                if not agenda.attend(position.step, micro.epoch):
+                goes_on = agenda.attend(position.step, micro.epoch)
+                job.account.stepped(position.step)
+                if not goes_on:
                     break
                 due = agenda.next_due(position.step)
         since = perf_counter()
     agenda.finish(position.step, position.epoch)
+    job.account.finished(position.step)
 
 
 def take_step(job: Job, micro: Micro) -> None:
@@ -70,6 +76,7 @@ def take_step(job: Job, micro: Micro) -> None:
     stepper, updater = job.stepper, job.updater
     norm = updater.apply(micro.step, stepper.factor() if stepper.by_data else None)
     job.position.step = job.display.completed = step = micro.step + 1
+    job.account.page.at(step)
     lr, parts, samples = updater.lr, stepper.noted, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if stepper.metrics:

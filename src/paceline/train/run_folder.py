@@ -1,4 +1,8 @@
-"""The run folder of a training: a new one, or one that is gone on with; and that nobody else writes into it."""
+"""The run folder of a training: a new one, or one that is gone on with; and that nobody else writes into it.
+
+Ranks that the launcher starts again after a failure go on in the folder that they had, from its newest good checkpoint,
+whatever `resume` says. Which folder that was stands in the launch's ledger.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from paceline.config import show
 from paceline.config.derive import Derived
 from paceline.errors import CheckpointError
 from paceline.monitor.metrics import forget_after
-from paceline.runtime import collectives, environment, folder
+from paceline.runtime import collectives, environment, folder, ledger, progress
 from paceline.runtime.lock import RunLock
 from paceline.runtime.visible import unseen
 from paceline.train import build
@@ -29,23 +33,49 @@ class RunFolder:
         self._lock: RunLock | None = None
 
     def resume(self) -> None:
-        """What the recipe's `resume` asks for, before anything is trained. A matter of all ranks."""
-        config = self._engine.config
-        if config.resume is None:
-            return
-        if config.resume == "auto":
+        """What a restart or the recipe's `resume` asks for, before anything is trained. A matter of all ranks."""
+        resume = self._engine.config.resume
+        if (before := self._before_restart()) is not None:
+            self._go_on(before, f"restart {progress.generation()}")
+        elif resume == "auto":
             self._resume_newest()
+        elif resume is None or self._begin_from_checkpoint():  # in a new run
             return
-        path = Path(config.resume).absolute()
-        if (path / manifests.NAME).exists() or path.is_file():  # that state, in a new run
-            self._restorer.load(path)
-            self._engine.say(f"resume: begins from {folder.short(path)}, after step {self._engine.position.step}")
-        elif (run := folder.run_at(config.resume)) is not None:
+        elif (run := folder.run_at(resume)) is not None:
             self._go_on(run)
         else:
             raise CheckpointError(
-                "missing", f"resume: there is neither a run nor a checkpoint at {path}.", fix="paceline checkpoint ls"
+                "missing",
+                f"resume: there is neither a run nor a checkpoint at {Path(resume).absolute()}.",
+                fix="paceline checkpoint ls",
             )
+
+    def _before_restart(self) -> Path | None:
+        """The folder that this training had before paceline's launcher started its ranks again."""
+        launch, generation = environment.run_folder(), progress.generation()
+        if launch is None or not generation or not environment.was_launched() or self._engine.config.run is False:
+            return None
+        name, is_main = self._name(), self._engine.world.is_main
+        found = ledger.opened_before(Path(launch), name, generation) if is_main else None
+        run = collectives.broadcast_object(None if found is None else str(found))
+        return None if run is None else Path(run)
+
+    def _name(self) -> str:
+        """What a training asks for as its folder tells it from others of the same launch."""
+        run = self._engine.config.run
+        return run if isinstance(run, str) else build.default_name(self._engine.model)
+
+    def _begin_from_checkpoint(self) -> bool:
+        """Take over the state that `resume` names, if that is a checkpoint or a file of weights."""
+        resume = self._engine.config.resume
+        if resume in (None, "auto"):
+            return False
+        path = Path(str(resume)).absolute()
+        if not (path / manifests.NAME).exists() and not path.is_file():
+            return False
+        self._restorer.load(path)
+        self._engine.say(f"resume: begins from {folder.short(path)}, after step {self._engine.position.step}")
+        return True
 
     def _resume_newest(self) -> None:
         config, engine = self._engine.config, self._engine
@@ -65,9 +95,10 @@ class RunFolder:
         else:
             self._go_on(Path(run))
 
-    def _go_on(self, run: Path) -> None:
+    def _go_on(self, run: Path, why: str = "resume") -> None:
         self._take(run)
-        self._restorer.resume(run)
+        if not self._restorer.resume(run, why):
+            self._begin_from_checkpoint()  # a restart before the first save
         if self._engine.world.is_main:  # without a checkpoint that is all of them
             forget_after(run / build.METRICS, self._engine.position.step)
 
@@ -83,6 +114,7 @@ class RunFolder:
         engine = self._engine
         self._lock_it(run)
         self._saver.run = run
+        engine.account.opened(run, self._name())
         self._saver.unseen = blind = unseen(run)
         named = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind))}"
         if blind and engine.config.checkpoint.unshared == "refuse":

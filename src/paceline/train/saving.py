@@ -92,19 +92,20 @@ class Saver:
             self.finish()
 
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
-        captured = on_all_ranks(lambda: capture(self.parts), "Saving")
-        if self._writer is None:
-            self._writer = Writer(self.channel(), unseen=self.unseen)
         assert self.checkpoints is not None
-        self._saving = self._writer.begin(
-            self.checkpoints / store.step_name(step),
-            captured.tensors,
-            self._describe(captured, True),
-            at_once=captured.changing,
-            background=background,
-            another_name=True,
-            after=lambda folder: self._committed(folder, best),
-        )
+        with self._engine.account.saving():
+            captured = on_all_ranks(lambda: capture(self.parts), "Saving")
+            if self._writer is None:
+                self._writer = Writer(self.channel(), unseen=self.unseen)
+            self._saving = self._writer.begin(
+                self.checkpoints / store.step_name(step),
+                captured.tensors,
+                self._describe(captured, True),
+                at_once=captured.changing,
+                background=background,
+                another_name=True,
+                after=lambda folder: self._committed(folder, best),
+            )
         self._saving_step = self._saved = step
         self._engine.updater.before_change = self.settle
 
@@ -147,7 +148,8 @@ class Saver:
         """From here on the weights may change."""
         self._engine.updater.before_change = None
         if self._saving is not None:
-            self._saving.settle()
+            with self._engine.account.saving():
+                self._saving.settle()
 
     @property
     def is_written(self) -> bool:
@@ -164,12 +166,16 @@ class Saver:
             return
         saving, self._saving = self._saving, None
         self._engine.updater.before_change = None
+        account = self._engine.account
         try:
-            self.last_cost = committed = saving.result()
+            with account.saving():
+                self.last_cost = committed = saving.result()
         except CheckpointError as error:
             if error.code == "checkpoint.not-tidied":  # it is there, and good
+                account.saved(self._saving_step)
                 self._engine.warn(str(error))
                 return
+            account.saved(self._saving_step, good=False)
             self._saved = None
             self._failures += 1
             if not bear or self._failures > _FAILURES_BORNE:
@@ -177,6 +183,7 @@ class Saver:
             self._engine.warn(f"{error}\n  Training goes on.")
             return
         self._failures = 0
+        account.saved(self._saving_step)
         self.parent = committed.folder.name
         self._callbacks.call("on_save", Saved(self._saving_step, str(committed.folder)))
 
@@ -198,9 +205,11 @@ class Saver:
             self.presence.require(self._config.checkpoint.wait, "save_checkpoint", _CUT)
             self.finish()  # two saves at a time would mix their messages
         writer = Writer(self._group if engine.cut is not None else None)
-        captured = capture(self.parts, include_optimizer, metadata)
-        description = self._describe(captured, include_optimizer)
-        writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
+        with engine.account.saving():
+            captured = capture(self.parts, include_optimizer, metadata)
+            description = self._describe(captured, include_optimizer)
+            writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
+        engine.account.saved(engine.position.step)
 
     def rescue(self, error: BaseException) -> str | None:
         """An exception ends training: save what is whole, as far as that can be done without the others; what was done

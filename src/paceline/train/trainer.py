@@ -317,7 +317,8 @@ class Trainer:
         def micros() -> Iterator[Micro]:
             return iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
 
-        return loop.Job(micros, engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step)
+        parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step, engine.account)
+        return loop.Job(micros, *parts)
 
     def _save_last(self, step: int) -> None:
         share_buffers(self.model, self._engine.mesh)
@@ -328,7 +329,7 @@ class Trainer:
 
     def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[Micro]:
         """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
-        micros = self._engine.ready(loader.micros(self.step_count, epochs))
+        micros = self._engine.account.noting_suspects(self._engine.ready(loader.micros(self.step_count, epochs)))
         first = next(micros, None)
         if first is None:
             return micros
@@ -339,10 +340,11 @@ class Trainer:
         return chain([first], micros)
 
     def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int, due: bool) -> str | None:
-        record: Record = {"step": step, "epoch": epoch, **self.evaluate(val).values}
-        if self._engine.average is not None:
-            with self.ema_weights():
-                record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
+        with self._engine.account.evaluating():
+            record: Record = {"step": step, "epoch": epoch, **self.evaluate(val).values}
+            if self._engine.average is not None:
+                with self.ema_weights():
+                    record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
         verdict = self._saver.outcome.of(record, due)
         recorder.evaluation(verdict.record)
         if verdict.is_best:  # last: what it saves has to know all of the above
@@ -380,7 +382,7 @@ class Trainer:
                 on_nonfinite=lambda record: self._nonfinite(own.read_again(record["step"] - 1), record, ends=False),
             )
             hooks = self._callbacks.hooks["on_step"]
-            parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks)
+            parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks, engine.account)
             self._own = own = OwnLoop(engine, loop.Job(lambda: iter(()), *parts), self._begin_own_loop)
             weakref.finalize(own, end_own_loop, recorder, sinks)
         return self._own

@@ -1,0 +1,180 @@
+"""How long a run of two nodes stands still after a kill: `paceline launch` beside torchrun, interleaved.
+
+    python benchmarks/recovery.py [rounds]
+
+Both run the same training script, with the same checkpoints (one in every step), two ranks on each of two nodes on
+loopback. Killed with SIGKILL is one rank of either node, or the launcher of the node that does not host the store; a
+killed launcher is started again at once, as a scheduler would. What counts is the time from the kill to the end of the
+next step that was not done before, and that the run ends with the loss of an unbroken one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = """
+import json, os, sys, time
+import torch, paceline
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+inputs = torch.randn(512, 32)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+class Tell:
+    def on_log(self, record):
+        if os.environ["RANK"] == "0":
+            with open("steps", "a") as file:
+                file.write(json.dumps({"time": time.time(), "step": record["step"], "loss": record["loss"]}) + "\\n")
+        time.sleep(0.02)
+
+with open(f"pid-{os.environ['RANK']}", "w") as file:
+    file.write(str(os.getpid()))
+trainer = paceline.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=0.01), criterion=torch.nn.MSELoss(), batch=32, log_every=1,
+    save_every=1, callbacks=[Tell()], quiet=True, device="cpu", run="run", resume="auto",
+)
+trainer.train(data, max_steps=80)
+"""
+KILLS = ("rank 0 (node 0)", "rank 3 (node 1)", "launcher of node 1")
+KILL_AT = 20
+DEADLINE = 120.0
+
+
+@dataclass
+class Run:
+    system: str
+    folder: Path
+    port: int
+
+    def start(self, node: int) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_TOKEN": "benchmark"}
+        log = (self.folder / f"node-{node}.log").open("ab")
+        return subprocess.Popen(
+            [sys.executable, *self._command(node)], cwd=self.folder, env=environment, stdout=log, stderr=log
+        )
+
+    def _command(self, node: int) -> list[str]:
+        if self.system == "paceline":
+            place = ["--nodes", "2", "--node-rank", str(node), "--master", f"127.0.0.1:{self.port}"]
+            return ["-m", "paceline", "launch", *place, "--max-restarts", "3", "-n", "2", "train.py"]
+        place = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
+        host = ["--rdzv-conf", f"is_host={1 - node}"]
+        return [
+            "-m",
+            "torch.distributed.run",
+            *place,
+            *host,
+            "--max-restarts",
+            "3",
+            "--nproc-per-node",
+            "2",
+            "train.py",
+        ]
+
+    def steps(self) -> list[dict[str, float]]:
+        path = self.folder / "steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+def free_port() -> int:
+    """One whose successor is free as well: the store's."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            try:
+                second.bind(("127.0.0.1", first.getsockname()[1] + 1))
+            except OSError:
+                continue
+            return int(first.getsockname()[1])
+
+
+def recover(system: str, kill: str | None) -> tuple[float, float, str]:
+    """Seconds from the kill to the next new step, the last loss, and how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(system, Path(folder), free_port())
+        (run.folder / "train.py").write_text(SCRIPT)
+        launchers = [run.start(0), run.start(1)]
+        try:
+            killed_at = _kill(run, kill, launchers) if kill else time.time()
+            ended = _wait(launchers)
+        finally:
+            _end(run, launchers)
+        steps = run.steps()
+        done = max((each["step"] for each in steps if each["time"] < killed_at), default=0)
+        new = [each["time"] - killed_at for each in steps if each["step"] > done and each["time"] > killed_at]
+        loss = next((each["loss"] for each in reversed(steps) if each["step"] == 80), float("nan"))
+        return min(new, default=float("nan")), loss, ended
+
+
+def _kill(run: Run, kill: str, launchers: list[subprocess.Popen[bytes]]) -> float:
+    end = time.monotonic() + DEADLINE
+    while not (steps := run.steps()) or steps[-1]["step"] < KILL_AT:
+        if time.monotonic() > end:
+            return time.time()
+        time.sleep(0.002)
+    pid = launchers[1].pid if kill.startswith("launcher") else int((run.folder / f"pid-{kill.split()[1]}").read_text())
+    os.kill(pid, signal.SIGKILL)
+    now = time.time()
+    if kill.startswith("launcher"):
+        launchers[1].wait()
+        launchers[1] = run.start(1)
+    return now
+
+
+def _wait(launchers: Sequence[subprocess.Popen[bytes]]) -> str:
+    end = time.monotonic() + DEADLINE
+    for launcher in launchers:
+        try:
+            launcher.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"not over after {DEADLINE:g} s"
+    statuses = [launcher.returncode for launcher in launchers]
+    return "good" if statuses == [0, 0] else f"exit statuses {statuses}"
+
+
+def _end(run: Run, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+    for path in run.folder.glob("pid-*"):  # torchrun leaves the ranks of a killed launcher behind
+        try:
+            os.kill(int(path.read_text()), signal.SIGKILL)
+        except (ProcessLookupError, ValueError):
+            continue
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    systems = ("paceline", "torchrun")
+    _, unbroken, ended = recover("paceline", None)
+    print(f"unbroken: loss {unbroken:.9f} ({ended})\n")
+    print("| killed | | median s to the next step | all | last loss | ended |\n|---|---|---|---|---|---|")
+    for kill in KILLS:
+        found = {system: [] for system in systems}
+        for _ in range(rounds):
+            for system in systems:
+                found[system].append(recover(system, kill))
+        for system in systems:
+            seconds = [each[0] for each in found[system]]
+            same = "same" if all(abs(each[1] - unbroken) < 1e-6 for each in found[system]) else "other"
+            ends = ", ".join(sorted({each[2] for each in found[system]}))
+            every = " ".join(f"{each:.2f}" for each in sorted(seconds))
+            print(f"| {kill} | {system} | {statistics.median(seconds):.2f} | {every} | {same} | {ends} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

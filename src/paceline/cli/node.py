@@ -1,0 +1,49 @@
+"""`paceline node`: the launcher of one machine, started by a front end on another one. Not for people.
+
+Its order is one line of JSON on standard input (launcher/orders.py). Then standard input stays open; its end means that
+the front end is gone.
+"""
+
+from __future__ import annotations
+
+import os
+
+from paceline.cli import recipe, script
+
+
+def node() -> None:
+    """The launcher of one machine, started by a front end."""
+    from paceline.config.recipe import Config
+    from paceline.errors import LaunchError
+    from paceline.launcher import orders
+    from paceline.launcher.by_hand import MEETING_LOST
+    from paceline.launcher.launch import prepare_environment
+    from paceline.launcher.node import Node
+    from paceline.launcher.ranks import choose_ranks
+
+    order = orders.read(0)
+    prepare_environment(order.launch)
+    if order.target is not None:
+        order.target.check()
+        work = script.work_of(order.target)
+    else:
+        work = recipe.work_of(Config.model_validate(order.recipe))
+    ranks, _ = choose_ranks(order.launch.ranks, device=order.launch.device, on_cpu=order.launch.on_cpu)
+    # Ranks have nobody at a keyboard; who gave the order is still listened to.
+    source = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    # Now, because nobody would hear of this launcher while it imports torch.
+    import paceline.launcher.agent  # noqa: F401
+
+    work.preload()
+
+    meeting = orders.reachable(order)
+    launcher = Node(work, order.launch, ranks, meeting, order.token, number=order.node, orders=source)
+    try:
+        raise SystemExit(launcher.run())
+    except LaunchError as error:
+        if error.code != "launch.meeting-lost":
+            raise
+        raise SystemExit(MEETING_LOST) from None

@@ -1,0 +1,161 @@
+"""The front end of a job whose launchers were started from here: by ssh, by SLURM, on a Ray cluster.
+
+It hosts the meeting and the store, shows what the nodes say, and starts a launcher again that died: so any node may be
+lost, the first one too. Only the front end itself may not; when it goes, all nodes end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from paceline.errors import LaunchError
+from paceline.launcher import screen
+from paceline.launcher.channel import Message
+from paceline.launcher.launch import Launch
+from paceline.launcher.machines import Machines
+from paceline.launcher.meeting import Meeting, Plan
+from paceline.launcher.orders import Order
+from paceline.launcher.sockets import listen
+from paceline.launcher.work import Work
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int  # for the shell
+    signals: frozenset[int]  # that came here
+
+
+def launch_on(
+    machines: Machines,
+    work: Work,
+    launch: Launch,
+    ranks: Sequence[int | None],
+    *,
+    address: str | None = None,
+) -> Ended:
+    """Run it on these machines. `address` is where they reach this one; unless it is given this one listens at all of
+    its addresses, and they try."""
+
+    # The store is hosted here: torch is needed, and imported before anybody waits for it.
+    import paceline.launcher.rendezvous  # noqa: F401
+
+    token = secrets.token_hex(32)
+    listener = listen(address or "0.0.0.0", launch.port)
+    store_port = None if launch.port is None else launch.port + 1
+    plan = Plan(*launch.nodes, launch.max_restarts, launch.wait, launch.patience, store_port, launch.restarted)
+    reach = [address] if address else _own_addresses()
+    heard: set[int] = set()
+    port = int(listener.getsockname()[1])
+    found = tuple((each, port) for each in reach)
+    by_ssh = address is None  # then the way that ssh took is the best guess
+    orders = [
+        Order(node, token, found, port, replace(launch, ranks=number), work.target, work.recipe, by_ssh)
+        for node, number in enumerate(ranks)
+    ]
+    meeting = Meeting(listener, token, plan, lambda message: _tell(message, machines.names))
+    try:
+        with _heard() as signals:
+            _attend(meeting, machines, orders, lambda: _noted(signals(), heard))
+    finally:
+        meeting.close()
+        machines.stop()
+    assert meeting.status is not None
+    return Ended(meeting.status, frozenset(heard))
+
+
+def _noted(signals: list[int], heard: set[int]) -> list[int]:
+    heard.update(signals)
+    return signals
+
+
+def _attend(meeting: Meeting, machines: Machines, orders: Sequence[Order], signals: Callable[[], list[int]]) -> None:
+    """Until it is over: start launchers, and again when they are missed."""
+    running: set[int] = set()
+    arrived: set[int] = set()  # nodes that were at the meeting once
+    while not meeting.is_over:
+        for node in meeting.missing if meeting.is_gathering else ():
+            if node not in running:
+                running.add(node)
+                machines.start(node, orders[node].line())
+        meeting.step()
+        _heed(signals(), meeting)
+        arrived |= set(range(len(orders))) - set(meeting.missing)
+        for node, words in machines.ended().items():
+            running.discard(node)
+            meeting.lose(node, words or "its launcher ended")
+            if node not in arrived and meeting.status is None:
+                meeting.fail(_never_came(machines.names[node], words))
+
+
+def _never_came(name: str, words: str) -> LaunchError:
+    return LaunchError(
+        "node-failed",
+        f"The launcher on {name} ended before it had met the others: {words or 'without a word'}",
+        fix=f"try it by hand: can {name} be reached, and is paceline installed there at the same path?",
+    )
+
+
+def _tell(message: Message, names: Sequence[str]) -> None:
+    if message["kind"] == "waiting":
+        missing = ", ".join(names[node] for node in message["missing"])
+        text = f"waiting: {message['here']} of {message['of']} nodes are here; missing: {missing}"
+        print(text, file=sys.stderr, flush=True)
+    elif message["kind"] == "again":
+        print(screen.again(message), file=sys.stderr, flush=True)
+    elif message["kind"] == "end":
+        screen.show_end(message, None)
+
+
+@contextmanager
+def _heard() -> Iterator[Callable[[], list[int]]]:
+    """A function that gives the signals since its last call: they are noted at any moment, and acted on in turn."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+
+    def take() -> list[int]:
+        taken = noted[:]
+        del noted[: len(taken)]
+        return taken
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield take
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _heed(numbers: Sequence[int], meeting: Meeting) -> None:
+    """To all nodes: Ctrl-C once ends in order, twice at once; SIGUSR1 asks for a checkpoint."""
+    for number in numbers:
+        if number == signal.SIGUSR1:
+            meeting.signal(number)
+        elif number == signal.SIGINT and meeting.signalled:
+            meeting.interrupt(signal.SIGKILL)
+        else:
+            print("\ninterrupted: waiting for the nodes to save", file=sys.stderr, flush=True)
+            # SIGUSR2 is a scheduler's warning that time is short; ranks know SIGTERM as that.
+            meeting.interrupt(signal.SIGTERM if number == signal.SIGUSR2 else number)
+
+
+def _own_addresses() -> list[str]:
+    """Where others may reach this machine, besides what ssh tells them."""
+    names = {socket.gethostname(), socket.getfqdn()}
+    found = []
+    for name in sorted(names):
+        try:
+            found += [str(each[4][0]) for each in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+        except OSError:
+            continue
+    return list(dict.fromkeys(found))

@@ -1,0 +1,398 @@
+"""Where the launchers of several nodes meet, and who decides for all of them.
+
+    gathering    nodes arrive; one that does not fit is refused by name; who is missing is said
+    opening      the first node makes the run folder
+    running      every node runs its ranks; the store that they meet in is here
+    stopping     a rank failed, a node was lost or has come, or somebody sent a signal: all nodes end their ranks
+    over         all are told how it ended
+
+One start of all ranks is a generation. After `stopping` comes the next one, or the end (supervision.py). The meeting is
+single-threaded and knows the nodes only through their channels: a launcher that is killed closes its connection, and is
+missed at once; a machine that loses power falls silent, and is missed after some seconds.
+
+Messages of a node: hello, opened, failing, ended, interrupted, error, beat. Of the meeting: welcome, refused, waiting,
+open, start, stop, end, beat.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from paceline.errors import LaunchError, PacelineError
+from paceline.launcher import admission, records
+from paceline.launcher.cause import Cause, RankEnd
+from paceline.launcher.channel import Channel, Closed, Message
+from paceline.launcher.sockets import is_loopback, listen
+from paceline.launcher.supervision import Again, Supervisor
+
+BEAT = 1.0  # seconds between signs of life
+SILENCE = 5.0  # after which a node that gave none is lost
+_LAST_CALL = 2.0  # seconds in which more nodes may come when there are enough
+_STRANGERS, _STRANGER_SECONDS = 64, 10.0
+_FAREWELL = 5.0
+_FIRST_REMINDER, _REMINDER = 3.0, 30.0
+
+Phase = Literal["gathering", "opening", "running", "stopping", "over"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for, for all nodes together."""
+
+    fewest: int
+    most: int
+    max_restarts: int = 0
+    wait: float = 600.0  # seconds in which enough nodes have to come
+    grace: float = 30.0
+    store_port: int | None = None
+    restarted: int = 0  # how often the job was started before
+
+
+@dataclass(eq=False)
+class Member:
+    """A node that was admitted."""
+
+    channel: Channel
+    node: int
+    host: str
+    ranks: int
+    is_busy: bool = False  # it has been told to start and has not said that it ended
+    ends: list[RankEnd] = field(default_factory=list)
+    oom_killed: list[int] = field(default_factory=list)
+    suspects: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return bool(self.ends) and all(end.code == 0 for end in self.ends)
+
+
+class Meeting:
+    """`tell` is called with what people should know: waiting and end messages, and `again` before a restart."""
+
+    def __init__(self, listener: socket.socket, token: str, plan: Plan, tell: Callable[[Message], None]) -> None:
+        listener.setblocking(False)
+        self._listener, self._token, self._plan, self._tell = listener, token, plan, tell
+        self._supervisor = Supervisor(plan.max_restarts)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._strangers: dict[Channel, float] = {}
+        self._members: dict[Channel, Member] = {}
+        self._identity: dict[str, dict[str, str]] | None = None  # of the first node
+        self._phase: Phase = "gathering"
+        self._generation = plan.restarted
+        self._store: Any = None
+        self._lost: dict[int, str] = {}  # nodes that went in this generation
+        self._gone: list[RankEnd] = []  # what they had said of their ranks
+        self._signal = 0
+        self._has_newcomer = False
+        self._suspect: int | None = None
+        self._is_failure = True
+        self._beat_at = time.monotonic()
+        self.status: int | None = None
+        self._gather(0.0)
+
+    @property
+    def is_over(self) -> bool:
+        return self._phase == "over" and (not self._members or time.monotonic() > self._deadline)
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of nodes that are not here."""
+        here = {member.node for member in self._members.values()}
+        return [node for node in range(self._plan.most) if node not in here]
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal has begun to end it."""
+        return bool(self._signal)
+
+    @property
+    def is_gathering(self) -> bool:
+        return self._phase == "gathering"
+
+    def step(self, timeout: float = 0.1) -> None:
+        """Hear what there is to hear, for at most `timeout` seconds, and act on it."""
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._hear(key.data)
+        self._look_for_silence()
+        self._advance()
+
+    def interrupt(self, number: int) -> None:
+        """Somebody sent a signal: to all nodes, and then it is over."""
+        self._signal = self._signal or number
+        if self._phase in ("running", "stopping"):
+            self._stop(number)
+        elif self._phase != "over":
+            self._end(128 + number)
+
+    def signal(self, number: int) -> None:
+        """A signal for the ranks that does not end them."""
+        self._broadcast({"kind": "stop", "signal": number})
+
+    def fail(self, error: PacelineError) -> None:
+        """Something that no restart would mend."""
+        self._end(2, error=error)
+
+    def lose(self, node: int, words: str) -> None:
+        """The launcher of a node is gone, as whoever started it knows."""
+        for member in [each for each in self._members.values() if each.node == node]:
+            self._drop(member, words)
+
+    def close(self) -> None:
+        for channel in [*self._members, *self._strangers]:
+            channel.close()
+        self._listener.close()
+        self._selector.close()
+        self._store = None
+
+    # Hearing
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # whoever came is gone again
+            return
+        if len(self._strangers) >= _STRANGERS:
+            connection.close()
+            return
+        try:
+            channel = Channel(connection, self._token, is_server=True)
+        except Closed:
+            connection.close()
+            return
+        self._strangers[channel] = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ, channel)
+
+    def _hear(self, channel: Channel) -> None:
+        try:
+            for message in channel.receive():
+                if channel in self._members:
+                    self._handle(self._members[channel], message)
+                elif channel in self._strangers:
+                    self._admit(channel, message)
+        except (Closed, KeyError, TypeError, ValueError) as error:  # a message that makes no sense ends it as well
+            self._forget(channel, f"its launcher closed the connection ({error})")
+
+    def _forget(self, channel: Channel, words: str) -> None:
+        if channel in self._members:
+            self._drop(self._members[channel], words)
+        elif self._strangers.pop(channel, None) is not None:
+            self._close(channel)
+
+    def _close(self, channel: Channel) -> None:
+        self._selector.unregister(channel)
+        channel.close()
+
+    def _admit(self, channel: Channel, message: Message) -> None:
+        hello = admission.Hello.read(message)
+        try:
+            node = admission.place(hello, self._plan.fewest, self._plan.most, self.missing, self._identity)
+        except LaunchError as error:
+            channel.send({"kind": "refused", "error": records.error_parts(error)})
+            return  # it stays a stranger, and leaves: who closes a connection too soon takes the last word back
+        del self._strangers[channel]
+        self._identity = self._identity or hello.identity
+        self._members[channel] = Member(channel, node, hello.host, hello.ranks)
+        channel.send({"kind": "welcome", "node": node, "nodes": self._plan.most})
+        self._changed_at = time.monotonic()
+        if self._phase == "running":
+            self._has_newcomer = True
+
+    def _handle(self, member: Member, message: Message) -> None:
+        match message["kind"]:
+            case "opened" if self._phase == "opening":  # else something happened meanwhile
+                self._start(message["folder"])
+            case "failing":
+                self._stop(0)
+            case "ended":
+                self._note(member, message)
+            case "interrupted":
+                self._signal = self._signal or int(message["signal"])
+                self._stop(int(message["signal"]), but=member)
+            case "error":
+                self._end(2, error=records.error(message["error"]))
+            case "beat":
+                pass
+
+    def _note(self, member: Member, message: Message) -> None:
+        member.is_busy = False
+        late = time.time() - float(message["now"])  # its clock against ours
+        member.ends = [records.rank_end(each, member.node, late) for each in message["ends"]]
+        member.oom_killed = list(message["oom_killed"])
+        member.suspects = {int(rank): samples for rank, samples in message["suspects"].items()}
+        if not member.is_good and self._phase == "running":
+            self._stop(0)
+
+    def _drop(self, member: Member, words: str) -> None:
+        del self._members[member.channel]
+        self._close(member.channel)
+        self._changed_at = time.monotonic()
+        if self._phase in ("opening", "running", "stopping"):
+            if member.is_busy or self._phase == "opening":
+                self._lost[member.node] = f"{member.host}: {words}"
+            self._gone += member.ends
+            if not member.is_good:
+                self._stop(0)
+
+    def _look_for_silence(self) -> None:
+        now = time.monotonic()
+        for channel, since in list(self._strangers.items()):
+            if now - since > _STRANGER_SECONDS:
+                self._forget(channel, "")
+        if now - self._beat_at > BEAT:
+            self._beat_at = now
+            self._broadcast({"kind": "beat"})
+            if self._phase != "stopping":  # a launcher that ends its ranks may have no time for us
+                for member in list(self._members.values()):
+                    if now - member.channel.heard > SILENCE:
+                        self._drop(member, f"nothing was heard of it for {SILENCE:g} s")
+
+    # Acting
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        if self._phase == "gathering":
+            self._look_who_is_missing(now)
+        elif self._phase == "running" and all(not member.is_busy for member in self._members.values()):
+            if all(member.is_good for member in self._members.values()):
+                self._end(0)
+        elif self._phase == "running" and self._has_newcomer:
+            self._has_newcomer = False
+            self._stop(15, is_failure=False)
+        elif self._phase == "stopping":
+            busy = [member for member in self._members.values() if member.is_busy]
+            if busy and now > self._deadline:
+                for member in busy:
+                    self._drop(member, "it did not end its ranks in time")
+            elif not busy:
+                self._decide()
+
+    def _gather(self, delay: float) -> None:
+        self._phase = "gathering"
+        now = time.monotonic()
+        self._changed_at, self._not_before, self._deadline = now, now + delay, now + delay + self._plan.wait
+        self._remind_at = now + delay + _FIRST_REMINDER
+        for member in self._members.values():
+            member.ends, member.oom_killed, member.suspects, member.is_busy = [], [], {}, False
+
+    def _look_who_is_missing(self, now: float) -> None:
+        number = len(self._members)
+        enough = number == self._plan.most or (number >= self._plan.fewest and now > self._changed_at + _LAST_CALL)
+        if now < self._not_before:
+            return
+        if enough:
+            self._phase = "opening"
+            self._lost, self._gone = {}, []
+            self._in_order()[0].channel.send({"kind": "open"})
+        elif now > self._deadline:
+            self._end(2, error=admission.nodes_missing(self.missing, self._plan.wait))
+        elif now > self._remind_at:
+            self._remind_at = now + _REMINDER
+            message = {"kind": "waiting", "here": number, "of": self._plan.most, "missing": self.missing}
+            self._broadcast(message)
+            self._tell(message)
+
+    def _in_order(self) -> list[Member]:
+        return sorted(self._members.values(), key=lambda member: member.node)
+
+    def _start(self, folder: str | None) -> None:
+        """All ranks, on the nodes that are here."""
+        from paceline.launcher.rendezvous import open_store
+
+        members = self._in_order()
+        self._store = None  # its port is to be free
+        host = self._listener.getsockname()[0]
+        try:
+            self._store = open_store(listen(host, self._plan.store_port))
+        except LaunchError as error:
+            self.fail(error)
+            return
+        first, world = 0, sum(member.ranks for member in members)
+        seen = [each.channel.own_address for each in members if not is_loopback(each.channel.peer_address)]
+        self._phase = "running"
+        for index, member in enumerate(members):
+            if self._phase != "running":  # one could not be reached, so this start is over already
+                return
+            alone = is_loopback(member.channel.peer_address)
+            start = {
+                "kind": "start", "generation": self._generation, "node": index, "nodes": len(members),
+                "ranks": member.ranks, "first_rank": first, "world": world, "folder": folder,
+                "store_port": self._store.port, "suspect": self._suspect,
+                # What the others reach this machine at, where it came here by loopback.
+                "address": seen[0] if alone and seen else None,
+            }  # fmt: skip
+            member.is_busy = True
+            first += member.ranks
+            self._send(member, start)
+
+    def _stop(self, number: int, *, but: Member | None = None, is_failure: bool = True) -> None:
+        """All ranks are to end: by a signal, or, with 0, because others have failed."""
+        if self._phase == "over":
+            return
+        if self._phase != "stopping":
+            self._phase = "stopping"
+            self._is_failure = is_failure and not self._signal
+            self._deadline = time.monotonic() + self._plan.grace + 2 * SILENCE
+        for member in list(self._members.values()):
+            if member.is_busy and member is not but:
+                self._send(member, {"kind": "stop", "signal": number})
+
+    def _decide(self) -> None:
+        """All ranks have ended."""
+        self._generation += 1
+        members = list(self._members.values())
+        ends = [*(end for member in members for end in member.ends), *self._gone]
+        if self._signal:
+            self._end(128 + self._signal)
+        elif not self._lost and not (self._is_failure and ends):  # a node came: this was no accident
+            self._gather(0.0)
+        else:
+            verdict = self._supervisor.judge(
+                ends,
+                oom_killed=[rank for member in members for rank in member.oom_killed],
+                lost_nodes=self._lost,
+                several_nodes=True,
+                suspects={rank: samples for member in members for rank, samples in member.suspects.items()},
+            )
+            if isinstance(verdict, Again):
+                self._suspect = verdict.suspect
+                again = {"kind": "again", "cause": asdict(verdict.cause), "delay": verdict.delay}
+                self._broadcast(again)
+                self._tell(again)
+                self._gather(verdict.delay)
+            else:
+                self._end(verdict.cause.status, cause=verdict.cause)
+
+    def _end(self, status: int, *, cause: Cause | None = None, error: PacelineError | None = None) -> None:
+        if self._phase == "over":
+            return
+        self._phase, self.status = "over", status
+        self._deadline = time.monotonic() + _FAREWELL
+        message: Message = {
+            "kind": "end",
+            "status": status,
+            "signal": self._signal,
+            "cause": None if cause is None else asdict(cause),
+            "error": None if error is None else records.error_parts(error),
+        }
+        self._broadcast(message)
+        self._tell(message)
+
+    def _broadcast(self, message: Message) -> None:
+        for member in list(self._members.values()):
+            self._send(member, message)
+
+    def _send(self, member: Member, message: Message) -> None:
+        try:
+            member.channel.send(message)
+        except Closed as error:
+            if member.channel in self._members:
+                self._drop(member, f"it can't be reached ({error})")

@@ -1,0 +1,75 @@
+"""Ports that the launcher opens, and which of a machine's addresses and interfaces the others can reach."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from paceline.errors import LaunchError
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket; at a free port where none is asked for."""
+    if port is not None and not 0 < port < 65536:
+        raise LaunchError("bad-number", f"{port} is no port.", fix="give one from 1 to 65535, or none")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port or 0))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        where = f"Port {port}" if port else f"A port on {'loopback' if host == LOOPBACK else host}"
+        raise LaunchError(
+            "port-in-use",
+            f"{where} can't be opened: {error.strerror}.",
+            why="another program listens there, or it needs rights",
+            fix="choose another port, or leave it out: a free one is found",
+        ) from None
+    return listener
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or address is this machine's own: whether a socket can be bound to it."""
+    return own_address_of(host) is not None
+
+
+def own_address_of(host: str) -> str | None:
+    """The address behind a name, where it is one of this machine's."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError:
+                continue
+            return str(address[0])
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an IPv4 address."""
+    if is_loopback(address):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

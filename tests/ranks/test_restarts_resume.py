@@ -1,0 +1,155 @@
+"""Ranks that the launcher starts again: they go on where they were, tell where the minutes went, and what they were at.
+
+The launcher's part (variables, its lines in the ledger) is played by these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from faults import worlds
+from paceline.runtime import environment, folder, ledger, progress
+
+STEPS, DIES_IN = 20, 17
+CHECKPOINT = {"background": False, "on_error": False}  # so that it is known which is the last one
+
+
+class Launch:
+    """A folder of a launch, and starts of its ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder, self.ledger = path, ledger.Ledger(path)
+
+    def start(self, generation: int, body: Callable[[], Any], ranks: int = 2, **variables: str) -> list[worlds.Ended]:
+        """Once; the first death is noted as the launcher does it."""
+        self.ledger.note("launched", nodes=1, ranks=ranks, generation=generation)
+        progress.clear(self.folder / "logs")
+        told = {
+            environment.LAUNCHED: "1",
+            environment.RUN_FOLDER: str(self.folder),
+            progress.FOLDER: str(self.folder / "logs"),
+            progress.RESTARTS: str(generation),
+            **variables,
+        }
+
+        def in_rank() -> Any:
+            os.environ.update(told)
+            return body()
+
+        ended = worlds.run(ranks, in_rank)
+        if any(each.status for each in ended):
+            step = max(page.step for page in progress.read(self.folder / "logs").values())
+            self.ledger.note("failed", cause="signal", rank=1, step=step)
+        else:
+            self.ledger.note("ended", status=0)
+        return ended
+
+
+@pytest.fixture
+def launch(in_folder: Path) -> Launch:
+    return Launch(folder.create("script"))
+
+
+def training(
+    run: str | None = "mine", dies_in: int | None = None, steps: int = STEPS, **changes: Any
+) -> Callable[[], Any]:
+    """A script that trains, in which the last rank is killed in the forward of a step."""
+
+    def body() -> Any:
+        settings = {"save_every": 7, "log_every": 1, "checkpoint": CHECKPOINT, "quiet": False, **changes}
+        trainer = tiny.classifier_trainer(run=run, **settings)
+
+        def die(*args: Any) -> None:
+            if trainer.step_count + 1 == dies_in and not trainer.is_main_process:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.model.register_forward_pre_hook(die)
+        began = trainer.step_count
+        history = trainer.train(tiny.blobs(160), max_steps=steps)
+        return {"began": began, "run": history.run, "weights": tiny.weights(trainer).tolist()}
+
+    return body
+
+
+def steps_in(run: str | Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("run", ["mine", None])
+def test_a_killed_training_goes_on_in_its_folder_and_ends_as_if_nothing_had_been(
+    launch: Launch, run: str | None
+) -> None:
+    began = time.time()
+    broken = launch.start(0, training(run, DIES_IN))
+    assert broken[1].status == -signal.SIGKILL and broken[0].status
+    assert progress.read(launch.folder / "logs")[1].trained == DIES_IN
+    again = launch.start(1, training(run))
+    seconds = time.time() - began
+    told = again[0].value
+    expected = launch.folder if run is None else launch.folder.with_name("mine")
+    assert (told["began"], told["run"]) == (14, str(expected))
+    assert f"restart 1: {folder.short(expected)} goes on from step-000014, after step 14" in again[0].output
+    assert steps_in(expected) == list(range(1, STEPS + 1))
+    assert sorted(path.name for path in Path("runs").iterdir()) == sorted({"script", expected.name})
+    unbroken = Launch(folder.create("elsewhere/unbroken")).start(0, training("whole"))
+    assert told["weights"] == unbroken[0].value["weights"]
+
+    found = ledger.summary(launch.folder)
+    assert (found.steps, found.lost_steps) == (STEPS, DIES_IN - 1 - 14)
+    assert 0 < found.training < found.total and found.lost > 0 and found.start > 0 and found.saves > 0
+    assert found.total == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_restart_before_the_first_save_begins_as_the_first_start_did(launch: Launch, in_folder: Path) -> None:
+    worlds.values(1, training("old", steps=2))
+    given = str(in_folder / "runs" / "old" / "checkpoints" / "step-000002")
+    launch.start(0, training(dies_in=5, resume=given), ranks=2)
+    told = launch.start(1, training(resume=given, steps=8))[0].value
+    assert (told["began"], told["run"]) == (2, str(in_folder / "runs" / "mine"))
+    assert steps_in(told["run"]) == [3, 4, 5, 6, 7, 8]
+    assert ledger.summary(launch.folder).lost_steps == 2
+
+
+def test_each_training_of_a_script_finds_its_own_folder_again(launch: Launch) -> None:
+    """One that was done has nothing to do; the next one, of the same kind, goes on."""
+
+    def script(dies_in: int | None) -> Callable[[], Any]:
+        return lambda: [training(None, steps=8)(), training(None, dies_in, steps=9)()]
+
+    launch.start(0, script(8))
+    first, second = launch.start(1, script(None))[0].value
+    assert (first["began"], second["began"]) == (8, 7)
+    assert Path(first["run"]) == launch.folder and Path(second["run"]).name == "sequential"
+    assert steps_in(second["run"]) == list(range(1, 10))
+
+
+def test_a_start_that_is_no_restart_makes_a_new_folder(launch: Launch) -> None:
+    runs = [launch.start(0, training("mine", steps=2), ranks=1)[0].value for _ in range(2)]
+    assert [(Path(told["run"]).name, told["began"]) for told in runs] == [("mine", 0), ("mine-2", 0)]
+
+
+@pytest.mark.parametrize(("step", "accumulate"), [(13, 1), (13, 2), (1, 1)])
+def test_a_suspected_step_leaves_the_ids_of_its_samples(launch: Launch, step: int, accumulate: int) -> None:
+    """Ten steps are an epoch, and each has 16 of its 160 samples, on two ranks. The one that dies has come as far as
+    its first micro-batch; in the first step that is in the pre-flight."""
+    script = training(dies_in=step, accumulate=accumulate, micro_batch=8 // accumulate)
+    launch.start(0, script, **{progress.SUSPECT_STEP: str(step)})
+    suspects = progress.read_suspects(launch.folder / "logs")
+    found = {rank: (each.step, each.epoch, len(each.samples)) for rank, each in suspects.items()}
+    assert found == {0: (step, step // 10, 8), 1: (step, step // 10, 8 // accumulate)}
+    samples = {index for each in suspects.values() for index in each.samples}
+    assert len(samples) == 8 + 8 // accumulate and samples <= set(range(160))
+
+
+def test_samples_are_not_noted_unless_a_step_is_suspected(launch: Launch) -> None:
+    launch.start(0, training(steps=2), ranks=1)
+    assert progress.read_suspects(launch.folder / "logs") == {}

@@ -1,0 +1,234 @@
+"""A real SLURM of two nodes. A small program stands in for the front end or for a node's launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import slurm_cluster
+
+from paceline.errors import LaunchError
+from paceline.launcher import slurm, slurm_job, slurm_script
+
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SYSTEM_TESTS") != "1", reason="PACELINE_SYSTEM_TESTS is not 1")
+
+SECONDS = 90.0
+
+# Prints what it finds, as JSON.
+SHOW = """
+import json, os, sys
+from paceline.launcher.slurm import allocation
+found = allocation(os.environ)
+print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("A"), vars(found)]), flush=True)
+"""
+
+# Notes its pid, its order and each signal in a file of its own, until its standard input ends.
+NODE = """
+import os, signal, sys
+log = open(f"{os.environ['SLURMD_NODENAME']}.log", "a", buffering=1)
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: log.write(signal.Signals(number).name + "\\n"))
+log.write(f"pid {os.getpid()}\\n")
+log.write(sys.stdin.readline())
+sys.stdin.read()
+log.write("end\\n")
+"""
+
+# The front end of a job. At a signal it ends the launchers, and requeues the job where that is right.
+FRONT = """
+import os, signal, sys
+from paceline.launcher import slurm, slurm_job
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGTERM])
+found = slurm.allocation(os.environ)
+print(f"start {found.restarts}", flush=True)
+if found.restarts:
+    sys.exit(3)
+machines = slurm.SlurmMachines(found, workdir=os.getcwd(), command=[sys.executable, "-c", sys.argv[1]])
+for node in range(2):
+    machines.start(node, b"order\\n")
+told_to_end = signal.sigwait([signal.SIGUSR2, signal.SIGTERM]) == signal.SIGTERM
+machines.stop()
+if slurm.wants_requeue(found, warned=sys.argv[2] == "warned", told_to_end=told_to_end):
+    slurm_job.requeue(found.job)
+    signal.sigwait([signal.SIGTERM])
+"""
+
+# A sum over all ranks, with the node of each.
+TRAIN = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+places = [None] * dist.get_world_size()
+dist.all_gather_object(places, os.environ["SLURMD_NODENAME"] + os.environ["LOCAL_RANK"])
+if dist.get_rank() == 0:
+    print("sum", total.item(), *places, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="session")
+def running_cluster() -> Iterator[slurm_cluster.Cluster]:
+    with slurm_cluster.running() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(
+    running_cluster: slurm_cluster.Cluster, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[slurm_cluster.Cluster]:
+    """The cluster without any job, before and after; the working folder is empty."""
+    monkeypatch.setenv("SLURM_CONF", running_cluster.environment["SLURM_CONF"])
+    yield running_cluster
+    if not running_cluster.is_quiet():
+        running_cluster.command("scancel", f"--user={os.getuid()}")
+    until(running_cluster.is_quiet)
+
+
+@pytest.fixture
+def allocated(cluster: slurm_cluster.Cluster) -> slurm.Allocation:
+    """Two nodes for this process, as from the shell of salloc."""
+    said = subprocess.run(["salloc", "--no-shell", "--nodes=2"], capture_output=True, text=True, check=True).stderr
+    granted = re.search(r"Granted job allocation (\d+)", said)
+    assert granted
+    return slurm.Allocation(granted[1], slurm_cluster.NODES, is_front_end=True)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def script(command: list[str], request: str = "nodes=2", workdir: Path | None = None, **env: str) -> str:
+    parsed = slurm_script.parse(request)
+    return slurm_script.batch_script(
+        parsed, command, name="test", workdir=str(workdir or Path.cwd()), log="job.log", env=env
+    )
+
+
+def machines(allocated: slurm.Allocation) -> slurm.SlurmMachines:
+    command = [sys.executable, "-c", NODE]
+    return slurm.SlurmMachines(allocated, workdir=str(Path.cwd()), command=command, patience=SECONDS)
+
+
+def test_a_job_runs_as_asked_and_its_log_and_status_come_back(
+    cluster: slurm_cluster.Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path.cwd() / "a folder; $(touch x) & `y`"
+    folder.mkdir()
+    hostile = ["it's", "$(touch x)", "a\n#SBATCH --nodes=7\nb", "", "*", "\\"]
+    command = [sys.executable, "-c", SHOW + "sys.exit(7)", *hostile]
+    job = slurm_job.submit(script(command, "nodes=2,gpus=3,time=10m,cpus=2", folder, A=hostile[2]))
+    assert slurm_job.follow(job, folder / "job.log") == 7
+    shown = capfd.readouterr()
+    assert json.loads(shown.out) == [
+        hostile,
+        str(folder),
+        hostile[2],
+        {"job": job, "nodes": ["a", "b"], "is_front_end": True, "gpus": 3, "restarts": 0},
+    ]
+    assert shown.err.endswith(f"job {job}: failed\n")
+    assert [path.name for path in folder.iterdir()] == ["job.log"]
+
+
+def test_srun_and_salloc_are_told_apart(cluster: slurm_cluster.Cluster) -> None:
+    show = [sys.executable, "-c", SHOW]
+    shell = json.loads(cluster.command("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", *show))[3]
+    assert (shell["nodes"], shell["is_front_end"], shell["gpus"]) == (["a", "b"], True, 2)
+    tasks = cluster.command("srun", "--nodes=2", *show).splitlines()
+    assert [json.loads(task)[3]["is_front_end"] for task in tasks] == [False, False]
+
+
+def test_launchers_get_their_order_and_end_when_let_go(allocated: slurm.Allocation) -> None:
+    nodes = machines(allocated)
+    for node in (0, 1):
+        nodes.start(node, b"x" * 200_000 + b"\n")
+    until(lambda: all(len(lines(f"{name}.log")) == 2 for name in nodes.names))
+    assert nodes.ended() == {}
+    nodes.stop()
+    for name in nodes.names:
+        assert [len(lines(f"{name}.log")[1]), lines(f"{name}.log")[2]] == [200_000, "end"]
+
+
+@pytest.mark.parametrize("victim", ["launcher", "srun"])
+def test_a_lost_launcher_is_told_and_starts_again(allocated: slurm.Allocation, victim: str) -> None:
+    nodes = machines(allocated)
+    for node in (0, 1):
+        nodes.start(node, b"first\n")
+    until(lambda: "first" in lines("b.log"))
+    launcher = int(lines("b.log")[0].split()[1])
+    os.kill(launcher if victim == "launcher" else nodes._running[1].process.pid, 9)
+    told: dict[int, str] = {}
+    until(lambda: told.update(nodes.ended()) or told)
+    assert list(told) == [1]
+    until(lambda: not Path(f"/proc/{launcher}").exists())  # also where its srun died, and it heard nothing
+    nodes.start(1, b"second\n")
+    until(lambda: "second" in lines("b.log"))
+    nodes.stop()
+    assert lines("b.log")[-1] == lines("a.log")[-1] == "end"
+
+
+def submit_front(why: str) -> str:
+    job = slurm_job.submit(script([sys.executable, "-c", FRONT, NODE, why], "nodes=2,time=10m"))
+    until(lambda: all("order" in lines(f"{name}.log") for name in slurm_cluster.NODES))
+    return job
+
+
+def test_a_warning_ends_the_launchers_and_the_job_starts_again(
+    cluster: slurm_cluster.Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = submit_front("warned")
+    cluster.command("scancel", "--batch", "--signal=USR2", job)  # as SLURM does before the time limit
+    assert slurm_job.follow(job, Path("job.log")) == 3
+    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("start")] == ["start 0", "start 1"]
+    for name in slurm_cluster.NODES:
+        assert lines(f"{name}.log")[2:] == ["end"]
+
+
+def test_preemption_tells_the_launchers_alone_and_the_front_end_requeues(cluster: slurm_cluster.Cluster) -> None:
+    job = submit_front("preempted")
+    assert not slurm_job.is_preempted(job)
+    slurm_job.submit(script(["true"], "nodes=2,partition=urgent,cpus=4"))
+    until(lambda: all("SIGTERM" in lines(f"{name}.log") for name in slurm_cluster.NODES))
+    assert slurm_job.is_preempted(job)
+    cluster.command("scancel", "--batch", "--signal=USR2", job)  # the stand-in waits for a signal, and had none so far
+    until(lambda: slurm_job.look(job)["Restarts"] == "1")
+
+
+def test_a_cancelled_job_does_not_come_back(cluster: slurm_cluster.Cluster) -> None:
+    job = submit_front("warned")
+    cluster.command("scancel", job)
+    assert slurm_job.follow(job, Path("job.log")) != 0
+    assert slurm_job.look(job)["Restarts"] == "0"
+
+
+def test_what_slurm_refuses_is_told_in_its_words(cluster: slurm_cluster.Cluster) -> None:
+    with pytest.raises(LaunchError, match=r"(?s)launch\.slurm-refused.*invalid partition"):
+        slurm_job.submit(script(["true"], "partition=nowhere"))
+    with pytest.raises(LaunchError, match=r"(?s)launch\.slurm-refused.*Invalid job id"):
+        slurm_job.requeue("999999")
+
+
+def test_one_command_trains_on_two_nodes_with_two_ranks_each(cluster: slurm_cluster.Cluster) -> None:
+    Path("train.py").write_text(TRAIN)
+    launch = [sys.executable, "-P", "-m", "paceline", "launch", "--slurm", "nodes=2,time=10m", "-n", "2", "--cpu"]
+    ran = subprocess.run([*launch, "train.py"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert "sum 6.0 a0 a1 b0 b1" in ran.stdout
+    assert "running on a,b" in ran.stderr
