@@ -80,7 +80,7 @@ def _order(chance: random.Random) -> Order:
     script, value, *arguments = (text(chance, quotable=False) for _ in range(4))
     launch = Launch(ranks=1, run=script, env={"NAME": value})
     target = Target("script", script, tuple(arguments))
-    return Order(0, "token", (("node-0", 1),), 1, launch, target, recipe=None)
+    return Order(0, "token", (("node-0", 1),), 1, launch, target, recipe=None, folder="/")
 
 
 class Place:

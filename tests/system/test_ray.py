@@ -1,26 +1,20 @@
-"""Launching on a real Ray: a cluster of two nodes on this machine, with its own folder, ports and token.
-
-Everything that imports Ray runs in processes of its own, because Ray's imports warn, and warnings fail our tests.
-"""
+"""Launchers on a real Ray of two nodes. One training script has the same losses there as anywhere."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+
+from system import curve, ray_server
+from system.waiting import DEADLINE, eventually
 
 pytestmark = [
     pytest.mark.skipif(
@@ -28,7 +22,6 @@ pytestmark = [
     ),
     pytest.mark.timeout(400),
 ]
-DEADLINE = 100.0
 STAND_IN = """
 import json, os, sys
 order = json.loads(sys.stdin.readline())
@@ -82,81 +75,13 @@ machines.start(1, order(1))
 (folder / "left").write_text(json.dumps([pid(0), pid(1)]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-REDUCE = """
-import sys
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-rank, total = dist.get_rank(), torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-if rank == 0:
-    print("the sum is", total.item(), flush=True)
-dist.barrier()
-dist.destroy_process_group()
-sys.exit(7 * rank)
-"""
-
-
-def eventually(look: Callable[[], Any]) -> Any:
-    end = time.monotonic() + DEADLINE
-    while not (seen := look()):
-        assert time.monotonic() < end, "it did not come in time"
-        time.sleep(0.02)
-    return seen
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[dict[str, str]]:
     """The environment in which `--ray auto` finds the cluster."""
-    # Not pytest's folder: names of Unix sockets, which Ray makes below it, may have 107 letters.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        token = Path(folder, "token")
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        started: list[subprocess.Popen[bytes]] = []
-        try:
-            client_port = _free_port()
-            started.append(
-                _start(environment, "--head", "--port=0", f"--temp-dir={folder}/ray", "--include-dashboard=false",
-                       f"--ray-client-server-port={client_port}")
-            )  # fmt: skip
-            found = Path(folder, "ray", "ray_current_cluster")
-            address = eventually(lambda: found.exists() and found.read_text().strip())
-            started.append(_start(environment, f"--address={address}"))
-            yield {**environment, "RAY_ADDRESS": address}
-        finally:
-            for process in started:
-                _end(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _start(environment: dict[str, str], *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--num-gpus=0"]
-    return subprocess.Popen(
-        [*command, *options], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )  # fmt: skip
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asked to, Ray would take half a minute to end."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
-    psutil.wait_procs(family, timeout=DEADLINE)
+    with ray_server.running() as environment:
+        yield environment
 
 
 def run(front_end: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -197,13 +122,5 @@ def test_a_cluster_without_room_is_said_and_coded(ray: dict[str, str], tmp_path:
     assert f"[launch.no-ray-room] The Ray cluster had no room within 3 s: {missing}." in done.stderr
 
 
-def test_ranks_of_two_nodes_reduce_and_a_failure_is_told(ray: dict[str, str], tmp_path: Path) -> None:
-    script = tmp_path / "reduce.py"
-    script.write_text(REDUCE)
-    command = [sys.executable, "-m", "paceline", "launch", "--ray", "auto", "--nodes", "2", "-n", "1", "--cpu"]
-    done = subprocess.run(
-        [*command, str(script)], cwd=tmp_path, env=ray, capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert done.returncode == 7, done.stderr
-    assert "the sum is 3.0\n" in done.stdout
-    assert "rank 1" in done.stderr
+def test_a_training_has_the_losses_of_plain_python(ray: dict[str, str], tmp_path: Path) -> None:
+    curve.launch(tmp_path, "--ray", "auto", "--nodes", "2", env=ray)

@@ -13,12 +13,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import slurm_cluster
-
 from paceline.errors import LaunchError
 from paceline.launcher import slurm, slurm_job, slurm_script
+from system import curve, slurm_cluster
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SYSTEM_TESTS") != "1", reason="PACELINE_SYSTEM_TESTS is not 1")
 
@@ -61,19 +58,6 @@ machines.stop()
 if slurm.wants_requeue(found, warned=sys.argv[2] == "warned", told_to_end=told_to_end):
     slurm_job.requeue(found.job)
     signal.sigwait([signal.SIGTERM])
-"""
-
-# A sum over all ranks, with the node of each.
-TRAIN = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([float(dist.get_rank())])
-dist.all_reduce(total)
-places = [None] * dist.get_world_size()
-dist.all_gather_object(places, os.environ["SLURMD_NODENAME"] + os.environ["LOCAL_RANK"])
-if dist.get_rank() == 0:
-    print("sum", total.item(), *places, flush=True)
-dist.destroy_process_group()
 """
 
 
@@ -225,10 +209,5 @@ def test_what_slurm_refuses_is_told_in_its_words(cluster: slurm_cluster.Cluster)
         slurm_job.requeue("999999")
 
 
-def test_one_command_trains_on_two_nodes_with_two_ranks_each(cluster: slurm_cluster.Cluster) -> None:
-    Path("train.py").write_text(TRAIN)
-    launch = [sys.executable, "-P", "-m", "paceline", "launch", "--slurm", "nodes=2,time=10m", "-n", "2", "--cpu"]
-    ran = subprocess.run([*launch, "train.py"], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr + ran.stdout
-    assert "sum 6.0 a0 a1 b0 b1" in ran.stdout
-    assert "running on a,b" in ran.stderr
+def test_a_training_has_the_losses_of_plain_python(cluster: slurm_cluster.Cluster) -> None:
+    curve.launch(Path.cwd(), "--slurm", "nodes=2,time=10m", env=cluster.environment)

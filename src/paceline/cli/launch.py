@@ -42,6 +42,7 @@ def launch(
     nodes: places.Nodes = None,
     node_rank: places.NodeRank = None,
     master: places.Master = None,
+    rendezvous: places.Rendezvous = None,
     wait: places.Wait = None,
     interface: places.Interface = None,
     hosts: places.Hosts = None,
@@ -73,7 +74,7 @@ def launch(
         wait=places.WAIT if wait is None else wait,
         interface=interface,
     )
-    where = Where(nodes, node_rank, master, hosts, ssh or "ssh", python, address, slurm, ray, dry_run, k8s, k8s_with)
+    where = Where(nodes, node_rank, master, hosts, ssh, python, address, slurm, ray, dry_run, k8s, k8s_with)
     raise SystemExit(launch_anywhere(script.work_of(target), wanted, where, sys.argv[1:]))
 
 

@@ -7,6 +7,7 @@ the front end is gone.
 from __future__ import annotations
 
 import os
+import socket
 
 from paceline.cli import recipe, script
 
@@ -22,6 +23,7 @@ def node() -> None:
     from paceline.launcher.ranks import choose_ranks
 
     order = orders.read(0)
+    _enter(order.folder)
     prepare_environment(order.launch)
     if order.target is not None:
         order.target.check()
@@ -47,3 +49,17 @@ def node() -> None:
         if error.code != "launch.meeting-lost":
             raise
         raise SystemExit(MEETING_LOST) from None
+
+
+def _enter(folder: str) -> None:
+    from paceline.errors import LaunchError
+
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise LaunchError(
+            "no-folder",
+            f"The working folder {folder} can't be entered on {socket.gethostname()}: {error.strerror}.",
+            why="ranks work in the same folder on every machine",
+            fix="start from a folder that all machines share, or that has the same path and files on each",
+        ) from None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import recipe
 from paceline.cli import where as places
+
+if TYPE_CHECKING:
+    from paceline.config.sections import Launch as Section
+    from paceline.launcher.anywhere import Where
 
 CONTEXT = {"allow_interspersed_args": True}
 
@@ -24,6 +29,7 @@ def train(
     nodes: places.Nodes = None,
     node_rank: places.NodeRank = None,
     master: places.Master = None,
+    rendezvous: places.Rendezvous = None,
     wait: places.Wait = None,
     interface: places.Interface = None,
     hosts: places.Hosts = None,
@@ -57,18 +63,11 @@ def train(
         wait=said.wait if wait is None else wait,
         interface=interface or said.interface,
     )
-    where = Where(
-        nodes=nodes or said.nodes,
-        node_rank=said.node_rank if node_rank is None else node_rank,
-        master=master or said.master,
-        hosts=hosts or said.hosts,
-        ssh=ssh or said.ssh,
-        python=python or said.python,
-        address=address or said.address,
-        slurm=slurm or said.slurm,
-        ray=ray or said.ray,
-        dry_run=dry_run,
-        k8s=k8s,
-        k8s_with=k8s_with,
-    )
-    raise SystemExit(launch_anywhere(recipe.work_of(config), launch, where, sys.argv[1:]))
+    asked = Where(nodes, node_rank, master, hosts, ssh, python, address, slurm, ray, dry_run, k8s, k8s_with, rendezvous)
+    raise SystemExit(launch_anywhere(recipe.work_of(config), launch, _completed(asked, said), sys.argv[1:]))
+
+
+def _completed(asked: Where, said: Section) -> Where:
+    """What the command line leaves open is as the recipe's `launch:` says."""
+    names = ("nodes", "node_rank", "master", "hosts", "ssh", "python", "address", "slurm", "ray")
+    return replace(asked, **{name: getattr(said, name) for name in names if getattr(asked, name) is None})

@@ -51,6 +51,16 @@ Master = Annotated[
         rich_help_panel=_BY_HAND,
     ),
 ]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-backend",
+        "--rdzv_backend",
+        metavar="static | c10d",
+        help="static: each says its --node-rank; c10d: numbers are given in the order of arrival",
+        rich_help_panel=_BY_HAND,
+    ),
+]
 Wait = Annotated[
     float | None,
     typer.Option("--wait", help="seconds in which the others have to come (600)", rich_help_panel=_BY_HAND),

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,12 +32,16 @@ from paceline.launcher.work import Start, Work
 from paceline.runtime import environment, progress
 
 _SETTLING = 0.5  # seconds in which ranks may end by themselves when another one has failed
+_ORPHANS = 60.0  # seconds that ranks of several nodes go on without their launcher: another one may come for them
 _AFTER_TERM = 5.0  # and that they have after a SIGTERM, unless they are saving
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
 
 
 class Watch(Protocol):
     """Who else has a say in when the ranks of this machine end."""
+
+    def started(self, pids: Collection[int]) -> None:
+        """The ranks are there."""
 
     def failing(self) -> None:
         """A rank here has failed; the others are given a moment to end."""
@@ -50,6 +54,9 @@ class Watch(Protocol):
 
 
 class Nobody:
+    def started(self, pids: Collection[int]) -> None:
+        pass
+
     def failing(self) -> None:
         pass
 
@@ -219,9 +226,11 @@ class _Agent(LocalElasticAgent):
         pids = super()._start_workers(worker_group)
         self._pids: dict[int, int] = dict(pids)
         assert self._stack is not None
-        self._stack.enter_context(keeper.keeping(list(pids.values()), self._start.grace))
+        patience = _ORPHANS if self._start.nodes > 1 else 0.0
+        self._stack.enter_context(keeper.keeping(list(pids.values()), self._start.grace, patience))
         context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
         self._heard.watch(lambda: _running(context))
+        self._watch.started(list(pids.values()))
         return pids
 
     def _monitor_workers(self, worker_group: Any) -> Any:

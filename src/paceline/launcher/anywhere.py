@@ -41,7 +41,7 @@ class Where:
     node_rank: int | None = None
     master: str | None = None  # host or host:port
     hosts: str | None = None
-    ssh: str = "ssh"
+    ssh: str | None = None  # the program, with options
     python: str | None = None  # the interpreter on the other machines
     address: str | None = None  # of this machine, as the others reach it
     slurm: str | None = None
@@ -49,6 +49,7 @@ class Where:
     dry_run: bool = False
     k8s: bool = False
     k8s_with: str | None = None
+    rendezvous: str | None = None  # in torchrun's words: whether nodes say their number
 
 
 def launch_anywhere(work: Work, launch: Launch, where: Where, command: Sequence[str]) -> int:
@@ -90,6 +91,10 @@ def _refuse_several_ways(where: Where) -> None:
             f"--{' and --'.join(names)} are different ways of launching.",
             fix="choose one of them",
         )
+    if where.rendezvous not in (None, "static", "c10d"):
+        raise LaunchError("bad-options", f"--rdzv-backend {where.rendezvous!r}: there are static and c10d.")
+    if where.rendezvous == "static" and where.node_rank is None:
+        raise LaunchError("bad-options", "--rdzv-backend static needs --node-rank on every node.")
     if where.dry_run and not where.slurm:
         raise LaunchError("bad-options", "--dry-run shows a batch script of SLURM, but there is no --slurm.")
 
@@ -144,7 +149,7 @@ def _over_ssh(work: Work, launch: Launch, where: Where) -> int:
     hosts = read_hosts(where.hosts or "")
     prepare_environment(launch)
     command = ssh.node_command(str(Path.cwd()), where.python or sys.executable)
-    machines = ssh.SshMachines(hosts, command, ssh=ssh.read_ssh(where.ssh), patience=launch.patience)
+    machines = ssh.SshMachines(hosts, command, ssh=ssh.read_ssh(where.ssh or "ssh"), patience=launch.patience)
     ranks = [host.ranks or launch.ranks for host in hosts]
     wanted = _several(launch, where, len(hosts))
     return front.launch_on(machines, work, wanted, ranks, address=where.address).status

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 
 from paceline.errors import LaunchError
 from paceline.launcher.channel import job_token
+from paceline.launcher.identity import Identity, identity
 from paceline.launcher.launch import Launch, prepare_environment
-from paceline.launcher.meeting import Meeting, Plan
+from paceline.launcher.meeting import Meeting
+from paceline.launcher.members import Plan
 from paceline.launcher.node import Node
 from paceline.launcher.ranks import choose_ranks
 from paceline.launcher.sockets import LOOPBACK, is_loopback, listen, own_address_of
@@ -58,7 +60,8 @@ def launch_by_hand(work: Work, launch: Launch, place: Place) -> int:
         own = listener.getsockname()[0]
         address = (LOOPBACK if own == "0.0.0.0" else own, place.port)
     plan = Plan(*launch.nodes, launch.max_restarts, launch.wait, launch.patience, place.port + 1, launch.restarted)
-    with nullcontext() if listener is None else _hosted(listener, token, plan):
+    own_identity = identity(script=work.script, recipe=work.recipe)
+    with nullcontext() if listener is None else _hosted(listener, token, plan, own_identity):
         try:
             return Node(work, launch, ranks, [address], token, number=place.node).run()
         except LaunchError as error:
@@ -87,7 +90,7 @@ def _listen(place: Place) -> socket.socket | None:
 
 
 @contextmanager
-def _hosted(listener: socket.socket, token: str, plan: Plan) -> Iterator[None]:
+def _hosted(listener: socket.socket, token: str, plan: Plan, wanted: Identity) -> Iterator[None]:
     """The meeting in a process of its own, until all nodes know how it ended."""
     theirs, ours = os.pipe()
     process = os.fork()
@@ -95,7 +98,7 @@ def _hosted(listener: socket.socket, token: str, plan: Plan) -> Iterator[None]:
         status = 1
         try:
             os.close(ours)
-            _host(listener, token, plan, theirs)
+            _host(Meeting(listener, token, plan, lambda message: None, wanted), theirs)
             status = 0
         finally:
             os._exit(status)
@@ -108,10 +111,9 @@ def _hosted(listener: socket.socket, token: str, plan: Plan) -> Iterator[None]:
         os.waitpid(process, 0)
 
 
-def _host(listener: socket.socket, token: str, plan: Plan, launcher: int) -> None:
+def _host(meeting: Meeting, launcher: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the launcher gets them too, and tells
-    meeting = Meeting(listener, token, plan, lambda message: None)
     while not meeting.is_over:
         meeting.step()
         gone, _, _ = select.select([launcher], [], [], 0)

@@ -17,7 +17,9 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket, token: str, *, is_server: bool) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _miss_dead_machines(connection)
+        _keep_from_children(connection)
         connection.setblocking(False)
         self._socket, self._token, self._is_server = connection, token.encode(), is_server
         self._own_nonce = secrets.token_bytes(_NONCE)
@@ -149,6 +153,27 @@ class Channel:
             raise Closed(error.strerror or str(error)) from None
         finally:
             self._socket.setblocking(False)
+
+
+def _miss_dead_machines(connection: socket.socket) -> None:
+    """The kernel asks whether the other machine still lives, also while a launcher there is busy."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)
+
+
+def _keep_from_children(connection: socket.socket) -> None:
+    """A connection that ranks were forked with would outlive its launcher, and nobody would miss that."""
+    own = weakref.ref(connection)
+
+    def close() -> None:
+        inherited = own()
+        if inherited is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
 
 
 def connect(addresses: Sequence[tuple[str, int]], token: str) -> Channel | None:

@@ -91,6 +91,8 @@ def _reseed(rank: int) -> None:
 def _forget_parent() -> None:
     """What the parent does on signals and at its exit (removing temporary folders, say) is not for a forked rank."""
     os.environ.pop(interrupts.TORCHS_OWN, None)
+    if sys.platform == "linux":  # torch asks for a SIGINT here; what comes then is the keeper's affair
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -135,9 +137,7 @@ def _flush() -> None:
 
 
 def main() -> None:
-    """A rank in a fresh interpreter. It ends with its launcher, also when that is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """A rank in a fresh interpreter."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     target = Target.from_json(spec)
     run_rank(target.run, Path(spec["logs"]))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 
 from paceline.errors import LaunchError
@@ -20,7 +21,8 @@ from paceline.launcher import screen
 from paceline.launcher.channel import Message
 from paceline.launcher.launch import Launch
 from paceline.launcher.machines import Machines
-from paceline.launcher.meeting import Meeting, Plan
+from paceline.launcher.meeting import Meeting
+from paceline.launcher.members import Plan
 from paceline.launcher.orders import Order
 from paceline.launcher.sockets import listen
 from paceline.launcher.work import Work
@@ -56,9 +58,10 @@ def launch_on(
     heard: set[int] = set()
     port = int(listener.getsockname()[1])
     found = tuple((each, port) for each in reach)
+    folder = str(Path.cwd())
     by_ssh = address is None  # then the way that ssh took is the best guess
     orders = [
-        Order(node, token, found, port, replace(launch, ranks=number), work.target, work.recipe, by_ssh)
+        Order(node, token, found, port, replace(launch, ranks=number), work.target, work.recipe, folder, by_ssh)
         for node, number in enumerate(ranks)
     ]
     meeting = Meeting(listener, token, plan, lambda message: _tell(message, machines.names))
@@ -82,7 +85,7 @@ def _attend(meeting: Meeting, machines: Machines, orders: Sequence[Order], signa
     running: set[int] = set()
     arrived: set[int] = set()  # nodes that were at the meeting once
     while not meeting.is_over:
-        for node in meeting.missing if meeting.is_gathering else ():
+        for node in meeting.wanted:
             if node not in running:
                 running.add(node)
                 machines.start(node, orders[node].line())
@@ -108,6 +111,9 @@ def _tell(message: Message, names: Sequence[str]) -> None:
     if message["kind"] == "waiting":
         missing = ", ".join(names[node] for node in message["missing"])
         text = f"waiting: {message['here']} of {message['of']} nodes are here; missing: {missing}"
+        print(text, file=sys.stderr, flush=True)
+    elif message["kind"] == "orphans":
+        text = f"the launcher on {names[message['node']]} is gone; its ranks go on until a new one is there"
         print(text, file=sys.stderr, flush=True)
     elif message["kind"] == "again":
         print(screen.again(message), file=sys.stderr, flush=True)

@@ -7,15 +7,17 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_GONE_WITHIN = 10.0  # seconds after a SIGKILL
+
 
 @contextmanager
-def keeping(pids: Collection[int], grace: float) -> Iterator[None]:
-    """While the block runs, somebody watches over these processes. The signals of a launcher that is gone are sent to
-    them: SIGTERM, on which training saves, and SIGKILL when the grace is over."""
+def keeping(pids: Collection[int], grace: float, patience: float = 0.0) -> Iterator[None]:
+    """While the block runs, somebody watches over these processes. When the launcher is gone they may go on for
+    `patience` seconds; then they get SIGTERM, on which training saves, and SIGKILL when the grace is over."""
     if sys.platform != "linux":  # elsewhere a process can't be named safely
         yield
         return
@@ -24,7 +26,7 @@ def keeping(pids: Collection[int], grace: float) -> Iterator[None]:
     if keeper == 0:
         try:
             os.close(ours)
-            _keep(theirs, pids, grace)
+            _keep(theirs, pids, grace, patience)
         finally:
             os._exit(0)
     os.close(theirs)
@@ -37,20 +39,31 @@ def keeping(pids: Collection[int], grace: float) -> Iterator[None]:
         os.waitpid(keeper, 0)
 
 
-def _keep(launcher: int, pids: Collection[int], grace: float) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    born = {pid: _birth(pid) for pid in pids}
+def _keep(launcher: int, pids: Collection[int], grace: float, patience: float) -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)
+    born = {pid: birth(pid) for pid in pids}
     if os.read(launcher, 1):
         return
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 0.0)):
-        handles = []
-        for pid, birth in born.items():
-            if birth is not None and _birth(pid) == birth:  # not another process that got its number
-                with suppress(ProcessLookupError):
-                    handles.append(os.pidfd_open(pid))
-                    signal.pidfd_send_signal(handles[-1], number)
-        _wait(handles, patience)
+    stages: tuple[tuple[int, float], ...] = ((0, patience), (signal.SIGTERM, grace), (signal.SIGKILL, 0.0))
+    for number, seconds in stages:
+        _wait(_send(born, number), seconds)
+
+
+def end_leftovers(born: Mapping[int, str | None]) -> None:
+    """Ranks that outlived their launcher, named by number and birth."""
+    _wait(_send(born, signal.SIGKILL), _GONE_WITHIN)
+
+
+def _send(born: Mapping[int, str | None], number: int) -> list[int]:
+    """Handles of the processes that were there to get it."""
+    handles = []
+    for pid, at in born.items():
+        if at is not None and birth(pid) == at:  # not another process that got its number
+            with suppress(ProcessLookupError):
+                handles.append(os.pidfd_open(pid))
+                signal.pidfd_send_signal(handles[-1], number)
+    return handles
 
 
 def _wait(handles: list[int], seconds: float) -> None:
@@ -58,9 +71,10 @@ def _wait(handles: list[int], seconds: float) -> None:
     end = time.monotonic() + seconds
     for handle in handles:
         select.select([handle], [], [], max(0.0, end - time.monotonic()))
+        os.close(handle)
 
 
-def _birth(pid: int) -> str | None:
+def birth(pid: int) -> str | None:
     """When a process began, in the kernel's ticks."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

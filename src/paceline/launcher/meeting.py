@@ -10,84 +10,60 @@ One start of all ranks is a generation. After `stopping` comes the next one, or 
 single-threaded and knows the nodes only through their channels: a launcher that is killed closes its connection, and is
 missed at once; a machine that loses power falls silent, and is missed after some seconds.
 
-Messages of a node: hello, opened, failing, ended, interrupted, error, beat. Of the meeting: welcome, refused, waiting,
-open, start, stop, end, beat.
+A launcher that is killed leaves ranks behind that go on training (keeper.py). Where restarts are allowed they may do so
+until another launcher has come for their node: so the run stands still for a restart, not for a launcher's start.
+
+Messages of a node: hello, opened, running, failing, ended, interrupted, error, beat. Of the meeting: welcome, refused,
+waiting, open, start, stop, again, end, beat.
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Literal
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher import admission, records
 from paceline.launcher.cause import Cause, RankEnd
 from paceline.launcher.channel import Channel, Closed, Message
+from paceline.launcher.door import Door
+from paceline.launcher.identity import Identity
+from paceline.launcher.members import Member, Orphans, Plan
 from paceline.launcher.sockets import is_loopback, listen
 from paceline.launcher.supervision import Again, Supervisor
 
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 5.0  # after which a node that gave none is lost
 _LAST_CALL = 2.0  # seconds in which more nodes may come when there are enough
-_STRANGERS, _STRANGER_SECONDS = 64, 10.0
+ORPHANS = 45.0  # seconds that ranks go on without their launcher before all are ended
 _FAREWELL = 5.0
 _FIRST_REMINDER, _REMINDER = 3.0, 30.0
 
 Phase = Literal["gathering", "opening", "running", "stopping", "over"]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What was asked for, for all nodes together."""
-
-    fewest: int
-    most: int
-    max_restarts: int = 0
-    wait: float = 600.0  # seconds in which enough nodes have to come
-    grace: float = 30.0
-    store_port: int | None = None
-    restarted: int = 0  # how often the job was started before
-
-
-@dataclass(eq=False)
-class Member:
-    """A node that was admitted."""
-
-    channel: Channel
-    node: int
-    host: str
-    ranks: int
-    is_busy: bool = False  # it has been told to start and has not said that it ended
-    ends: list[RankEnd] = field(default_factory=list)
-    oom_killed: list[int] = field(default_factory=list)
-    suspects: dict[int, list[int]] = field(default_factory=dict)
-
-    @property
-    def is_good(self) -> bool:
-        return bool(self.ends) and all(end.code == 0 for end in self.ends)
-
-
 class Meeting:
-    """`tell` is called with what people should know: waiting and end messages, and `again` before a restart."""
+    """`tell` is called with what people should know: waiting and end messages, and `again` before a restart. All nodes
+    have to be as `identity` says, else as the first that comes."""
 
-    def __init__(self, listener: socket.socket, token: str, plan: Plan, tell: Callable[[Message], None]) -> None:
-        listener.setblocking(False)
-        self._listener, self._token, self._plan, self._tell = listener, token, plan, tell
+    def __init__(
+        self, listener: socket.socket, token: str, plan: Plan, tell: Callable[[Message], None],
+        identity: Identity | None = None,
+    ) -> None:  # fmt: skip
+        self._door, self._plan, self._tell = Door(listener, token), plan, tell
         self._supervisor = Supervisor(plan.max_restarts)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[Channel, float] = {}
         self._members: dict[Channel, Member] = {}
-        self._identity: dict[str, dict[str, str]] | None = None  # of the first node
+        self._identity = identity
         self._phase: Phase = "gathering"
         self._generation = plan.restarted
         self._store: Any = None
         self._lost: dict[int, str] = {}  # nodes that went in this generation
         self._gone: list[RankEnd] = []  # what they had said of their ranks
+        self._orphans: dict[int, Orphans] = {}
+        self._leftovers: dict[int, Orphans] = {}  # what became of them in the next start
         self._signal = 0
         self._has_newcomer = False
         self._suspect: int | None = None
@@ -112,16 +88,17 @@ class Meeting:
         return bool(self._signal)
 
     @property
-    def is_gathering(self) -> bool:
-        return self._phase == "gathering"
+    def wanted(self) -> list[int]:
+        """Nodes whose launcher is to be started now."""
+        return self.missing if self._phase == "gathering" else sorted(self._orphans)
 
     def step(self, timeout: float = 0.1) -> None:
         """Hear what there is to hear, for at most `timeout` seconds, and act on it."""
-        for key, _ in self._selector.select(timeout):
-            if key.fileobj is self._listener:
-                self._accept()
-            else:
-                self._hear(key.data)
+        for channel, message in self._door.hear(timeout):
+            try:
+                self._hear(channel, message)
+            except (Closed, KeyError, TypeError, ValueError) as error:  # a message that makes no sense ends it
+                self._forget(channel, f"its launcher closed the connection ({error})")
         self._look_for_silence()
         self._advance()
 
@@ -147,49 +124,24 @@ class Meeting:
             self._drop(member, words)
 
     def close(self) -> None:
-        for channel in [*self._members, *self._strangers]:
-            channel.close()
-        self._listener.close()
-        self._selector.close()
+        self._door.shut()
         self._store = None
 
     # Hearing
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # whoever came is gone again
-            return
-        if len(self._strangers) >= _STRANGERS:
-            connection.close()
-            return
-        try:
-            channel = Channel(connection, self._token, is_server=True)
-        except Closed:
-            connection.close()
-            return
-        self._strangers[channel] = time.monotonic()
-        self._selector.register(connection, selectors.EVENT_READ, channel)
-
-    def _hear(self, channel: Channel) -> None:
-        try:
-            for message in channel.receive():
-                if channel in self._members:
-                    self._handle(self._members[channel], message)
-                elif channel in self._strangers:
-                    self._admit(channel, message)
-        except (Closed, KeyError, TypeError, ValueError) as error:  # a message that makes no sense ends it as well
-            self._forget(channel, f"its launcher closed the connection ({error})")
+    def _hear(self, channel: Channel, message: Message | Closed) -> None:
+        if isinstance(message, Closed):
+            raise message
+        if channel in self._members:
+            self._handle(self._members[channel], message)
+        else:
+            self._admit(channel, message)
 
     def _forget(self, channel: Channel, words: str) -> None:
         if channel in self._members:
             self._drop(self._members[channel], words)
-        elif self._strangers.pop(channel, None) is not None:
-            self._close(channel)
-
-    def _close(self, channel: Channel) -> None:
-        self._selector.unregister(channel)
-        channel.close()
+        else:
+            self._door.close(channel)
 
     def _admit(self, channel: Channel, message: Message) -> None:
         hello = admission.Hello.read(message)
@@ -198,7 +150,7 @@ class Meeting:
         except LaunchError as error:
             channel.send({"kind": "refused", "error": records.error_parts(error)})
             return  # it stays a stranger, and leaves: who closes a connection too soon takes the last word back
-        del self._strangers[channel]
+        self._door.let_in(channel)
         self._identity = self._identity or hello.identity
         self._members[channel] = Member(channel, node, hello.host, hello.ranks)
         channel.send({"kind": "welcome", "node": node, "nodes": self._plan.most})
@@ -210,6 +162,8 @@ class Meeting:
         match message["kind"]:
             case "opened" if self._phase == "opening":  # else something happened meanwhile
                 self._start(message["folder"])
+            case "running":
+                member.pids = dict(message["pids"])
             case "failing":
                 self._stop(0)
             case "ended":
@@ -231,29 +185,35 @@ class Meeting:
         if not member.is_good and self._phase == "running":
             self._stop(0)
 
-    def _drop(self, member: Member, words: str) -> None:
+    def _drop(self, member: Member, words: str, *, may_live: bool = True) -> None:
+        """A launcher is gone. Its ranks may live on: then they train until somebody comes for them, or fails."""
         del self._members[member.channel]
-        self._close(member.channel)
+        self._door.close(member.channel)
         self._changed_at = time.monotonic()
-        if self._phase in ("opening", "running", "stopping"):
+        if self._phase == "running" and member.is_busy and member.pids and may_live and self._may_start_again:
+            self._orphans[member.node] = Orphans(member.host, member.pids, words, self._changed_at)
+            self._tell({"kind": "orphans", "node": member.node, "host": member.host})
+        elif self._phase in ("opening", "running", "stopping"):
             if member.is_busy or self._phase == "opening":
                 self._lost[member.node] = f"{member.host}: {words}"
             self._gone += member.ends
             if not member.is_good:
                 self._stop(0)
 
+    @property
+    def _may_start_again(self) -> bool:
+        return self._supervisor.restarts < self._plan.max_restarts
+
     def _look_for_silence(self) -> None:
         now = time.monotonic()
-        for channel, since in list(self._strangers.items()):
-            if now - since > _STRANGER_SECONDS:
-                self._forget(channel, "")
         if now - self._beat_at > BEAT:
             self._beat_at = now
             self._broadcast({"kind": "beat"})
             if self._phase != "stopping":  # a launcher that ends its ranks may have no time for us
                 for member in list(self._members.values()):
-                    if now - member.channel.heard > SILENCE:
-                        self._drop(member, f"nothing was heard of it for {SILENCE:g} s")
+                    is_starting = member.is_busy and not member.pids  # and may import or build a model for long
+                    if now - member.channel.heard > SILENCE and not is_starting:
+                        self._drop(member, f"nothing was heard of it for {SILENCE:g} s", may_live=False)
 
     # Acting
 
@@ -265,8 +225,9 @@ class Meeting:
             if all(member.is_good for member in self._members.values()):
                 self._end(0)
         elif self._phase == "running" and self._has_newcomer:
-            self._has_newcomer = False
             self._stop(15, is_failure=False)
+        elif self._phase == "running" and any(now > each.since + ORPHANS for each in self._orphans.values()):
+            self._stop(0)
         elif self._phase == "stopping":
             busy = [member for member in self._members.values() if member.is_busy]
             if busy and now > self._deadline:
@@ -277,11 +238,12 @@ class Meeting:
 
     def _gather(self, delay: float) -> None:
         self._phase = "gathering"
+        self._has_newcomer = False
         now = time.monotonic()
         self._changed_at, self._not_before, self._deadline = now, now + delay, now + delay + self._plan.wait
         self._remind_at = now + delay + _FIRST_REMINDER
         for member in self._members.values():
-            member.ends, member.oom_killed, member.suspects, member.is_busy = [], [], {}, False
+            member.begin_anew()
 
     def _look_who_is_missing(self, now: float) -> None:
         number = len(self._members)
@@ -309,9 +271,8 @@ class Meeting:
 
         members = self._in_order()
         self._store = None  # its port is to be free
-        host = self._listener.getsockname()[0]
         try:
-            self._store = open_store(listen(host, self._plan.store_port))
+            self._store = open_store(listen(self._door.address, self._plan.store_port))
         except LaunchError as error:
             self.fail(error)
             return
@@ -319,13 +280,13 @@ class Meeting:
         seen = [each.channel.own_address for each in members if not is_loopback(each.channel.peer_address)]
         self._phase = "running"
         for index, member in enumerate(members):
-            if self._phase != "running":  # one could not be reached, so this start is over already
+            if self._lost:  # one could not be reached, so this start is over already
                 return
             alone = is_loopback(member.channel.peer_address)
             start = {
                 "kind": "start", "generation": self._generation, "node": index, "nodes": len(members),
                 "ranks": member.ranks, "first_rank": first, "world": world, "folder": folder,
-                "store_port": self._store.port, "suspect": self._suspect,
+                "store_port": self._store.port, "suspect": self._suspect, "leftovers": self._left_on(member.host),
                 # What the others reach this machine at, where it came here by loopback.
                 "address": seen[0] if alone and seen else None,
             }  # fmt: skip
@@ -333,12 +294,19 @@ class Meeting:
             first += member.ranks
             self._send(member, start)
 
+    def _left_on(self, host: str) -> dict[str, str | None]:
+        """Ranks of the start before whose launcher was lost on that machine."""
+        left = [each.pids for each in self._leftovers.values() if each.host == host]
+        return {pid: birth for pids in left for pid, birth in pids.items()}
+
     def _stop(self, number: int, *, but: Member | None = None, is_failure: bool = True) -> None:
         """All ranks are to end: by a signal, or, with 0, because others have failed."""
         if self._phase == "over":
             return
         if self._phase != "stopping":
             self._phase = "stopping"
+            self._lost |= {node: f"{each.host}: {each.words}" for node, each in self._orphans.items()}
+            self._leftovers, self._orphans = self._orphans, {}
             self._is_failure = is_failure and not self._signal
             self._deadline = time.monotonic() + self._plan.grace + 2 * SILENCE
         for member in list(self._members.values()):
@@ -377,12 +345,10 @@ class Meeting:
         self._phase, self.status = "over", status
         self._deadline = time.monotonic() + _FAREWELL
         message: Message = {
-            "kind": "end",
-            "status": status,
-            "signal": self._signal,
+            "kind": "end", "status": status, "signal": self._signal,
             "cause": None if cause is None else asdict(cause),
             "error": None if error is None else records.error_parts(error),
-        }
+        }  # fmt: skip
         self._broadcast(message)
         self._tell(message)
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from paceline.launcher.admission import Hello
 from paceline.launcher.cause import Cause
 from paceline.launcher.channel import Channel, Closed, Message, connect
 from paceline.launcher.identity import identity
+from paceline.launcher.keeper import birth, end_leftovers
 from paceline.launcher.launch import Launch
 from paceline.launcher.logs import Logs
 from paceline.launcher.meeting import BEAT, SILENCE
@@ -164,6 +165,7 @@ class Node:
     def _start(self, order: Message, stack: ExitStack) -> None:
         if self._logs is None or (order["folder"] is not None and str(self._logs.run) != order["folder"]):
             self._logs = stack.enter_context(logs.shared(order["folder"]))
+        end_leftovers({int(pid): born for pid, born in order["leftovers"].items()})
         first, last = order["first_rank"], order["first_rank"] + order["ranks"] - 1
         of = f"ranks {first} to {last}" if last > first else f"rank {first}"
         self._say(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}")
@@ -218,6 +220,9 @@ class Node:
             screen.show_end(message, self._logs)
 
     # What the agent asks while ranks run
+
+    def started(self, pids: Collection[int]) -> None:
+        self._send({"kind": "running", "pids": {pid: birth(pid) for pid in pids}})
 
     def failing(self) -> None:
         self._send({"kind": "failing"})

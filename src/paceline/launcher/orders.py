@@ -23,6 +23,7 @@ class Order:
     launch: Launch
     target: Target | None
     recipe: Mapping[str, Any] | None
+    folder: str  # in which the ranks work
     by_ssh: bool = False
 
     def line(self) -> bytes:
@@ -48,6 +49,7 @@ def read(descriptor: int) -> Order:
         launch=Launch(**launch),
         target=None if told["target"] is None else Target.from_json(told["target"]),
         recipe=told["recipe"],
+        folder=told["folder"],
         by_ssh=told["by_ssh"],
     )
 

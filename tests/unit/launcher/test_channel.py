@@ -16,7 +16,8 @@ import pytest
 from paceline.errors import LaunchError
 from paceline.launcher.admission import Hello
 from paceline.launcher.channel import TOKEN, Channel, Closed, Message, connect, job_token
-from paceline.launcher.meeting import Meeting, Plan
+from paceline.launcher.meeting import Meeting
+from paceline.launcher.members import Plan
 from paceline.launcher.sockets import LOOPBACK, listen
 
 SECRET = "the job's own"
@@ -147,8 +148,9 @@ class Attended:
     """A real meeting of two nodes, and strangers that come to it."""
 
     def __init__(self) -> None:
-        self.meeting = Meeting(listen(LOOPBACK, None), SECRET, Plan(2, 2), lambda message: None)
-        self.address = self.meeting._listener.getsockname()
+        listener = listen(LOOPBACK, None)
+        self.address = listener.getsockname()
+        self.meeting = Meeting(listener, SECRET, Plan(2, 2), lambda message: None)
         self.strangers: list[socket.socket] = []
 
     def stranger(self, words: bytes) -> socket.socket:
@@ -233,7 +235,7 @@ def test_a_word_at_the_wrong_time_starts_nothing(attended: Attended) -> None:
     channel.send({"kind": "opened", "folder": None})
     attended.meeting.step(0.1)
     attended.meeting.step(0.1)
-    assert attended.meeting.is_gathering and channel.receive() == []
+    assert attended.meeting.wanted and channel.receive() == []
 
 
 def test_nobody_and_something_else_at_the_address_are_no_meeting() -> None:
@@ -256,3 +258,23 @@ def test_the_token_is_the_told_one_else_one_that_only_the_user_can_read(
         job_token()
     monkeypatch.setenv(TOKEN, "told")
     assert job_token() == "told"
+
+
+def test_a_forked_child_does_not_hold_a_connection_open() -> None:
+    near, far = pair()
+    channel = Channel(near, SECRET, is_server=False)
+    hold, release = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(release)
+        os.read(hold, 1)
+        os._exit(0)
+    try:
+        channel.close()
+        far.settimeout(20)
+        assert len(far.recv(1 << 16)) == 32 and far.recv(1) == b""
+    finally:
+        far.close()
+        for descriptor in (release, hold):
+            os.close(descriptor)
+        os.waitpid(child, 0)
