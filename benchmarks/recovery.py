@@ -90,6 +90,7 @@ class Run:
             "--nproc-per-node",
             "2",
             "train.py",
+            str(self.last),
         ]
 
     def steps(self) -> list[dict[str, float]]:

@@ -83,15 +83,19 @@ def torchrun(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
+def command(death: Death) -> list[str]:
+    return [str(_SCRIPT), death.way, str(death.rank), death.moment]
+
+
 def run(death: Death, launcher: list[str], folder: Path, cgroup: str) -> Outcome:
     """Let it happen in an empty folder; `cgroup` is one with little memory, for those who need it."""
     mark = uuid.uuid4().hex
     variables = {_MARK: mark, "SMALL_CGROUP": cgroup, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    before = _shared_memory()
+    before = shared_memory()
     # A file, not a pipe: what is left behind would keep that open.
     with (folder / "said").open("wb") as said:
         process = subprocess.Popen(
-            [*launcher, str(_SCRIPT), death.way, str(death.rank), death.moment], cwd=folder,
+            [*launcher, *command(death)], cwd=folder,
             env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
         )  # fmt: skip
         try:
@@ -129,9 +133,14 @@ def _left(mark: str, shared_before: set[str]) -> list[str]:
     ports = [f"port {port} is open" for process in processes for port in _ports(process)]
     for process in processes:
         os.kill(process, signal.SIGKILL)
-    while (shared := _shared_memory() - shared_before) and time.monotonic() < deadline:
+    return [f"process {process} is there" for process in processes] + ports + left_in_shared_memory(shared_before)
+
+
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    deadline = time.monotonic() + _PATIENCE
+    while (found := shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.02)  # of another test's, perhaps
-    return [f"process {process} is there" for process in processes] + ports + [f"/dev/shm/{name}" for name in shared]
+    return [f"/dev/shm/{name}" for name in sorted(found)]
 
 
 def _marked(mark: str) -> list[int]:
@@ -156,6 +165,6 @@ def _ports(process: int) -> list[int]:
     return [int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
 
 
-def _shared_memory() -> set[str]:
+def shared_memory() -> set[str]:
     """Files only: folders there are those of other tests."""
     return {path.name for path in _SHARED_MEMORY.iterdir() if not path.is_dir()} if _SHARED_MEMORY.is_dir() else set()

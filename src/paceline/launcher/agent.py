@@ -33,7 +33,8 @@ from paceline.runtime import environment, progress
 
 _SETTLING = 0.5  # seconds in which ranks may end by themselves when another one has failed
 _ORPHANS = 60.0  # seconds that ranks of several nodes go on without their launcher: another one may come for them
-_AFTER_TERM = 5.0  # and that they have after a SIGTERM, unless they are saving
+_AFTER_TERM = 5.0  # and that they have after a SIGTERM
+_IN_VAIN = 1.0  # or where they wait for what can't come
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
 
 
@@ -278,16 +279,18 @@ class _Agent(LocalElasticAgent):
             self._note()
             self._termed_at = now
             self._heard.send(signal.SIGTERM)
-        elif self._termed_at is not None:
-            patience = self._start.grace if self._is_saving() else _AFTER_TERM
-            if now > self._termed_at + patience:
-                self._kill_the_rest()
+        elif self._termed_at is not None and now > self._termed_at + self._patience():
+            self._kill_the_rest()
 
-    def _is_saving(self) -> bool:
-        first = self._start.first_rank
+    def _patience(self) -> float:
+        """Seconds after a SIGTERM. Only the first rank can still bring a save to its end, with what it holds itself;
+        others that save wait for it, or for the one that is gone, in vain."""
         pages = progress.read(self._start.logs)
-        busy = [pages.get(first + local) for local in _busy(self._pcontext)]
-        return any(page is not None and page.phase == "saving" for page in busy)
+        busy = [self._start.first_rank + local for local in _busy(self._pcontext)]
+        saving = [rank for rank in busy if rank in pages and pages[rank].phase == "saving"]
+        if 0 in saving:
+            return self._start.grace
+        return _IN_VAIN if saving == busy else _AFTER_TERM
 
     def _kill_the_rest(self) -> None:
         self._note()

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError
-from paceline.launcher.channel import job_token
+from paceline.launcher.channel import connect, job_token
 from paceline.launcher.identity import Identity, identity
 from paceline.launcher.launch import Launch, prepare_environment
 from paceline.launcher.meeting import Meeting
@@ -49,7 +49,7 @@ def launch_by_hand(work: Work, launch: Launch, place: Place) -> int:
     ranks, reason = choose_ranks(launch.ranks, device=launch.device, on_cpu=launch.on_cpu)
     print(f"ranks: {ranks} on this node ({reason})", file=sys.stderr, flush=True)
     token = job_token()
-    listener = _listen(place)
+    listener = _listen(place, token)
     # Imported before the fork, so that this is done once; and only now: it reads the environment.
     import paceline.launcher.agent  # noqa: F401
 
@@ -71,12 +71,12 @@ def launch_by_hand(work: Work, launch: Launch, place: Place) -> int:
             return MEETING_LOST
 
 
-def _listen(place: Place) -> socket.socket | None:
+def _listen(place: Place, token: str) -> socket.socket | None:
     """A socket for the meeting, where this machine is the one that hosts it."""
     if place.node is not None and place.node > 0:
         return None
     own = own_address_of(place.host)
-    if own is None and place.node is None:
+    if own is None and (place.node is None or _is_hosted(place, token)):
         return None
     # A name of this machine's that means loopback here (as Debian writes into /etc/hosts) is none that others mean; an
     # address that is not ours may lead here through a service or a tunnel.
@@ -87,6 +87,14 @@ def _listen(place: Place) -> socket.socket | None:
         if place.node is None:  # another launcher of this machine was quicker, and hosts it
             return None
         raise
+
+
+def _is_hosted(place: Place, token: str) -> bool:
+    """Whether somebody else is the first node already: then this one learns there that it is one too many."""
+    found = connect([(place.host, place.port)], token)
+    if found is not None:
+        found.close()
+    return found is not None
 
 
 @contextmanager
