@@ -43,6 +43,12 @@ settings = {"save_every": 4, "log_every": 1, "checkpoint": {"background": False,
 trainer = tiny.classifier_trainer(run=None, quiet=False, **settings)
 began = trainer.step_count
 
+def session(pid):
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
 def wait_for(number):
     heard, before = [], signal.getsignal(number)
     def hear(number, frame):
@@ -62,6 +68,12 @@ def act(*_):
         if deed == "raise":
             raise ValueError("the injected reason")
         whom, number = deed.split("-")
+        if whom == "node":  # all that runs there
+            own = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+            for pid in own:
+                if pid != os.getpid() and session(pid) == os.getsid(0):
+                    os.kill(pid, signal.SIGKILL)
+            whom = "rank"
         os.kill(os.getpid() if whom == "rank" else os.getppid(), getattr(signal, number))
         if number == "SIGINT":
             wait_for(signal.SIGINT)

@@ -422,7 +422,7 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "1"
     name = write(tmp_path, script)
     done = paceline("launch", "-n", "2", "--max-restarts", "2", name, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "start 0 of 2\nstart 1 of 2\n"), done.stderr
-    assert done.stderr.count("restart: rank 1 raised ValueError") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("restart 1 of 2: rank 1 raised ValueError") == 1 and "Traceback" not in done.stderr
 
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:

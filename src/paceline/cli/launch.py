@@ -37,6 +37,7 @@ def launch(
     port: Annotated[int | None, typer.Option("--port", help="where ranks meet; else a free one")] = None,
     run: Annotated[str | None, typer.Option("--run", help="name of the run folder; else the script's")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the newest run of that name")] = False,
+    env: places.Env = None,
     max_restarts: places.MaxRestarts = None,
     tee: places.Tee = None,
     nodes: places.Nodes = None,
@@ -66,7 +67,7 @@ def launch(
         device="cpu" if cpu else None,
         port=port,
         fresh=fresh,
-        env={"CUDA_VISIBLE_DEVICES": ""} if cpu else {},
+        env={**places.read_env(env), **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})},
         resume="auto" if resume else None,
         restarted=int(resume),
         max_restarts=max_restarts or 0,
@@ -74,7 +75,7 @@ def launch(
         wait=places.WAIT if wait is None else wait,
         interface=interface,
     )
-    where = Where(nodes, node_rank, master, hosts, ssh, python, address, slurm, ray, dry_run, k8s, k8s_with)
+    where = Where(nodes, node_rank, master, hosts, ssh, python, address, slurm, ray, dry_run, k8s, k8s_with, rendezvous)
     raise SystemExit(launch_anywhere(script.work_of(target), wanted, where, sys.argv[1:]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated
 
@@ -112,6 +113,21 @@ K8sWith = Annotated[
         rich_help_panel=_FROM_HERE,
     ),
 ]
+Env = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME[=VALUE]", help="a variable for every rank, on every machine; may be repeated"),
+]
+
+
+def read_env(texts: list[str] | None) -> dict[str, str]:
+    """Without a value it is the one that the variable has here."""
+    pairs = [text.partition("=") for text in texts or ()]
+    missing = [name for name, equals, _ in pairs if not equals and name not in os.environ]
+    if missing:
+        raise LaunchError(
+            "bad-variable", f"--env {missing[0]}: there is no such variable here.", fix="--env NAME=VALUE"
+        )
+    return {name: value if equals else os.environ[name] for name, equals, value in pairs}
 
 
 def read_tee(text: str | None) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ from paceline.launcher.work import Start, Work
 from paceline.runtime import environment, progress
 
 _SETTLING = 0.5  # seconds in which ranks may end by themselves when another one has failed
-_ORPHANS = 60.0  # seconds that ranks of several nodes go on without their launcher: another one may come for them
 _AFTER_TERM = 5.0  # and that they have after a SIGTERM
 _IN_VAIN = 1.0  # or where they wait for what can't come
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
@@ -85,7 +84,7 @@ def run(work: Work, start: Start, watch: Watch | None = None) -> Outcome:
     """Start the ranks and stay until all have ended."""
     watch = watch or Nobody()
     ranks = range(start.first_rank, start.first_rank + start.ranks)
-    failure.forget(start.logs, ranks)
+    failure.forget(start.logs, ranks, everything=start.first_rank == 0)
     work.prepare(start.world or start.ranks)
     if work.target is not None and (start.fresh or work.target.kind == "program"):
         spec = start.logs / "target.json"
@@ -179,6 +178,7 @@ class _Agent(LocalElasticAgent):
         self._settling_since: float | None = None
         self._termed_at: float | None = None
         self._has_told = False
+        self._log_sizes = failure.log_sizes(start.logs)  # what is there already was said by an earlier start
         self._stack: ExitStack | None = None
 
     def run_once(self, stack: ExitStack) -> None:
@@ -209,7 +209,7 @@ class _Agent(LocalElasticAgent):
                     record=record,
                     phase=page.phase if page else "",
                     step=_step(page),
-                    tail=failure.tail(self._start.logs, rank),
+                    tail=failure.tail(self._start.logs, rank, since=self._log_sizes.get(rank, 0)),
                 )
             )
         killed = memory.killed([self._pids[end.rank - first] for end in ends if end.code == -signal.SIGKILL])
@@ -227,8 +227,8 @@ class _Agent(LocalElasticAgent):
         pids = super()._start_workers(worker_group)
         self._pids: dict[int, int] = dict(pids)
         assert self._stack is not None
-        patience = _ORPHANS if self._start.nodes > 1 else 0.0
-        self._stack.enter_context(keeper.keeping(list(pids.values()), self._start.grace, patience))
+        kept = keeper.keeping(list(pids.values()), self._start.grace, self._start.orphans)
+        self._stack.enter_context(kept)
         context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
         self._heard.watch(lambda: _running(context))
         self._watch.started(list(pids.values()))
@@ -250,9 +250,15 @@ class _Agent(LocalElasticAgent):
         if self._settling_since is not None:
             self._settle()
             return RunResult(state=WorkerState.HEALTHY)
+        if not _busy(self._pcontext) and 0 in _exit_codes(self._pcontext).values() and self._is_forked:
+            self._kill_the_rest()  # one left by os._exit(0): torch would wait for its result for ever
         result = super()._monitor_workers(worker_group)
         # One that failed just now is seen at the next look; torch may have sent the others a SIGTERM already.
         return RunResult(state=WorkerState.HEALTHY) if result.is_failed() else result
+
+    @property
+    def _is_forked(self) -> bool:
+        return isinstance(self._pcontext, MultiprocessContext)
 
     def _note(self) -> None:
         now = time.time()

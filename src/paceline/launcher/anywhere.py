@@ -25,7 +25,7 @@ from paceline.launcher import by_hand, contract, front, slurm, slurm_job, slurm_
 from paceline.launcher.by_hand import Place
 from paceline.launcher.hosts import read_hosts
 from paceline.launcher.kubernetes_request import manifests
-from paceline.launcher.launch import Launch, prepare_environment
+from paceline.launcher.launch import Launch
 from paceline.launcher.one_node import launch_here
 from paceline.launcher.ranks import choose_ranks
 from paceline.launcher.work import Work
@@ -70,12 +70,18 @@ def launch_anywhere(work: Work, launch: Launch, where: Where, command: Sequence[
     found = contract.read_contract(os.environ) if where.master is None else None
     if found is not None and found.nodes_max > 1:
         return _under_contract(work, launch, where, found)
-    if where.nodes is None and where.master is None:
+    if where.nodes is None and where.master is None and where.node_rank is None:
         wanted = launch if launch.ranks is not None or found is None else replace(launch, ranks=found.ranks)
         ranks, _ = choose_ranks(wanted.ranks, device=wanted.device, on_cpu=wanted.on_cpu)
         contract.refuse_two_worlds(os.environ, ranks, command)
         return launch_here(work, wanted)
     nodes = _nodes(where.nodes or "1")
+    if where.node_rank is not None and where.node_rank >= nodes[1]:
+        raise LaunchError(
+            "bad-number",
+            f"--node-rank {where.node_rank} is not one of {nodes[1]} node{'s' * (nodes[1] > 1)}.",
+            fix=f"they count from 0 to {nodes[1] - 1}; --nodes says how many there are",
+        )
     if nodes == (1, 1):
         return launch_here(work, launch)
     host, port = _endpoint(where.master)
@@ -147,7 +153,6 @@ def _several(launch: Launch, where: Where, most: int) -> Launch:
 
 def _over_ssh(work: Work, launch: Launch, where: Where) -> int:
     hosts = read_hosts(where.hosts or "")
-    prepare_environment(launch)
     command = ssh.node_command(str(Path.cwd()), where.python or sys.executable)
     machines = ssh.SshMachines(hosts, command, ssh=ssh.read_ssh(where.ssh or "ssh"), patience=launch.patience)
     ranks = [host.ranks or launch.ranks for host in hosts]
@@ -159,7 +164,6 @@ def _on_ray(work: Work, launch: Launch, where: Where) -> int:
     from paceline.launcher.ray_cluster import RayMachines
 
     fewest, most = _nodes(where.nodes or "1")
-    prepare_environment(launch)
     on_cpu = launch.device == "cpu"
     ranks = launch.ranks or launch.on_cpu
     machines = RayMachines(
@@ -171,7 +175,6 @@ def _on_ray(work: Work, launch: Launch, where: Where) -> int:
 
 
 def _in_allocation(work: Work, launch: Launch, where: Where, inside: slurm.Allocation) -> int:
-    prepare_environment(launch)
     machines = slurm.SlurmMachines(inside, workdir=str(Path.cwd()))
     ranks = launch.ranks or inside.gpus
     wanted = _several(launch, where, len(inside.nodes))

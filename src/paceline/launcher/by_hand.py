@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def launch_by_hand(work: Work, launch: Launch, place: Place) -> int:
     own_identity = identity(script=work.script, recipe=work.recipe)
     with nullcontext() if listener is None else _hosted(listener, token, plan, own_identity):
         try:
-            return Node(work, launch, ranks, [address], token, number=place.node).run()
+            return Node(work, launch, ranks, [address], token, number=place.node, is_host=listener is not None).run()
         except LaunchError as error:
             if error.code != "launch.meeting-lost":
                 raise
@@ -108,6 +109,9 @@ def _hosted(listener: socket.socket, token: str, plan: Plan, wanted: Identity) -
             os.close(ours)
             _host(Meeting(listener, token, plan, lambda message: None, wanted), theirs)
             status = 0
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             os._exit(status)
     os.close(theirs)

@@ -284,7 +284,7 @@ def _lost_connection(found: _Ends) -> Cause:
 
 
 def _lost_node(lost_nodes: Mapping[int, str]) -> Cause:
-    node = min(lost_nodes)
+    node = next(iter(lost_nodes))  # the first that was missed
     others = [str(other) for other in sorted(lost_nodes) if other != node]
     what = f"node {node} was lost" + (f", and then nodes {', '.join(others)}" if others else "")
     words = lost_nodes[node].strip()

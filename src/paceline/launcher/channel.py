@@ -21,6 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _NONCE, _SIGNATURE, _LENGTH = 32, 32, 4
 _LARGEST = 16 << 20  # bytes of a message
 _LARGEST_OF_A_STRANGER = 1 << 20  # until the other side has shown that it holds the token
 _SEND_SECONDS = 10.0
+_SHORTEST_TOKEN = 16
 _HANDSHAKE_SECONDS = 10.0
 _REACH_SECONDS = 2.0  # for one address of several; those that wait try again
 
@@ -203,20 +205,20 @@ def _introduce(channel: Channel) -> None:
 
 
 def job_token() -> str:
-    """The secret that launchers of one job share when a person starts each of them: PACELINE_TOKEN, else the one in
-    ~/.paceline/token, which is made when it is first needed."""
-    if told := os.environ.get(TOKEN):
+    """The secret that launchers of one job share when a person starts each of them: PACELINE_TOKEN, of which ranks do
+    not learn, else the one in ~/.paceline/token, which is made when it is first needed."""
+    if told := os.environ.pop(TOKEN, None):
         return told
     path = Path.home() / ".paceline" / "token"
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return _read_token(path)
-    with os.fdopen(descriptor, "w") as file:
-        token = secrets.token_hex(32)
-        file.write(token)
-    return token
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not path.exists():
+        own = path.with_name(f"token-{os.getpid()}-{secrets.token_hex(4)}")
+        own.touch(mode=0o600)
+        own.write_text(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another launcher was quicker: its token counts
+            os.link(own, path)
+        own.unlink()
+    return _read_token(path)
 
 
 def _read_token(path: Path) -> str:
@@ -227,4 +229,12 @@ def _read_token(path: Path) -> str:
             why="who has the token can start and stop this user's jobs",
             fix=f"rm {path}; a new one is made when it is needed. Copy it to the other machines again",
         )
-    return path.read_text().strip()
+    token = path.read_text().strip()
+    if len(token) < _SHORTEST_TOKEN:
+        raise LaunchError(
+            "open-token",
+            f"{path} holds no token of {_SHORTEST_TOKEN} letters or more.",
+            why="a short one can be guessed",
+            fix=f"rm {path}; a new one is made when it is needed. Copy it to the other machines again",
+        )
+    return token

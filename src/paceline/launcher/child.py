@@ -93,9 +93,9 @@ def _forget_parent() -> None:
     os.environ.pop(interrupts.TORCHS_OWN, None)
     if sys.platform == "linux":  # torch asks for a SIGINT here; what comes then is the keeper's affair
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -76,22 +76,31 @@ def read(folder: Path) -> dict[int, Failure]:
     return {record.rank: record for record in records}
 
 
-def tail(folder: Path, rank: int, lines: int = 20) -> str:
-    """The last lines that a rank printed."""
+def log_sizes(folder: Path) -> dict[int, int]:
+    """How much each rank's log holds."""
+    found = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.log")}
+    return {int(rank): path.stat().st_size for rank, path in found.items() if rank.isdecimal()}
+
+
+def tail(folder: Path, rank: int, lines: int = 20, since: int = 0) -> str:
+    """The last lines that a rank printed, behind the first `since` bytes."""
     try:
         with rank_log(folder, rank).open("rb") as file:
-            file.seek(-min(_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            file.seek(max(since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
 
 
-def forget(folder: Path, ranks: Iterable[int]) -> None:
-    """What is found here later is of the start that comes now. Other nodes may write into the same folder."""
-    for rank in ranks:
-        for name in (f"failure-{rank}.json", f"progress-{rank}", f"suspects-{rank}.json"):
-            (folder / name).unlink(missing_ok=True)
+def forget(folder: Path, ranks: Sequence[int], *, everything: bool) -> None:
+    """What is found here later is of the start that comes now. Other nodes may write into the same folder at this very
+    moment; what is of no rank of theirs (`everything`: of none behind these) is left of a larger world."""
+    for pattern in ("failure-*.json", "progress-*", "suspects-*.json"):
+        for path in folder.glob(pattern):
+            number = path.stem.rpartition("-")[2]
+            if number.isdecimal() and (int(number) in ranks or (everything and int(number) > max(ranks))):
+                path.unlink(missing_ok=True)
 
 
 def first_coded(folder: Path) -> Failure | None:

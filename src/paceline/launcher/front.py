@@ -10,6 +10,8 @@ import secrets
 import signal
 import socket
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +30,9 @@ from paceline.launcher.sockets import listen
 from paceline.launcher.work import Work
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+_LONGEST_PAUSE = 30.0  # seconds between two starts of a launcher
 
 
 @dataclass(frozen=True)
@@ -83,20 +88,47 @@ def _noted(signals: list[int], heard: set[int]) -> list[int]:
 def _attend(meeting: Meeting, machines: Machines, orders: Sequence[Order], signals: Callable[[], list[int]]) -> None:
     """Until it is over: start launchers, and again when they are missed."""
     running: set[int] = set()
+    present: set[int] = set()
     arrived: set[int] = set()  # nodes that were at the meeting once
+    hopeless: set[int] = set()  # that ended before they were
+    tries = _Tries()
+    fewest = orders[0].launch.nodes[0]
     while not meeting.is_over:
         for node in meeting.wanted:
-            if node not in running:
+            if node not in running | hopeless and tries.may_start(node):
                 running.add(node)
                 machines.start(node, orders[node].line())
         meeting.step()
         _heed(signals(), meeting)
-        arrived |= set(range(len(orders))) - set(meeting.missing)
+        before, present = present, set(range(len(orders))) - set(meeting.missing)
+        running -= before - present  # one that fell silent still runs, and is ended by its next start
+        arrived |= present
         for node, words in machines.ended().items():
             running.discard(node)
             meeting.lose(node, words or "its launcher ended")
             if node not in arrived and meeting.status is None:
-                meeting.fail(_never_came(machines.names[node], words))
+                hopeless.add(node)
+                error = _never_came(machines.names[node], words)
+                if len(orders) - len(hopeless) < fewest:
+                    meeting.fail(error)
+                else:
+                    print(f"{error}\n  the others go on without it", file=sys.stderr, flush=True)
+
+
+class _Tries:
+    """How often launchers were started: at once, then after 1, 2, 4 … seconds."""
+
+    def __init__(self) -> None:
+        self._number: Counter[int] = Counter()
+        self._next: dict[int, float] = {}
+
+    def may_start(self, node: int) -> bool:
+        now = time.monotonic()
+        if now < self._next.get(node, 0.0):
+            return False
+        self._number[node] += 1
+        self._next[node] = now + min(2.0 ** (self._number[node] - 1), _LONGEST_PAUSE)
+        return True
 
 
 def _never_came(name: str, words: str) -> LaunchError:
@@ -112,9 +144,8 @@ def _tell(message: Message, names: Sequence[str]) -> None:
         missing = ", ".join(names[node] for node in message["missing"])
         text = f"waiting: {message['here']} of {message['of']} nodes are here; missing: {missing}"
         print(text, file=sys.stderr, flush=True)
-    elif message["kind"] == "orphans":
-        text = f"the launcher on {names[message['node']]} is gone; its ranks go on until a new one is there"
-        print(text, file=sys.stderr, flush=True)
+    elif message["kind"] == "notice":
+        print(message["words"], file=sys.stderr, flush=True)
     elif message["kind"] == "again":
         print(screen.again(message), file=sys.stderr, flush=True)
     elif message["kind"] == "end":
@@ -134,7 +165,8 @@ def _heard() -> Iterator[Callable[[], list[int]]]:
         del noted[: len(taken)]
         return taken
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield take
     finally:

@@ -41,7 +41,8 @@ class Interrupts:
         """Before there are ranks. Only in the main thread, as everything about signals in Python."""
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                signal.signal(number, self._heard)
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+                    signal.signal(number, self._heard)
 
     def watch(self, pids: Callable[[], Collection[int]]) -> None:
         """`pids` gives the processes that run; they hear of what came while they were started."""
@@ -145,6 +146,39 @@ def _listen(tell: int, alive: int) -> None:
     for number in HANDLED[1:]:
         signal.signal(number, signal.SIG_IGN)
     os.read(alive, 1)
+
+
+@contextmanager
+def noted() -> Iterator[list[int]]:
+    """The signals that came while no ranks were there to get them."""
+    heard: list[int] = []
+    with _handled(lambda number, frame: heard.append(number)):
+        yield heard
+
+
+@contextmanager
+def as_exceptions() -> Iterator[None]:
+    """Signals that would end this process at once let it tidy up first."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled(leave):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    endings = [number for number in HANDLED[:4] if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in endings}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager

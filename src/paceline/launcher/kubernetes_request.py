@@ -47,7 +47,13 @@ def manifests(text: str | None, command: Sequence[str], own: int, *, run: str, n
         if kind is None:
             raise _refusal(f"There is no kind {values['kind']!r}.", did_you_mean(values["kind"], _KINDS))
         return manifest(replace(request, kind=kind))
-    both = [f"# A {kind}. Apply one of the two (--k8s-with kind={kind} prints it alone).\n" for kind in _KINDS]
+    secret = request.secret or f"{request.name}-token"
+    needs = (
+        ""
+        if nodes == 1
+        else f"# Pods need the Secret {secret}: docs/guides/launch.md#kubernetes shows how it is made.\n"
+    )
+    both = [f"# A {kind}. Apply one of the two (--k8s-with kind={kind} prints it alone).\n{needs}" for kind in _KINDS]
     return "---\n".join(words + manifest(replace(request, kind=kind)) for words, kind in zip(both, _KINDS, strict=True))
 
 

@@ -33,7 +33,7 @@ _TRACEBACK = "Traceback (most recent call last):\n"
 def about(text: str, code: str) -> About | None:
     """What a rank complains of; None for all that is its own affair. Of errors that led to one another, the first
     counts. `code` is that of an error of paceline, or empty."""
-    text = _CHAIN.split(text)[0]
+    text = _without_source(_CHAIN.split(text)[0])
     if code in _VERSION_CODES:
         return "version-mismatch"
     if code.endswith(".port-in-use") or _PORT.search(text):
@@ -45,6 +45,11 @@ def about(text: str, code: str) -> About | None:
     if _LOST.search(text):
         return "lost-connection"
     return None
+
+
+def _without_source(text: str) -> str:
+    """A traceback without the lines of code that it quotes: what they hold was not said by an error."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
 
 
 def blamed(text: str) -> int | None:

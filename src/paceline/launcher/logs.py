@@ -55,9 +55,16 @@ def opened(launch: Launch) -> Iterator[Logs]:
     made = folder.create(run)
     try:
         yield Logs(made / "logs", made)
-    except PacelineError:  # nothing was started, so there is nothing to keep
-        shutil.rmtree(made)
+    except PacelineError:
+        if _holds_nothing(made):  # no rank was started
+            shutil.rmtree(made)
         raise
+
+
+def _holds_nothing(run: Path) -> bool:
+    """Whether nothing is in it but what the launcher puts there before ranks start."""
+    files = [path for path in run.rglob("*") if not path.is_dir()]
+    return all(path.name == "ledger.jsonl" or path.stat().st_size == 0 for path in files)
 
 
 @contextmanager

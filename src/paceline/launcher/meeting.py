@@ -65,6 +65,7 @@ class Meeting:
         self._orphans: dict[int, Orphans] = {}
         self._leftovers: dict[int, Orphans] = {}  # what became of them in the next start
         self._signal = 0
+        self._folder: str | None = None  # of the run, once the first node has made it
         self._has_newcomer = False
         self._suspect: int | None = None
         self._is_failure = True
@@ -97,7 +98,7 @@ class Meeting:
         for channel, message in self._door.hear(timeout):
             try:
                 self._hear(channel, message)
-            except (Closed, KeyError, TypeError, ValueError) as error:  # a message that makes no sense ends it
+            except Exception as error:  # whatever makes no sense ends that connection, never the meeting
                 self._forget(channel, f"its launcher closed the connection ({error})")
         self._look_for_silence()
         self._advance()
@@ -141,6 +142,8 @@ class Meeting:
         if channel in self._members:
             self._drop(self._members[channel], words)
         else:
+            if "token" in words:
+                self._notice(f"refused: somebody at {channel.peer_address}, without this job's token")
             self._door.close(channel)
 
     def _admit(self, channel: Channel, message: Message) -> None:
@@ -148,6 +151,7 @@ class Meeting:
         try:
             node = admission.place(hello, self._plan.fewest, self._plan.most, self.missing, self._identity)
         except LaunchError as error:
+            self._notice(f"refused: {error.what}")
             channel.send({"kind": "refused", "error": records.error_parts(error)})
             return  # it stays a stranger, and leaves: who closes a connection too soon takes the last word back
         self._door.let_in(channel)
@@ -157,6 +161,7 @@ class Meeting:
         self._changed_at = time.monotonic()
         if self._phase == "running":
             self._has_newcomer = True
+            self._notice(f"node {node} is here: the ranks save, and all start again")
 
     def _handle(self, member: Member, message: Message) -> None:
         match message["kind"]:
@@ -170,7 +175,10 @@ class Meeting:
                 self._note(member, message)
             case "interrupted":
                 self._signal = self._signal or int(message["signal"])
-                self._stop(int(message["signal"]), but=member)
+                if self._phase in ("gathering", "opening"):
+                    self._end(128 + self._signal)
+                else:
+                    self._stop(int(message["signal"]), but=member)
             case "error":
                 self._end(2, error=records.error(message["error"]))
             case "beat":
@@ -192,13 +200,24 @@ class Meeting:
         self._changed_at = time.monotonic()
         if self._phase == "running" and member.is_busy and member.pids and may_live and self._may_start_again:
             self._orphans[member.node] = Orphans(member.host, member.pids, words, self._changed_at)
-            self._tell({"kind": "orphans", "node": member.node, "host": member.host})
+            self._notice(
+                f"the launcher of node {member.node} ({member.host}) is gone; its ranks go on until a new one is there"
+            )
         elif self._phase in ("opening", "running", "stopping"):
-            if member.is_busy or self._phase == "opening":
+            explained = self._phase == "stopping" and any(end.code for each in self._all() for end in each.ends)
+            if (member.is_busy or self._phase == "opening") and not explained:
                 self._lost[member.node] = f"{member.host}: {words}"
             self._gone += member.ends
             if not member.is_good:
                 self._stop(0)
+
+    def _notice(self, words: str) -> None:
+        """What people should know, at every node."""
+        self._broadcast({"kind": "notice", "words": words})
+        self._tell({"kind": "notice", "words": words})
+
+    def _all(self) -> list[Member]:
+        return list(self._members.values())
 
     @property
     def _may_start_again(self) -> bool:
@@ -210,7 +229,7 @@ class Meeting:
             self._beat_at = now
             self._broadcast({"kind": "beat"})
             if self._phase != "stopping":  # a launcher that ends its ranks may have no time for us
-                for member in list(self._members.values()):
+                for member in self._all():
                     is_starting = member.is_busy and not member.pids  # and may import or build a model for long
                     if now - member.channel.heard > SILENCE and not is_starting:
                         self._drop(member, f"nothing was heard of it for {SILENCE:g} s", may_live=False)
@@ -221,13 +240,8 @@ class Meeting:
         now = time.monotonic()
         if self._phase == "gathering":
             self._look_who_is_missing(now)
-        elif self._phase == "running" and all(not member.is_busy for member in self._members.values()):
-            if all(member.is_good for member in self._members.values()):
-                self._end(0)
-        elif self._phase == "running" and self._has_newcomer:
-            self._stop(15, is_failure=False)
-        elif self._phase == "running" and any(now > each.since + ORPHANS for each in self._orphans.values()):
-            self._stop(0)
+        elif self._phase == "running":
+            self._look_at_ranks(now)
         elif self._phase == "stopping":
             busy = [member for member in self._members.values() if member.is_busy]
             if busy and now > self._deadline:
@@ -235,6 +249,16 @@ class Meeting:
                     self._drop(member, "it did not end its ranks in time")
             elif not busy:
                 self._decide()
+
+    def _look_at_ranks(self, now: float) -> None:
+        started = [member for member in self._members.values() if member.is_busy or member.ends]
+        over = not any(member.is_busy for member in started)
+        if over and started and not self._orphans and all(member.is_good for member in started):
+            self._end(0)
+        elif over or any(now > each.since + ORPHANS for each in self._orphans.values()):
+            self._stop(0)  # what ranks without a launcher came to, nobody knows
+        elif self._has_newcomer:
+            self._stop(15, is_failure=False)
 
     def _gather(self, delay: float) -> None:
         self._phase = "gathering"
@@ -253,7 +277,7 @@ class Meeting:
         if enough:
             self._phase = "opening"
             self._lost, self._gone = {}, []
-            self._in_order()[0].channel.send({"kind": "open"})
+            self._send(self._in_order()[0], {"kind": "open", "folder": self._folder})
         elif now > self._deadline:
             self._end(2, error=admission.nodes_missing(self.missing, self._plan.wait))
         elif now > self._remind_at:
@@ -270,11 +294,13 @@ class Meeting:
         from paceline.launcher.rendezvous import open_store
 
         members = self._in_order()
+        self._folder = folder
         self._store = None  # its port is to be free
         try:
             self._store = open_store(listen(self._door.address, self._plan.store_port))
         except LaunchError as error:
-            self.fail(error)
+            what = f"The ranks' store, at the port after --master's, can't listen on the first node: {error.what}"
+            self.fail(LaunchError("port-in-use", what, fix="give another port in --master, or --port"))
             return
         first, world = 0, sum(member.ranks for member in members)
         seen = [each.channel.own_address for each in members if not is_loopback(each.channel.peer_address)]
@@ -309,14 +335,14 @@ class Meeting:
             self._leftovers, self._orphans = self._orphans, {}
             self._is_failure = is_failure and not self._signal
             self._deadline = time.monotonic() + self._plan.grace + 2 * SILENCE
-        for member in list(self._members.values()):
+        for member in self._all():
             if member.is_busy and member is not but:
                 self._send(member, {"kind": "stop", "signal": number})
 
     def _decide(self) -> None:
         """All ranks have ended."""
         self._generation += 1
-        members = list(self._members.values())
+        members = self._all()
         ends = [*(end for member in members for end in member.ends), *self._gone]
         if self._signal:
             self._end(128 + self._signal)
@@ -332,7 +358,10 @@ class Meeting:
             )
             if isinstance(verdict, Again):
                 self._suspect = verdict.suspect
-                again = {"kind": "again", "cause": asdict(verdict.cause), "delay": verdict.delay}
+                again = {
+                    "kind": "again", "cause": asdict(verdict.cause), "delay": verdict.delay,
+                    "number": self._supervisor.restarts, "of": self._plan.max_restarts,
+                }  # fmt: skip
                 self._broadcast(again)
                 self._tell(again)
                 self._gather(verdict.delay)
@@ -353,7 +382,7 @@ class Meeting:
         self._tell(message)
 
     def _broadcast(self, message: Message) -> None:
-        for member in list(self._members.values()):
+        for member in self._all():
             self._send(member, message)
 
     def _send(self, member: Member, message: Message) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from paceline.errors import LaunchError
-from paceline.launcher import logs, records, screen
+from paceline.errors import LaunchError, PacelineError
+from paceline.launcher import interrupts, logs, records, screen
 from paceline.launcher.admission import Hello
 from paceline.launcher.cause import Cause
 from paceline.launcher.channel import Channel, Closed, Message, connect
@@ -23,8 +23,9 @@ from paceline.launcher.launch import Launch
 from paceline.launcher.logs import Logs
 from paceline.launcher.meeting import BEAT, SILENCE
 from paceline.launcher.sockets import interface_of
-from paceline.launcher.work import Start, Work
+from paceline.launcher.work import ORPHANS, Start, Work
 from paceline.runtime import progress
+from paceline.runtime.folder import short
 from paceline.runtime.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ class Node:
         *,
         number: int | None = None,
         orders: int | None = None,
+        is_host: bool = False,
     ) -> None:
         self._work, self._launch, self._ranks = work, launch, ranks
         self._addresses, self._token, self._number, self._orders = addresses, token, number, orders
+        # Nobody can come for the ranks of a launcher that hosts the meeting, or where there are no restarts.
+        self._orphans = ORPHANS if launch.max_restarts and not is_host else 0.0
         self._is_quiet = orders is not None  # whoever started this one speaks for all
         self._logs: Logs | None = None
         self._lost_at: float | None = None
@@ -59,24 +63,26 @@ class Node:
         self._where = " or ".join(f"{host}:{port}" for host, port in addresses)
         self._pending: list[Message] = []
         self._was_told = False  # to end the ranks that run now: then a signal of theirs is no news
+        self._has_told = False  # of a signal
         self._was_first = False  # whether rank 0 was here in the last start
 
     def run(self) -> int:
         """Until the job is over; the exit status for the shell."""
-        self._channel = self._join()
-        try:
-            with ExitStack() as stack:
-                while (status := self._do(self._next(), stack)) is None:
-                    pass
-                return status
-        finally:
-            self._channel.close()
+        with ExitStack() as stack:
+            self._signals = stack.enter_context(interrupts.noted())
+            self._channel = self._join()
+            stack.callback(self._channel.close)
+            while (status := self._do(self._next(), stack)) is None:
+                pass
+            return status
 
     def _join(self) -> Channel:
         begin = time.monotonic()
         end, speak_at = begin + self._launch.wait, begin + _FIRST_WORD
         while (channel := connect(self._addresses, self._token)) is None:
             self._look_for_orders()
+            if self._signals:
+                raise SystemExit(128 + self._signals[0])
             if time.monotonic() > speak_at:
                 self._say(f"waiting: nobody listens at {self._where} yet")
                 speak_at = time.monotonic() + 10 * _FIRST_WORD
@@ -103,6 +109,7 @@ class Node:
         """The message that comes next."""
         while not self._pending:
             self._look_for_orders()
+            self._look_for_signals()
             select.select([self._channel], [], [], 0.1)
             self._pending += self._receive()
             if self._lost_at is not None and not self._pending:
@@ -112,7 +119,7 @@ class Node:
     def _receive(self) -> list[Message]:
         """What came, and a sign of life to the other side. Remembers when the meeting was lost."""
         try:
-            messages = self._channel.receive()
+            messages = [message for message in self._channel.receive() if message["kind"] != "beat"]
         except Closed:
             messages = []
             if not self._channel.is_proven:
@@ -125,6 +132,14 @@ class Node:
         if now - self._channel.heard > SILENCE:
             self._lost_at = self._lost_at or now
         return messages
+
+    def _look_for_signals(self) -> None:
+        """Those that come while no ranks run: all nodes end. A second one ends this launcher at once."""
+        if len(self._signals) > 1:
+            raise SystemExit(128 + self._signals[0])
+        if self._signals and not self._has_told:
+            self._has_told = True
+            self._send({"kind": "interrupted", "signal": self._signals[0]})
 
     def _look_for_orders(self) -> None:
         if self._orders is not None and is_at_end(self._orders):
@@ -139,8 +154,10 @@ class Node:
             case "waiting":
                 missing = ", ".join(map(str, message["missing"]))
                 self._say(f"waiting: {message['here']} of {message['of']} nodes are here; missing: {missing}")
+            case "notice":
+                self._say(message["words"])
             case "open":
-                self._open(stack)
+                self._open(message["folder"], stack)
             case "start":
                 self._start(message, stack)
             case "again":
@@ -152,13 +169,14 @@ class Node:
                 return int(message["status"])
         return None
 
-    def _open(self, stack: ExitStack) -> None:
-        """The run folder, which is a matter of the first node."""
+    def _open(self, folder: str | None, stack: ExitStack) -> None:
+        """The run folder, which is a matter of the first node; also of one that took the place of another."""
         try:
             if self._logs is None:
-                self._logs = stack.enter_context(logs.opened(self._launch))
-        except LaunchError as error:
-            self._channel.send({"kind": "error", "error": records.error_parts(error)})
+                opened = logs.opened(self._launch) if folder is None else logs.shared(folder)
+                self._logs = stack.enter_context(opened)
+        except PacelineError as error:
+            self._send({"kind": "error", "error": records.error_parts(error)})
             return
         self._channel.send({"kind": "opened", "folder": None if self._logs.run is None else str(self._logs.run)})
 
@@ -168,7 +186,8 @@ class Node:
         end_leftovers({int(pid): born for pid, born in order["leftovers"].items()})
         first, last = order["first_rank"], order["first_rank"] + order["ranks"] - 1
         of = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        self._say(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}")
+        where = f"; logs in {short(self._logs.path)}" if self._logs.run else ""
+        self._say(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}{where}")
         interface = self._launch.interface or interface_of(order["address"] or self._channel.own_address)
         start = Start(
             ranks=order["ranks"],
@@ -183,6 +202,7 @@ class Node:
             world=order["world"],
             store=(self._store_host(), order["store_port"]),
             interface=interface,
+            orphans=self._orphans,
             environment={**self._logs.environment, **screen.suspect(order["suspect"])},
         )
         self._was_first, self._was_told = order["node"] == 0, False
@@ -237,7 +257,9 @@ class Node:
         if self._lost_at is None:
             self._pending += self._receive()
             for message in self._pending:
-                if message["kind"] == "stop":
+                if message["kind"] == "notice":
+                    self._say(message["words"])
+                elif message["kind"] == "stop":
                     self._pending.remove(message)
                     return self._stop(int(message["signal"]))
         if self._lost_at is None:

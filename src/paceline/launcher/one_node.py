@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from paceline.errors import LaunchError
-from paceline.launcher import logs, screen
+from paceline.launcher import interrupts, logs, screen
 from paceline.launcher.failure import first_coded
 from paceline.launcher.launch import Launch, prepare_environment
 from paceline.launcher.logs import Logs
@@ -23,7 +23,7 @@ def launch_here(work: Work, launch: Launch) -> int:
     """Run it to its end; the exit status for the shell."""
     began = time.time()
     prepare_environment(launch)
-    with logs.opened(launch) as where:
+    with interrupts.as_exceptions(), logs.opened(launch) as where:
         ranks, reason = choose_ranks(launch.ranks, device=launch.device, on_cpu=launch.on_cpu)
         named = f"; logs in {folder.short(where.path)}" if where.run else ""
         print(f"ranks: {ranks} ({reason}){named}", file=sys.stderr, flush=True)
@@ -72,9 +72,7 @@ def _generations(work: Work, launch: Launch, ranks: int, where: Logs, began: flo
             screen.show_cause(verdict.cause, where)
             return verdict.cause.status
         suspect = verdict.suspect
-        print(screen.again(vars(verdict) | {"cause": vars(verdict.cause)}), file=sys.stderr, flush=True)
-        try:
-            time.sleep(verdict.delay)
-        except KeyboardInterrupt:
-            return 130
+        told = {"cause": vars(verdict.cause), "number": supervisor.restarts, "of": launch.max_restarts}
+        print(screen.again({**told, "delay": verdict.delay}), file=sys.stderr, flush=True)
+        time.sleep(verdict.delay)
     raise AssertionError("counting never ends")

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from paceline.launcher.sockets import LOOPBACK, listen
 
 _STORE_SECONDS = 300.0
+_REACH_SECONDS = 60.0  # to connect to a store that a launcher has just told of
 
 
 def open_store(listener: socket.socket) -> TCPStore:
@@ -76,5 +77,5 @@ def one_node(port: int | None) -> Known:
 
 def one_of_several(host: str, port: int, node: int, nodes: int) -> Known:
     """The meeting that the store at host:port belongs to."""
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_REACH_SECONDS), wait_for_workers=False)
     return Known(store, host, port, node, nodes)

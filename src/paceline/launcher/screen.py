@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.launcher import records
 from paceline.launcher.cause import Cause
 from paceline.launcher.console import Console
+from paceline.launcher.last_words import has_traceback
 from paceline.launcher.launch import Launch
 from paceline.launcher.logs import Logs
 from paceline.launcher.work import Start, Work
@@ -37,6 +38,8 @@ def show_cause(cause: Cause, logs: Logs | None) -> None:
     who = f"rank {cause.rank} failed first" if cause.rank is not None else f"node {cause.node} failed first"
     log = logs.of_rank(cause.rank) if logs is not None and cause.rank is not None else ""
     lines = [f"\n{who}{f' (log: {log})' if log else ''}: {cause.kind}", cause.what]
+    if cause.text and not has_traceback(cause.text) and not cause.text.startswith("["):
+        lines.append("the last lines of its log:" if cause.rank is not None else "its last words:")
     lines += [cause.text] * bool(cause.text) + [f"fix: {cause.fix}"] * bool(cause.fix)
     sys.stdout.flush()
     print("\n".join(lines), file=sys.stderr, flush=True)
@@ -46,7 +49,8 @@ def again(message: Mapping[str, Any]) -> str:
     """That the ranks are started again, and why."""
     cause, delay = message["cause"], message["delay"]
     when = f" in {delay:g} s" if delay else ""
-    return f"restart{when}: {cause['what'].splitlines()[0]} ({cause['kind']})"
+    number = f"restart {message['number']} of {message['of']}"
+    return f"{number}{when}: {cause['what'].splitlines()[0]} ({cause['kind']})"
 
 
 def show_end(message: Mapping[str, Any], logs: Logs | None) -> None:

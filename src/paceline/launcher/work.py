@@ -10,6 +10,7 @@ from typing import Any
 from paceline.launcher.target import Target
 
 GRACE = 30.0  # seconds that a SIGTERM leaves the ranks
+ORPHANS = 60.0  # seconds that ranks may go on without their launcher where another one may come for them
 
 
 def _no_imports() -> None:
@@ -52,4 +53,5 @@ class Start:
     world: int | None = None  # ranks of all machines
     store: tuple[str, int] | None = None  # where that of several nodes is
     interface: str | None = None  # that reaches the other nodes
+    orphans: float = 0.0  # seconds that ranks may go on without this launcher
     environment: Mapping[str, str] = field(default_factory=dict)  # of every rank

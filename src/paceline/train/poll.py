@@ -34,6 +34,8 @@ class Poll:
     def __call__(self, step: int, look: Callable[[], str | None]) -> str | None:
         """After `step`, on all ranks; why training should end, if it should. What is saved was looked at before: losses
         are read at log points only, and what was not finite must not end up in a checkpoint."""
+        if self.wish:  # all ranks have agreed on it, and saved
+            return self.wish
         now = monotonic()
         # Of the first rank's clock: ranks that look at their own would disagree.
         due = self._minutes is not None and self._engine.world.is_main and now - self._saved_at > self._minutes * 60

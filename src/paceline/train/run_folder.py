@@ -36,7 +36,7 @@ class RunFolder:
         """What a restart or the recipe's `resume` asks for, before anything is trained. A matter of all ranks."""
         resume = self._engine.config.resume
         if (before := self._before_restart()) is not None:
-            self._go_on(before, f"restart {progress.generation()}")
+            self._go_on(before, f"start {progress.generation() + 1}")
         elif resume == "auto":
             self._resume_newest()
         elif resume is None or self._begin_from_checkpoint():  # in a new run
