@@ -97,7 +97,7 @@ def test_a_killed_training_goes_on_in_its_folder_and_ends_as_if_nothing_had_been
     told = again[0].value
     expected = launch.folder if run is None else launch.folder.with_name("mine")
     assert (told["began"], told["run"]) == (14, str(expected))
-    assert f"restart 1: {folder.short(expected)} goes on from step-000014, after step 14" in again[0].output
+    assert f"start 2: {folder.short(expected)} goes on from step-000014, after step 14" in again[0].output
     assert steps_in(expected) == list(range(1, STEPS + 1))
     assert sorted(path.name for path in Path("runs").iterdir()) == sorted({"script", expected.name})
     unbroken = Launch(folder.create("elsewhere/unbroken")).start(0, training("whole"))

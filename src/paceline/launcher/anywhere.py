@@ -21,15 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import LaunchError
-from paceline.launcher import by_hand, contract, front, slurm, slurm_job, slurm_script, ssh
-from paceline.launcher.by_hand import Place
-from paceline.launcher.hosts import read_hosts
-from paceline.launcher.kubernetes_request import manifests
-from paceline.launcher.launch import Launch
+from paceline.launcher import contract, slurm
+from paceline.launcher.launch import Launch, prepare_environment
 from paceline.launcher.one_node import launch_here
 from paceline.launcher.ranks import choose_ranks
 from paceline.launcher.work import Work
+from paceline.runtime.environment import read_exported
 
+PORT = 29500  # where launchers meet unless it is said
 _LOGS = Path("runs")
 
 
@@ -72,8 +71,10 @@ def launch_anywhere(work: Work, launch: Launch, where: Where, command: Sequence[
         return _under_contract(work, launch, where, found)
     if where.nodes is None and where.master is None and where.node_rank is None:
         wanted = launch if launch.ranks is not None or found is None else replace(launch, ranks=found.ranks)
-        ranks, _ = choose_ranks(wanted.ranks, device=wanted.device, on_cpu=wanted.on_cpu)
-        contract.refuse_two_worlds(os.environ, ranks, command)
+        if read_exported(os.environ) is not None:
+            prepare_environment(wanted)
+            ranks, _ = choose_ranks(wanted.ranks, device=wanted.device, on_cpu=wanted.on_cpu)
+            contract.refuse_two_worlds(os.environ, ranks, command)
         return launch_here(work, wanted)
     nodes = _nodes(where.nodes or "1")
     if where.node_rank is not None and where.node_rank >= nodes[1]:
@@ -84,9 +85,14 @@ def launch_anywhere(work: Work, launch: Launch, where: Where, command: Sequence[
         )
     if nodes == (1, 1):
         return launch_here(work, launch)
+    return _by_hand(work, replace(launch, nodes=nodes), where)
+
+
+def _by_hand(work: Work, launch: Launch, where: Where) -> int:
+    from paceline.launcher import by_hand
+
     host, port = _endpoint(where.master)
-    place = Place(where.node_rank, host, launch.port or port)
-    return by_hand.launch_by_hand(work, replace(launch, nodes=nodes), place)
+    return by_hand.launch_by_hand(work, launch, by_hand.Place(where.node_rank, host, launch.port or port))
 
 
 def _refuse_several_ways(where: Where) -> None:
@@ -138,9 +144,9 @@ def _endpoint(text: str | None) -> tuple[str, int]:
             fix="--master HOST:29500 on every node, HOST being the first one's name or address",
         )
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9_.-]{1,253}))(?::([0-9]{1,5}))?", text, re.ASCII)
-    if match is None or text.startswith("-") or not 0 < int(match[3] or by_hand.PORT) < 65536:
+    if match is None or text.startswith("-") or not 0 < int(match[3] or PORT) < 65536:
         raise LaunchError("no-master", f"--master {text!r} is no host, with or without a port.", fix="a host:29500")
-    return match[1] or match[2], int(match[3] or by_hand.PORT)
+    return match[1] or match[2], int(match[3] or PORT)
 
 
 def _several(launch: Launch, where: Where, most: int) -> Launch:
@@ -152,6 +158,9 @@ def _several(launch: Launch, where: Where, most: int) -> Launch:
 
 
 def _over_ssh(work: Work, launch: Launch, where: Where) -> int:
+    from paceline.launcher import front, ssh
+    from paceline.launcher.hosts import read_hosts
+
     hosts = read_hosts(where.hosts or "")
     command = ssh.node_command(str(Path.cwd()), where.python or sys.executable)
     machines = ssh.SshMachines(hosts, command, ssh=ssh.read_ssh(where.ssh or "ssh"), patience=launch.patience)
@@ -161,6 +170,7 @@ def _over_ssh(work: Work, launch: Launch, where: Where) -> int:
 
 
 def _on_ray(work: Work, launch: Launch, where: Where) -> int:
+    from paceline.launcher import front
     from paceline.launcher.ray_cluster import RayMachines
 
     fewest, most = _nodes(where.nodes or "1")
@@ -175,6 +185,8 @@ def _on_ray(work: Work, launch: Launch, where: Where) -> int:
 
 
 def _in_allocation(work: Work, launch: Launch, where: Where, inside: slurm.Allocation) -> int:
+    from paceline.launcher import front, slurm_job
+
     machines = slurm.SlurmMachines(inside, workdir=str(Path.cwd()))
     ranks = launch.ranks or inside.gpus
     wanted = _several(launch, where, len(inside.nodes))
@@ -191,6 +203,8 @@ def _in_allocation(work: Work, launch: Launch, where: Where, inside: slurm.Alloc
 
 
 def _for_kubernetes(work: Work, launch: Launch, where: Where, command: Sequence[str]) -> int:
+    from paceline.launcher.kubernetes_request import manifests
+
     fewest, most = _nodes(where.nodes or "1")
     if fewest != most:
         raise LaunchError("bad-k8s", f"--nodes {where.nodes}: pods of a job come all or none.", fix="give one number")
@@ -213,6 +227,8 @@ def _is_front_end(inside: slurm.Allocation) -> bool:
 
 
 def _submit(work: Work, launch: Launch, where: Where, command: Sequence[str]) -> int:
+    from paceline.launcher import slurm_job, slurm_script
+
     own = _own_words(work)
     request = slurm_script.parse(where.slurm or "")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(launch.run or "paceline").name) or "paceline"
@@ -230,9 +246,11 @@ def _submit(work: Work, launch: Launch, where: Where, command: Sequence[str]) ->
 
 
 def _under_contract(work: Work, launch: Launch, where: Where, found: contract.Contract) -> int:
+    from paceline.launcher import by_hand
+
     print(found.words(), file=sys.stderr, flush=True)
     host, port = found.meeting_place()
     nodes = _nodes(where.nodes) if where.nodes else (found.nodes_min, found.nodes_max)
     wanted = replace(launch, nodes=nodes, ranks=launch.ranks or found.ranks)
-    place = Place(found.node_rank if where.node_rank is None else where.node_rank, host, launch.port or port)
+    place = by_hand.Place(found.node_rank if where.node_rank is None else where.node_rank, host, launch.port or port)
     return by_hand.launch_by_hand(work, wanted, place)

@@ -32,7 +32,6 @@ from paceline.launcher.ranks import choose_ranks
 from paceline.launcher.sockets import LOOPBACK, is_loopback, listen, own_address_of
 from paceline.launcher.work import Work
 
-PORT = 29500
 MEETING_LOST = 78  # the exit status
 
 
@@ -42,7 +41,7 @@ class Place:
 
     node: int | None  # None: any number
     host: str  # where the meeting is
-    port: int = PORT
+    port: int
 
 
 def launch_by_hand(work: Work, launch: Launch, place: Place) -> int:
