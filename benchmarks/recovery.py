@@ -52,7 +52,7 @@ trainer.train(data, max_steps=int(sys.argv[1]))
 """
 KILLS = ("rank 0 (node 0)", "rank 3 (node 1)", "launcher of node 1")
 KILL_AT = 20
-STEPS = {"launcher of node 1": 400}  # torchrun notices a lost launcher after some 15 s
+STEPS = {"launcher of node 1": 300}  # torchrun notices a lost launcher after some 15 s
 FEW_STEPS = 80
 DEADLINE = 120.0
 # By default torchrun 2.13 keeps one store for all restarts, and restarted gloo ranks find the addresses of dead ones in
