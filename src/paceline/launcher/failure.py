@@ -6,7 +6,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,11 +37,7 @@ class Failure:
     def as_error(self) -> PacelineError:
         """The rank's own coded error again, or one that carries its traceback."""
         if self.error is not None:
-            family = next(
-                (kind for kind in PacelineError.__subclasses__() if kind.family == self.error["family"]),
-                LaunchError,
-            )
-            again = family(self.error["name"], self.error["what"], why=self.error["why"], fix=self.error["fix"])
+            again = error_of(self.error)
             again.add_note(f"on rank {self.rank}")
             return again
         return LaunchError("rank-failed", f"Rank {self.rank} failed:\n{self.text.rstrip()}")
@@ -51,13 +47,23 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank}.json"
 
 
+def parts_of(error: PacelineError) -> dict[str, str]:
+    """An error with a code as plain values, for another process."""
+    family, name = error.code.split(".", 1)
+    return {"family": family, "name": name, "what": error.what, "why": error.why, "fix": error.fix}
+
+
+def error_of(parts: Mapping[str, str]) -> PacelineError:
+    """The error that another process raised."""
+    family = next((kind for kind in PacelineError.__subclasses__() if kind.family == parts["family"]), LaunchError)
+    return family(parts["name"], parts["what"], why=parts["why"], fix=parts["fix"])
+
+
 def describe(error: BaseException, rank: int) -> Failure:
     """A failure record for an exception that ended a rank."""
     now = time.time()
     if isinstance(error, PacelineError):
-        family, name = error.code.split(".", 1)
-        parts = {"family": family, "name": name, "what": error.what, "why": error.why, "fix": error.fix}
-        return Failure(rank, now, 1, str(error), parts)
+        return Failure(rank, now, 1, str(error), parts_of(error))
     text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
     return Failure(rank, now, 1, text)
 

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from paceline.errors import LaunchError, PacelineError
-from paceline.launcher import admission, records
+from paceline.launcher import admission, failure, records
 from paceline.launcher.cause import Cause, RankEnd
 from paceline.launcher.channel import Channel, Closed, Message
 from paceline.launcher.door import Door
@@ -152,7 +152,7 @@ class Meeting:
             node = admission.place(hello, self._plan.fewest, self._plan.most, self.missing, self._identity)
         except LaunchError as error:
             self._notice(f"refused: {error.what}")
-            channel.send({"kind": "refused", "error": records.error_parts(error)})
+            channel.send({"kind": "refused", "error": failure.parts_of(error)})
             return  # it stays a stranger, and leaves: who closes a connection too soon takes the last word back
         self._door.let_in(channel)
         self._identity = self._identity or hello.identity
@@ -180,7 +180,7 @@ class Meeting:
                 else:
                     self._stop(int(message["signal"]), but=member)
             case "error":
-                self._end(2, error=records.error(message["error"]))
+                self._end(2, error=failure.error_of(message["error"]))
             case "beat":
                 pass
 
@@ -376,7 +376,7 @@ class Meeting:
         message: Message = {
             "kind": "end", "status": status, "signal": self._signal,
             "cause": None if cause is None else asdict(cause),
-            "error": None if error is None else records.error_parts(error),
+            "error": None if error is None else failure.parts_of(error),
         }  # fmt: skip
         self._broadcast(message)
         self._tell(message)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from paceline.errors import LaunchError, PacelineError
-from paceline.launcher import interrupts, logs, records, screen
+from paceline.launcher import failure, interrupts, logs, records, screen
 from paceline.launcher.admission import Hello
 from paceline.launcher.cause import Cause
 from paceline.launcher.channel import Channel, Closed, Message, connect
@@ -148,7 +148,7 @@ class Node:
     def _do(self, message: Message, stack: ExitStack) -> int | None:
         match message["kind"]:
             case "refused":
-                raise records.error(message["error"])
+                raise failure.error_of(message["error"])
             case "welcome":
                 self._number = int(message["node"])
             case "waiting":
@@ -176,7 +176,7 @@ class Node:
                 opened = logs.opened(self._launch) if folder is None else logs.shared(folder)
                 self._logs = stack.enter_context(opened)
         except PacelineError as error:
-            self._send({"kind": "error", "error": records.error_parts(error)})
+            self._send({"kind": "error", "error": failure.parts_of(error)})
             return
         self._channel.send({"kind": "opened", "folder": None if self._logs.run is None else str(self._logs.run)})
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from paceline.launcher import records
+from paceline.launcher import failure
 from paceline.launcher.cause import Cause
 from paceline.launcher.console import Console
 from paceline.launcher.last_words import has_traceback
@@ -56,7 +56,7 @@ def again(message: Mapping[str, Any]) -> str:
 def show_end(message: Mapping[str, Any], logs: Logs | None) -> None:
     """How a job of several nodes ended."""
     if message["error"] is not None:
-        print(records.error(message["error"]), file=sys.stderr, flush=True)
+        print(failure.error_of(message["error"]), file=sys.stderr, flush=True)
     elif message["cause"] is not None:
         show_cause(Cause(**message["cause"]), logs)
     elif message["signal"]:
