@@ -3,17 +3,21 @@ PYTHON ?= python3
 RECIPE ?=
 # Tests that run at a time. Many wait, so one more than there are cores is quickest on a small machine.
 WORKERS ?= 3
+# Another torch than the one that the tests are pinned to: make TORCH='2.11.*' test. Read when .venv is created.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help train test lint system gpu docs parity bench clean
+.PHONY: help train test lint suite hooks system gpu docs parity bench clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
 	@echo "make test    lint, types, import rules and every test"
 	@echo "make system  install (as root, on Debian) what PACELINE_SYSTEM_TESTS=1 make test needs: ssh, SLURM, Ray"
 	@echo "make lint    lint, types and import rules only"
+	@echo "make suite   every test, without lint"
+	@echo "make hooks   install the git hook that lints every commit (pre-commit)"
 	@echo "make gpu     the tests that need a GPU"
 	@echo "make docs    run every line of code in the docs"
 	@echo "make parity  every model on every layout, beside one process (15 minutes)"
@@ -24,7 +28,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "paceline needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $(READY)
 
 train: $(READY)
@@ -37,12 +42,17 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 
 # Where PACELINE_SYSTEM_TESTS=1, as in CI, tests also start real ssh, SLURM, Ray and network namespaces.
-test: lint $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
+test: lint suite
+
+suite: $(READY) $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+hooks: $(READY)
+	@$(BIN)/pre-commit install
 
 system: $(READY)
 	@PACELINE_SYSTEM_TESTS=1 sh tests/system/install.sh
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[ray]'
 
 gpu: $(READY)
 	@PACELINE_GPU_TESTS=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
