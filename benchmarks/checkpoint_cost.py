@@ -28,10 +28,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import paceline
-from paceline.checkpoint import reading
+from paceline.checkpoint import reader
 from paceline.checkpoint.hashing import Hashing
-from paceline.checkpoint.plan import Held
-from paceline.checkpoint.reading import open_checkpoint, read_whole
+from paceline.checkpoint.planner import LocalShard
+from paceline.checkpoint.reader import open_checkpoint, read_whole
 from paceline.checkpoint.writer import Description, Writer
 
 
@@ -145,7 +145,7 @@ class Watched(Hashing):
 
 def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
     """A save against a plain write and fsync of as many bytes, and what hashing takes of it and of a cold load."""
-    tensors = {f"model/{n}": Held(torch.randn(1024, 1024)) for n in range(megabytes // 4)}
+    tensors = {f"model/{n}": LocalShard(torch.randn(1024, 1024)) for n in range(megabytes // 4)}
     payload = memoryview(torch.randn(megabytes // 4 * 1024 * 1024).view(torch.uint8).numpy()).cast("B")
     saves: list[float] = []
     plain: list[float] = []
@@ -153,7 +153,7 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
     loads: list[float] = []
     digesting: list[float] = []
     writer = Writer()
-    reading.Hashing = Watched  # type: ignore[misc]
+    reader.Hashing = Watched  # type: ignore[misc]
     for number in range(rounds + 1):
         os.sync()
         began = time.perf_counter()

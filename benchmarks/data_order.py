@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import paceline
-from paceline.data.orders import FormulaOrder
+from paceline.data.sample_order import FormulaOrder
 
 BATCH = 64
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.data.loader import Micro
+from paceline.data.loader import MicroBatch
 from paceline.models.gpt import GPT
 from paceline.runtime import collectives
-from paceline.testing.comparison import Layout
+from paceline.testing.comparison import ParityLayout
 
 STEPS, SAMPLES, BATCH, SAVE_EVERY, EVAL_EVERY = 30, 50, 12, 7, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
@@ -118,7 +118,7 @@ class Leg:
 
     @property
     def ranks(self) -> int:
-        return Layout.read(self.layout).ranks
+        return ParityLayout.read(self.layout).ranks
 
     def __str__(self) -> str:
         extras = [f"workers {self.workers}"] * bool(self.workers) + [f"accumulate {self.accumulate}"] * (
@@ -207,7 +207,7 @@ def _leg(history: History, place: int, folder: Path) -> tuple[str, int, list[Not
     leg, saved = history.legs[place], [n for n, each in enumerate(history.legs[:place]) if each.ends == "by-hand"]
     run = folder / f"after-{len(saved)}"
     settings: dict[str, Any] = {
-        **Layout.read(leg.layout).settings, "run": str(run), "resume": "auto", "workers": leg.workers,
+        **ParityLayout.read(leg.layout).settings, "run": str(run), "resume": "auto", "workers": leg.workers,
         "accumulate": leg.accumulate, "save_every": SAVE_EVERY, "save_last": leg.ends == "stopped",
         "checkpoint": {"on_error": leg.ends == "failed"},
     }  # fmt: skip
@@ -232,11 +232,11 @@ def _noted(trainer: paceline.Trainer) -> list[Noted]:
     noted: list[Noted] = []
     add = engine.stepper.add
 
-    def note(micro: Micro) -> None:
+    def note(micro: MicroBatch) -> None:
         noted.extend((micro.step + 1, micro.start + n, index) for n, index in enumerate(micro.indices[: micro.samples]))
         add(micro)
 
-    if engine.mesh.place["tensor"] == engine.mesh.place["pipeline"] == 0:
+    if engine.mesh.coords["tensor"] == engine.mesh.coords["pipeline"] == 0:
         engine.stepper.add = note  # type: ignore[method-assign]
     return noted
 

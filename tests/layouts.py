@@ -12,7 +12,7 @@ from typing import Any
 
 import tiny
 from paceline.testing import comparison
-from paceline.testing.comparison import Layout, Row, Run
+from paceline.testing.comparison import ParityLayout, ParityRow, ParityRun
 
 STEPS = 10
 DATA = ("ddp:2", "ddp:3", "ddp:4", "fsdp:2", "fsdp:3", "fsdp:4", "hsdp:4")
@@ -83,22 +83,22 @@ class Cell:
         return comparison.BOUNDS[self.variant.precision]
 
 
-def run(cells: Sequence[Cell], prepare: Callable[[], None] | None = None) -> dict[Cell, tuple[Run, Row]]:
+def run(cells: Sequence[Cell], prepare: Callable[[], None] | None = None) -> dict[Cell, tuple[ParityRun, ParityRow]]:
     """Each cell's reference and how far it is from that; cells of one number of ranks share a world."""
     ones = list(dict.fromkeys((cell.model, cell.variant) for cell in cells))
     references = dict(zip(ones, _train(1, [_one(*one) for one in ones], None), strict=True))
-    rows: dict[Cell, tuple[Run, Row]] = {}
-    for ranks in sorted({Layout.read(cell.layout).ranks for cell in cells}):
-        same = [cell for cell in cells if Layout.read(cell.layout).ranks == ranks]
+    rows: dict[Cell, tuple[ParityRun, ParityRow]] = {}
+    for ranks in sorted({ParityLayout.read(cell.layout).ranks for cell in cells}):
+        same = [cell for cell in cells if ParityLayout.read(cell.layout).ranks == ranks]
         runs = _train(ranks, [_settings(cell) for cell in same], prepare)
         for cell, other in zip(same, runs, strict=True):
             one = references[cell.model, cell.variant]
-            assert isinstance(one, Run), one
+            assert isinstance(one, ParityRun), one
             rows[cell] = (one, _compare(cell, one, other))
     return {cell: rows[cell] for cell in cells}
 
 
-def _train(ranks: int, settings: list[dict[str, Any]], prepare: Callable[[], None] | None) -> list[Run | str]:
+def _train(ranks: int, settings: list[dict[str, Any]], prepare: Callable[[], None] | None) -> list[ParityRun | str]:
     def make(**own: Any) -> Any:
         if prepare is not None:
             prepare()
@@ -112,20 +112,20 @@ def _one(model: str, variant: Variant) -> dict[str, Any]:
 
 
 def _settings(cell: Cell) -> dict[str, Any]:
-    settings = {**cell.variant.settings(cell.model), **Layout.read(cell.layout).settings}
+    settings = {**cell.variant.settings(cell.model), **ParityLayout.read(cell.layout).settings}
     if cell.layout.startswith("split"):
         settings["split"] = {"devices": ["cpu", "cpu"]}
     return settings
 
 
-def _compare(cell: Cell, one: Run, other: Run | str) -> Row:
-    if isinstance(other, Run) and (cell.model, cell.variant.precision) in FIRST_STEP_ONLY:
-        one = Run(one.losses[:1], one.norms[:1], {})
-        other = Run(other.losses[:1], other.norms[:1], {})
+def _compare(cell: Cell, one: ParityRun, other: ParityRun | str) -> ParityRow:
+    if isinstance(other, ParityRun) and (cell.model, cell.variant.precision) in FIRST_STEP_ONLY:
+        one = ParityRun(one.losses[:1], one.norms[:1], {})
+        other = ParityRun(other.losses[:1], other.norms[:1], {})
     row = comparison.compare(cell.layout, one, other, cell.bound)
     if cell.variant.adamw or cell.variant.precision == "bf16":
         # AdamW divides gradients that are pure rounding by themselves: the model as a whole is compared.
-        row = Row(**{**row.__dict__, "parameter": None})
+        row = ParityRow(**{**row.__dict__, "parameter": None})
     return row
 
 
@@ -147,9 +147,9 @@ def no_reduction_between_copies() -> None:
 def norm_of_own_pieces() -> None:
     """A wrong clip norm under sharding: each rank clips by the norm of what it holds."""
     from paceline.optim.clip import total_norm
-    from paceline.train.cut import Cut
+    from paceline.train.sharded_params import ShardedParams
 
-    Cut.norm_of = lambda self, parameters: total_norm  # type: ignore[method-assign]
+    ShardedParams.norm_of = lambda self, parameters: total_norm  # type: ignore[method-assign]
 
 
 FAULTS = {
@@ -158,6 +158,6 @@ FAULTS = {
 }
 
 
-def fall(run: Run) -> float:
+def fall(run: ParityRun) -> float:
     """How much of the first loss is gone at the end."""
     return 1.0 - sum(run.losses[-2:]) / 2 / run.losses[0]

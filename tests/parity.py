@@ -85,7 +85,7 @@ def _mean_of_means() -> None:
 
 def _no_set_epoch() -> None:
     """Ranks that shuffle by themselves: rank 0 forgets to tell its sampler the epoch."""
-    from paceline.data.orders import FormulaOrder
+    from paceline.data.sample_order import FormulaOrder
 
     exact = FormulaOrder.epoch
     if paceline.dist.rank() == 0 and paceline.dist.world() > 1:
@@ -95,9 +95,9 @@ def _no_set_epoch() -> None:
 def _repeated_samples() -> None:
     """Ranks evened out by repeating samples, as DistributedSampler does."""
     from paceline.data import loader
-    from paceline.data.slices import Share
+    from paceline.data.slicing import BatchSlice
 
-    def share(indices: Sequence[Any], share: Share) -> Sequence[Any]:
+    def share(indices: Sequence[Any], share: BatchSlice) -> Sequence[Any]:
         start, stop = share.rows
         even = -(-(share.group_stop - share.group_start) // paceline.dist.world())
         own = list(indices[start:stop])
@@ -105,7 +105,7 @@ def _repeated_samples() -> None:
 
     exact = loader.micro_of
 
-    def counted(batch: Any, share: Share, total: int, epoch: int, step: int, indices: Sequence[Any]) -> Any:
+    def counted(batch: Any, share: BatchSlice, total: int, epoch: int, step: int, indices: Sequence[Any]) -> Any:
         micro = exact(batch, share, total, epoch, step, indices)
         ranks = paceline.dist.world()
         even = -(-(share.group_stop - share.group_start) // ranks)

@@ -12,8 +12,8 @@ from itertools import takewhile
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from paceline.data.loader import Cut, IndexedLoader, Reading
-from paceline.data.orders import FormulaOrder
+from paceline.data.loader import DataShard, IndexedLoader, ReadOptions
+from paceline.data.sample_order import FormulaOrder
 
 EPOCHS = 2
 
@@ -77,8 +77,8 @@ def _read(data: Data, start: Start, first: int, until: int | None) -> list[list[
     steps: dict[int, list[tuple[int, int]]] = {}
     for rank in range(start.ranks):
         order = FormulaOrder(data.n, data.batch, data.seed, shuffle=data.shuffle)
-        part = Cut(rank, start.ranks, min(start.groups, data.batch))
-        micros = IndexedLoader(Numbers(data.n), order, part, data.seed, Reading()).micros(first, EPOCHS)
+        part = DataShard(rank, start.ranks, min(start.groups, data.batch))
+        micros = IndexedLoader(Numbers(data.n), order, part, data.seed, ReadOptions()).micros(first, EPOCHS)
         for micro in takewhile(lambda micro: until is None or micro.step < until, micros):
             read = micro.batch.tolist()[: micro.samples]
             steps.setdefault(micro.step, []).extend((micro.start + n, index) for n, index in enumerate(read))

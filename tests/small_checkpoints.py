@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.plan import Held
+from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.writer import Description, Writer
 
 
@@ -30,7 +30,7 @@ def save(folder: Path, model: nn.Module, **description: Any) -> Path:
 def write(folder: Path, tensors: Mapping[str, Tensor], **description: Any) -> Path:
     described = Description(**{"step": 12, "epoch": 1, "optimizer": True, "layout": {"ranks": 1}, **description})
     writer = Writer()
-    committed = writer.begin(folder, {name: Held(tensor) for name, tensor in tensors.items()}, described).result()
+    committed = writer.begin(folder, {name: LocalShard(tensor) for name, tensor in tensors.items()}, described).result()
     writer.close()
     return committed.folder
 

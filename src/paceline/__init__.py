@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.config.recipe import Config
-    from paceline.data.named import get_data, register_data
+    from paceline.data.datasets import get_data, register_data
     from paceline.launcher.function import launch
-    from paceline.models.loss import Loss
-    from paceline.models.registry import get_model, register_model
+    from paceline.models.losses import Loss
+    from paceline.models.zoo import get_model, register_model
     from paceline.runtime import collectives as dist
     from paceline.runtime.noise import noise
     from paceline.train.history import History
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 _PUBLIC: dict[str, tuple[str, str | None]] = {
     "Config": ("paceline.config.recipe", "Config"),
     "History": ("paceline.train.history", "History"),
-    "Loss": ("paceline.models.loss", "Loss"),
+    "Loss": ("paceline.models.losses", "Loss"),
     "Trainer": ("paceline.train.trainer", "Trainer"),
     "dist": ("paceline.runtime.collectives", None),
     "errors": ("paceline.errors", None),
-    "get_data": ("paceline.data.named", "get_data"),
-    "get_model": ("paceline.models.registry", "get_model"),
+    "get_data": ("paceline.data.datasets", "get_data"),
+    "get_model": ("paceline.models.zoo", "get_model"),
     "launch": ("paceline.launcher.function", "launch"),
     "noise": ("paceline.runtime.noise", "noise"),
-    "register_data": ("paceline.data.named", "register_data"),
-    "register_model": ("paceline.models.registry", "register_model"),
+    "register_data": ("paceline.data.datasets", "register_data"),
+    "register_model": ("paceline.models.zoo", "register_model"),
     "testing": ("paceline.testing", None),
 }
 

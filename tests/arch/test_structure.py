@@ -11,8 +11,8 @@ from pathlib import Path
 
 import paceline
 from paceline import errors
-from paceline.config.layout import REFUSED
-from paceline.doctor import catalog
+from paceline.diagnose import catalog
+from paceline.plan.layout import INCOMPATIBLE
 
 SOURCE = Path(paceline.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -55,8 +55,8 @@ def test_inner_packages_export_nothing() -> None:
 def test_nothing_is_read_with_pickle_or_run_through_a_shell() -> None:
     banned = ("pickle.load", "torch.load(", "weights_only=False", "yaml.load(", "shell=True", "os.system(")
     found = {f"{path.name}: {word}" for path in FILES for word in banned if word in path.read_text()}
-    assert found == {"bring.py: torch.load("}  # files from elsewhere
-    brought = next(path for path in FILES if path.name == "bring.py").read_text()
+    assert found == {"external.py: torch.load("}  # files from elsewhere
+    brought = next(path for path in FILES if path.name == "external.py").read_text()
     assert brought.count("torch.load(") == brought.count("weights_only=True")
 
 
@@ -80,7 +80,7 @@ def used_codes() -> set[str]:
         for family in families_of(node.func) if node.args else []:
             names = [part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)]
             found |= {f"{family}.{name}" for name in names if isinstance(name, str) and name.islower()}
-    return found | {f"layout.{refused.code}" for refused in REFUSED}
+    return found | {f"layout.{refused.code}" for refused in INCOMPATIBLE}
 
 
 def test_every_error_code_has_a_page_and_every_page_a_code() -> None:

@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 from faults import worlds
 from paceline import Trainer
-from paceline.checkpoint import copying, store
-from paceline.checkpoint.copying import HostCopy
-from paceline.checkpoint.reading import read_whole
-from paceline.parallel.pieces import piece
+from paceline.checkpoint import directory, host_copy
+from paceline.checkpoint.host_copy import HostCopy
+from paceline.checkpoint.reader import read_whole
+from paceline.parallel.shards import local_shard
 
 
 def _model(width: int) -> nn.Module:
@@ -50,13 +50,13 @@ class Notes:
     def _content(self) -> Iterator[tuple[str, Tensor]]:
         model, optimizer = self.trainer.model, self.trainer.optimizer
         for name, tensor in model.state_dict().items():
-            yield f"model/{name}", piece(tensor).detach()
+            yield f"model/{name}", local_shard(tensor).detach()
         for name, parameter in model.named_parameters():
             for key in ("exp_avg", "exp_avg_sq"):
-                yield f"optimizer/{name}/{key}", piece(optimizer.state[parameter][key])
+                yield f"optimizer/{name}/{key}", local_shard(optimizer.state[parameter][key])
         with self.trainer.ema_weights():
             for name, parameter in model.named_parameters():
-                yield f"ema/{name}", piece(parameter).detach().clone()  # the model gets its own weights back
+                yield f"ema/{name}", local_shard(parameter).detach().clone()  # the model gets its own weights back
 
 
 def train(folder: Path, steps: int, width: int) -> list[dict[str, str]]:
@@ -75,7 +75,7 @@ def train(folder: Path, steps: int, width: int) -> list[dict[str, str]]:
 def copy_at_the_last_moment() -> None:
     """In a rank's process: what is copied beside training is copied no sooner than it has to be."""
     moment = threading.Event()
-    begin, settle, copy_all = HostCopy.begin, HostCopy.settle, copying._copy_all
+    begin, settle, copy_all = HostCopy.begin, HostCopy.settle, host_copy._copy_all
 
     def begun(self: HostCopy, *args: Any) -> None:
         moment.clear()
@@ -89,13 +89,13 @@ def copy_at_the_last_moment() -> None:
         assert moment.wait(worlds.DEADLINE)
         copy_all(pairs)
 
-    copying._cores_are_busy = lambda: False
-    HostCopy.begin, HostCopy.settle, copying._copy_all = begun, settled, copied  # type: ignore[method-assign, assignment]
+    host_copy._cores_are_busy = lambda: False
+    HostCopy.begin, HostCopy.settle, host_copy._copy_all = begun, settled, copied  # type: ignore[method-assign, assignment]
 
 
 def wrong_ones(folder: Path, noted: list[dict[str, str]]) -> list[str]:
     """Of the checkpoints of steps 1, 2, …: those that are missing, or hold something else than that step did."""
-    found = {checkpoint.manifest.step: checkpoint for checkpoint in store.good(folder / "r" / "checkpoints")}
+    found = {checkpoint.manifest.step: checkpoint for checkpoint in directory.good(folder / "r" / "checkpoints")}
     wrong = []
     for step, expected in enumerate(noted, start=1):
         held = hashes_of(read_whole(found[step], "")) if step in found else {}

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.testing.disks import Operation
+from disks import Operation
 
 _BLOCK = 512
 State = dict[str, bytes | None]

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from faults import saves
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint import reading
+from paceline.checkpoint import reader
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 from paceline.testing import run_on_ranks
@@ -188,8 +188,8 @@ OUTCOMES = ("refused", "equal", "SILENT", "NO CODE")
 def outcome(folder: Path, original: dict[str, bytes]) -> str:
     """Loading everything: refused with a code, the bits as they were saved, other bits, or an error without a code."""
     try:
-        checkpoint = reading.open_checkpoint(folder)
-        loaded = saves.bits(reading.read_whole(checkpoint, ""))
+        checkpoint = reader.open_checkpoint(folder)
+        loaded = saves.bits(reader.read_whole(checkpoint, ""))
     except CheckpointError:
         return "refused"
     except Exception:
@@ -214,7 +214,7 @@ def make(root: Path) -> tuple[Copy, Copy, dict[str, bytes]]:
         Copy(*(root / kind / name for name, _, _ in saves_to_make)) for kind in ("ours", "torch")
     )  # fmt: skip
     original = saves.bits(saves.values(0, ROWS))
-    assert saves.bits(reading.read_whole(reading.verify(ours.folder), "")) == original
+    assert saves.bits(reader.read_whole(reader.verify(ours.folder), "")) == original
     return ours, theirs, original
 
 

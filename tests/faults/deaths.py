@@ -15,7 +15,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launcher.cause import STATUSES, Kind
+from paceline.diagnose.cause import STATUSES, Kind
 
 _SCRIPT = Path(__file__).with_name("dying.py")
 _MARK = "PACELINE_TEST_DEATH"

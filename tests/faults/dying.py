@@ -19,8 +19,8 @@ import torch
 from torch.distributed import TCPStore
 
 import paceline
-from paceline.checkpoint.disk import Disk
-from paceline.runtime import group
+from paceline.checkpoint.filesystem import Filesystem
+from paceline.runtime import process_group
 
 WAY, VICTIM, MOMENT = sys.argv[1:]
 IS_VICTIM = os.environ["RANK"] == VICTIM
@@ -113,11 +113,11 @@ class Dying:
 
     def on_step(self, record: Any) -> None:
         if WAY == "timeout" and record.step == STEP:
-            group.shorten_timeout(IMPATIENCE)
+            process_group.shorten_timeout(IMPATIENCE)
         if IS_VICTIM and MOMENT == "step" and record.step == STEP:
             WAYS[WAY]()
         if IS_VICTIM and MOMENT == "save" and record.step == SAVE and WAY != "exception":
-            Disk.sync = lambda self, descriptor: WAYS[WAY]()  # type: ignore[method-assign]
+            Filesystem.sync = lambda self, descriptor: WAYS[WAY]()  # type: ignore[method-assign]
 
     def state_dict(self) -> dict[str, Any]:
         if IS_VICTIM and MOMENT == "save" and WAY == "exception":

@@ -19,14 +19,14 @@ from torch import Tensor
 
 import tiny
 from faults import worlds
-from paceline.checkpoint import store
-from paceline.checkpoint.disk import Disk
-from paceline.checkpoint.reading import read_whole
+from paceline.checkpoint import directory
+from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.reader import read_whole
 from paceline.checkpoint.writer import Writer, _Job
 
 STEPS, OLD, NEW = 7, 2, 4
-_PARTIAL = f".{store.step_name(NEW)}.partial-"
-_GONE = f".{store.step_name(OLD)}.gone-"
+_PARTIAL = f".{directory.step_name(NEW)}.partial-"
+_GONE = f".{directory.step_name(OLD)}.gone-"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _phases() -> list[Phase]:
         named("it has its name", "after", "rename", _PARTIAL),
         named("latest written", "after", "sync", ".latest.partial-", use=2),
         named("latest moved", "after", "rename", ".latest.partial-", use=2),
-        named("the old one lost its name", "after", "rename", f"/{store.step_name(OLD)}"),
+        named("the old one lost its name", "after", "rename", f"/{directory.step_name(OLD)}"),
         named("the old one half removed", "middle", "remove", _GONE),
         named("the old one removed", "after", "remove", _GONE),
     ]
@@ -113,7 +113,9 @@ class Unbroken:
 
 def unbroken(folder: Path, strategy: str) -> Unbroken:
     records = worlds.values(2, partial(train, folder, strategy, False, save_every=1, keep=None))[0]
-    found = {checkpoint.manifest.step: read_whole(checkpoint, "") for checkpoint in store.good(_checkpoints(folder))}
+    found = {
+        checkpoint.manifest.step: read_whole(checkpoint, "") for checkpoint in directory.good(_checkpoints(folder))
+    }
     return Unbroken(dict(records), found)
 
 
@@ -134,8 +136,8 @@ def problem_after(kill: Kill, folder: Path, expected: Unbroken) -> str:
 
 def _problem_on_disk(kill: Kill, folder: Path, expected: Unbroken) -> str:
     """There is a good one, old or new; and every one that has a name is good and holds the step that it says."""
-    found = store.candidates(_checkpoints(folder))
-    good = list(store.good(_checkpoints(folder)))
+    found = directory.candidates(_checkpoints(folder))
+    good = list(directory.good(_checkpoints(folder)))
     if len(found) != len(good):
         return f"of {len(found)} checkpoints {len(good)} are good"
     if not good or (kill.phase.commits and all(checkpoint.manifest.step < NEW for checkpoint in good)):
@@ -171,7 +173,7 @@ def _problem_going_on(kill: Kill, folder: Path, expected: Unbroken) -> str:
         wrong = [step for step, loss in each.value if loss != expected.losses[step]]
         if wrong or not each.value or each.value[-1][0] != STEPS:
             return f"resumed, the losses of steps {wrong} differ: {each.value}"
-    last = next(store.good(_checkpoints(folder)))
+    last = next(directory.good(_checkpoints(folder)))
     difference = differing(read_whole(last, ""), expected.contents[STEPS])
     left = [path.name for path in _checkpoints(folder).iterdir() if path.name.startswith(".")]
     return f"resumed, {difference} differs" if difference else f"{left} were left behind" if left else ""
@@ -181,7 +183,7 @@ def arm(kill: Kill) -> None:
     """In a rank's process, before training: everything that a save does passes by here first."""
     if int(os.environ["RANK"]) != kill.rank:
         return
-    if hasattr(Disk, kill.phase.operation):
+    if hasattr(Filesystem, kill.phase.operation):
         _arm_disk(kill.phase)
     else:
         _arm_save(kill.phase)
@@ -193,14 +195,14 @@ def _die() -> None:
 
 def _arm_disk(phase: Phase) -> None:
     paths: dict[int, Path] = {}
-    original, create, met = getattr(Disk, phase.operation), Disk.create, [0]
+    original, create, met = getattr(Filesystem, phase.operation), Filesystem.create, [0]
 
-    def noted_create(self: Disk, path: Path) -> int:
+    def noted_create(self: Filesystem, path: Path) -> int:
         descriptor = create(self, path)
         paths[descriptor] = path
         return descriptor
 
-    def passed_by(self: Disk, which: Any, *rest: Any) -> Any:
+    def passed_by(self: Filesystem, which: Any, *rest: Any) -> Any:
         met[0] += _is_meant(phase, paths.get(which) if isinstance(which, int) else which)
         if met[0] < phase.use:
             return original(self, which, *rest)
@@ -210,8 +212,8 @@ def _arm_disk(phase: Phase) -> None:
             original(self, which, *rest)
         return _die()
 
-    Disk.create = noted_create  # type: ignore[method-assign]
-    setattr(Disk, phase.operation, passed_by)
+    Filesystem.create = noted_create  # type: ignore[method-assign]
+    setattr(Filesystem, phase.operation, passed_by)
 
 
 def _is_meant(phase: Phase, path: Path | None) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from faults import saves
-from paceline.checkpoint import reading, store
+from paceline.checkpoint import directory, reader
 
 Content = dict[str, Tensor]
 FAILURES = (Exception, CheckpointException)  # torch's is no Exception
@@ -37,7 +37,7 @@ class Paceline:
         saves.save(folder, 1, content, overwrite=True)
 
     def load(self, folder: Path, like: Content) -> Content:
-        return reading.read_whole(next(store.good(folder)), "")
+        return reader.read_whole(next(directory.good(folder)), "")
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from disks import Operation, RecordingDisk
 from faults import crash_states
 from faults.crash_states import AnyOf, Choice, Everything, NothingUnsynced, State, States
-from paceline.checkpoint import reading, store
-from paceline.checkpoint.disk import Disk
-from paceline.checkpoint.plan import Held
+from paceline.checkpoint import directory, reader
+from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 from paceline.testing import run_on_ranks
-from paceline.testing.disks import Operation, RecordingDisk
 
 
 def values(seed: int, rows: int = 48) -> dict[str, Tensor]:
@@ -38,11 +38,11 @@ def values(seed: int, rows: int = 48) -> dict[str, Tensor]:
     }
 
 
-def save(folder: Path, step: int, content: dict[str, Tensor], disk: Disk | None = None, **options: Any) -> Path:
+def save(folder: Path, step: int, content: dict[str, Tensor], disk: Filesystem | None = None, **options: Any) -> Path:
     writer = Writer(disk=disk)
     try:
         description = Description(step, 0, True)
-        saving = writer.begin(folder / store.step_name(step), as_held(content), description, **options)
+        saving = writer.begin(folder / directory.step_name(step), as_held(content), description, **options)
         return saving.result().folder
     finally:
         writer.close()
@@ -57,9 +57,9 @@ def on_two_ranks(content: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def as_held(content: dict[str, Tensor]) -> dict[str, Held]:
+def as_held(content: dict[str, Tensor]) -> dict[str, LocalShard]:
     return {
-        name: Held(tensor.to_local(), tensor) if isinstance(tensor, DTensor) else Held(tensor)
+        name: LocalShard(tensor.to_local(), tensor) if isinstance(tensor, DTensor) else LocalShard(tensor)
         for name, tensor in content.items()
     }
 
@@ -91,9 +91,9 @@ def _tidy(disk: RecordingDisk, folder: Path, keep: int | None, committed: list[i
 
     def after(path: Path) -> None:
         committed.append(len(disk.operations))
-        store.point(disk, folder, store.LATEST, [path.name])
+        directory.point(disk, folder, directory.LATEST, [path.name])
         if keep is not None:
-            store.prune(disk, folder, keep, None)
+            directory.prune(disk, folder, keep, None)
 
     return after
 
@@ -131,10 +131,10 @@ def record_two_ranks(root: Path) -> Recorded:
         cut = {
             name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in values(102).items() if tensor.dim()
         }
-        held = {name: Held(tensor.to_local(), tensor) for name, tensor in cut.items()}
-        held["model/count"] = Held(values(102)["model/count"])
+        held = {name: LocalShard(tensor.to_local(), tensor) for name, tensor in cut.items()}
+        held["model/count"] = LocalShard(values(102)["model/count"])
         writer = Writer(torch_dist.group.WORLD, disk)
-        target = folder / store.step_name(2)
+        target = folder / directory.step_name(2)
         after = _tidy(disk, folder, 1, committed)
         writer.begin(target, held, Description(2, 0, True), after=after).result()
         writer.close()
@@ -200,27 +200,27 @@ def problem_after(recorded: Recorded, prefix: int, state: State, root: Path) -> 
     allowed = ["new"] if prefix >= recorded.committed else ["new", "nothing" if recorded.old is None else "old"]
     if found not in allowed:
         return f"found {found}, allowed {' or '.join(allowed)}"
-    store.clear_left_behind(Disk(), folder)
+    directory.clear_left_behind(Filesystem(), folder)
     if _found(recorded, folder) != found:
         return f"found {found}, and after clearing up {_found(recorded, folder)}"
     left = [path.name for path in folder.glob(".*")] if folder.is_dir() else []
     if left:
         return f"left behind: {left}"
-    damaged = [each.folder.name for each in store.candidates(folder) if not is_good(each.folder)]
+    damaged = [each.folder.name for each in directory.candidates(folder) if not is_good(each.folder)]
     return f"damaged, with the name of a good one: {damaged}" if damaged else None
 
 
 def is_good(folder: Path) -> bool:
     try:
-        reading.verify(folder)
+        reader.verify(folder)
     except CheckpointError:
         return False
     return True
 
 
 def _found(recorded: Recorded, folder: Path) -> str:
-    checkpoint = next(store.good(folder), None)
+    checkpoint = next(directory.good(folder), None)
     if checkpoint is None:
         return "nothing"
-    read = bits(reading.read_whole(checkpoint, ""))
+    read = bits(reader.read_whole(checkpoint, ""))
     return "new" if read == recorded.new else "old" if read == recorded.old else "a mixture"

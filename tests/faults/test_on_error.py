@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import tiny
 from faults import worlds
-from paceline.checkpoint import store
-from paceline.checkpoint.disk import Disk
-from paceline.train import saving
+from paceline.checkpoint import directory
+from paceline.checkpoint.filesystem import Filesystem
+from paceline.train.checkpointing import saver
 
 STEPS, BROKEN = 8, 5
 
@@ -97,7 +97,7 @@ def train(folder: Path, data: Any = None, model: torch.nn.Module | None = None, 
 
 
 def saved(folder: Path) -> list[str]:
-    found = store.good(folder / "r" / "checkpoints")
+    found = directory.good(folder / "r" / "checkpoints")
     return sorted(checkpoint.folder.name for checkpoint in found)
 
 
@@ -116,8 +116,8 @@ def test_after_an_error_on_all_ranks_the_run_goes_on_from_its_last_step(
     ended = broken(2, partial(train, tmp_path, callbacks=[RaisesAfter(BROKEN)], **settings))
     assert [each.kind for each in ended] == ["Broken", "Broken"]
     assert f"step {BROKEN} was saved" in ended[0].output
-    assert saved(tmp_path) == [store.step_name(BROKEN)]  # the one that was being written is older, and went
-    assert store.pointed(tmp_path / "r" / "checkpoints", store.LATEST) == [store.step_name(BROKEN)]
+    assert saved(tmp_path) == [directory.step_name(BROKEN)]  # the one that was being written is older, and went
+    assert directory.pointed(tmp_path / "r" / "checkpoints", directory.LATEST) == [directory.step_name(BROKEN)]
     whole = worlds.values(2, partial(train, tmp_path / "whole", strategy=strategy))
     assert worlds.values(2, partial(train, tmp_path, **settings)) == [losses[BROKEN:] for losses in whole]
 
@@ -140,7 +140,7 @@ def test_a_model_that_fails_in_a_step_is_saved_as_it_was_before(tmp_path: Path) 
 
 def test_where_one_rank_of_two_fails_the_first_saves_what_both_had(tmp_path: Path) -> None:
     ended = broken(2, partial(train, tmp_path, callbacks=[RaisesAfter(BROKEN, ranks=(1,))]))
-    assert (ended[1].kind, saved(tmp_path)) == ("Broken", [store.step_name(BROKEN)])
+    assert (ended[1].kind, saved(tmp_path)) == ("Broken", [directory.step_name(BROKEN)])
     whole = worlds.values(2, partial(train, tmp_path / "whole"))
     assert worlds.values(2, partial(train, tmp_path)) == [losses[BROKEN:] for losses in whole]
 
@@ -148,7 +148,7 @@ def test_where_one_rank_of_two_fails_the_first_saves_what_both_had(tmp_path: Pat
 def test_pieces_without_those_of_another_rank_are_not_saved_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_RESCUE_SECONDS", 0.2)
+    monkeypatch.setattr(saver, "_RESCUE_SECONDS", 0.2)
     callbacks = [RaisesAfter(BROKEN, ranks=(1,))]
     ended = broken(2, partial(train, tmp_path, strategy="fsdp", save_every=2, callbacks=callbacks))
     assert ended[1].kind == "Broken"
@@ -194,9 +194,9 @@ class FullFor:
     """A disk that is full for some saves, by number."""
 
     def __init__(self, *saves: int) -> None:
-        self.saves, self.begun, self.make_folder = saves, 0, Disk.make_folder
+        self.saves, self.begun, self.make_folder = saves, 0, Filesystem.make_folder
 
-    def __call__(self, disk: Disk, path: Path) -> None:
+    def __call__(self, disk: Filesystem, path: Path) -> None:
         if ".partial-" in path.name:
             self.begun += 1
             if self.begun in self.saves:
@@ -205,7 +205,7 @@ class FullFor:
 
 
 def train_on(full: FullFor, folder: Path, **settings: Any) -> list[float]:
-    Disk.make_folder = lambda disk, path: full(disk, path)  # type: ignore[method-assign]
+    Filesystem.make_folder = lambda disk, path: full(disk, path)  # type: ignore[method-assign]
     return train(folder, **settings)
 
 
@@ -246,4 +246,4 @@ def test_a_run_that_fails_again_before_its_first_step_saves_no_second_copy(tmp_p
     for _ in range(3):
         attempt()
     folders = [path.name for path in (tmp_path / "r" / "checkpoints").iterdir() if path.is_dir()]
-    assert folders == [store.step_name(BROKEN)]
+    assert folders == [directory.step_name(BROKEN)]

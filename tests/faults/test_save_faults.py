@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as torch_dist
 
+from disks import FailingDisk
 from faults import saves, write_faults
 from faults.write_faults import NEW, OLD, TWO_ERRORS, WAYS, NotMounted, Optimist, Way
-from paceline.checkpoint import store
-from paceline.checkpoint.disk import Disk
+from paceline.checkpoint import directory
+from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 from paceline.testing import ranks
-from paceline.testing.disks import FailingDisk
 
 SMALL = 256 << 10
 
@@ -53,7 +53,7 @@ def test_a_fault_after_the_commit_does_not_deny_the_checkpoint(tmp_path: Path) -
 
 
 def test_a_save_that_would_not_fit_is_not_begun(tmp_path: Path) -> None:
-    class Full(Disk):
+    class Full(Filesystem):
         def free_bytes(self, path: Path) -> int:
             return 100
 
@@ -63,8 +63,8 @@ def test_a_save_that_would_not_fit_is_not_begun(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("disk", [Disk(), Optimist()], ids=["seen before", "found out in the middle"])
-def test_a_disk_that_is_really_full_keeps_the_old_checkpoint(disk: Disk, tmp_path: Path) -> None:
+@pytest.mark.parametrize("disk", [Filesystem(), Optimist()], ids=["seen before", "found out in the middle"])
+def test_a_disk_that_is_really_full_keeps_the_old_checkpoint(disk: Filesystem, tmp_path: Path) -> None:
     try:
         with write_faults.small_disk(tmp_path / "small", SMALL) as folder:
             saves.save(folder / "run", 1, OLD)
@@ -102,14 +102,14 @@ def test_left_behind_folders_do_not_pile_up(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             saves.save(tmp_path, 2, NEW, Stubborn("write", call, 28))
     assert len(list(tmp_path.glob(".*"))) == 3
-    store.clear_left_behind(Disk(), tmp_path)
+    directory.clear_left_behind(Filesystem(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 @ranks(2)
 def test_a_fault_on_one_rank_is_told_to_all_and_nothing_is_left(tmp_path: Path) -> None:
     failing = torch_dist.get_rank() == 1
-    writer = Writer(torch_dist.group.WORLD, FailingDisk("write", 2, 28) if failing else Disk())
+    writer = Writer(torch_dist.group.WORLD, FailingDisk("write", 2, 28) if failing else Filesystem())
     held = saves.as_held(saves.on_two_ranks(NEW))
     with pytest.raises(CheckpointError, match="on rank 1: No space left on device"):
         writer.begin(tmp_path / "step-000001", held, Description(1, 0, True)).result()

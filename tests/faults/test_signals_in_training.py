@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import tiny
 from faults import worlds
-from paceline.checkpoint import store
+from paceline.checkpoint import directory
 
 STEPS, SENT = 8, 5
 
@@ -48,7 +48,7 @@ def train(folder: Path, steps: int = STEPS, **settings: Any) -> list[float]:
 
 
 def saved(folder: Path) -> list[str]:
-    return sorted(checkpoint.folder.name for checkpoint in store.good(folder / "r" / "checkpoints"))
+    return sorted(checkpoint.folder.name for checkpoint in directory.good(folder / "r" / "checkpoints"))
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 1), ("fsdp", 0), ("fsdp", 1)])
@@ -70,7 +70,7 @@ def test_between_log_points_a_signal_is_noticed_too(tmp_path: Path) -> None:
 def test_a_sigterm_in_the_last_second_is_not_forgotten(tmp_path: Path) -> None:
     ended = worlds.run(2, partial(train, tmp_path, log_every=100, callbacks=[Sends(signal.SIGTERM, after=STEPS - 1)]))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2
-    assert saved(tmp_path) == [store.step_name(STEPS)]
+    assert saved(tmp_path) == [directory.step_name(STEPS)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -97,7 +97,7 @@ def test_after_sigusr1_training_goes_on(tmp_path: Path) -> None:
 def test_an_interrupt_saves_and_is_a_keyboard_interrupt_on_all_ranks(tmp_path: Path, strategy: str) -> None:
     ended = worlds.run(2, partial(train, tmp_path, strategy=strategy, callbacks=[Sends(signal.SIGINT)]))
     assert [each.kind for each in ended] == ["KeyboardInterrupt"] * 2
-    assert saved(tmp_path) == [store.step_name(SENT)]
+    assert saved(tmp_path) == [directory.step_name(SENT)]
 
 
 def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_save_that_fits_into_the_grace_is_made(tmp_path: Path) -> None:
     settings = {"save_every": 2, "checkpoint": {"grace": 600.0}}
     ended = worlds.run(2, partial(train, tmp_path, callbacks=[Sends(signal.SIGTERM)], **settings))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2
-    assert saved(tmp_path)[-1] == store.step_name(SENT)
+    assert saved(tmp_path)[-1] == directory.step_name(SENT)
 
 
 SCRIPT = """

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from disks import ERRORS, OPERATIONS, FailingDisk
 from faults import saves
-from paceline.checkpoint import reading, store
-from paceline.checkpoint.disk import Disk
+from paceline.checkpoint import directory, reader
+from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
-from paceline.testing.disks import ERRORS, OPERATIONS, FailingDisk
 
 OLD, NEW, NEXT = (saves.values(seed) for seed in (1, 2, 3))
 
@@ -69,13 +69,13 @@ ALL_ERRORS = [(error, lasting) for error in ERRORS for lasting in (True, False)]
 TWO_ERRORS = [(errno.ENOSPC, True), (errno.EIO, False)]
 
 
-def attempt(folder: Path, way: Way, disk: Disk) -> CheckpointError | None:
+def attempt(folder: Path, way: Way, disk: Filesystem) -> CheckpointError | None:
     """Save over, or beside, an older one. Any other error is a mistake and goes through."""
     saves.save(folder, 1, OLD)
 
     def after(path: Path) -> None:
-        store.point(disk, folder, store.LATEST, [path.name])
-        store.prune(disk, folder, 1, None)
+        directory.point(disk, folder, directory.LATEST, [path.name])
+        directory.prune(disk, folder, 1, None)
 
     try:
         saves.save(folder, way.step, NEW, disk, after=after, **way.options)
@@ -100,10 +100,10 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
     """The newest good one is as expected, none is damaged; and on a disk that works again the next save works."""
     if (found := newest(folder)) not in expected:
         return f"found {found}, expected {' or '.join(expected)}"
-    bad = [each.folder.name for each in store.candidates(folder) if not saves.is_good(each.folder)]
+    bad = [each.folder.name for each in directory.candidates(folder) if not saves.is_good(each.folder)]
     if bad:
         return f"damaged: {bad}"
-    store.clear_left_behind(Disk(), folder)
+    directory.clear_left_behind(Filesystem(), folder)
     if newest(folder) != found:
         return f"found {newest(folder)} after clearing up"
     saves.save(folder, 9, NEXT)
@@ -112,10 +112,10 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
 
 
 def newest(folder: Path) -> str:
-    checkpoint = next(store.good(folder), None)
+    checkpoint = next(directory.good(folder), None)
     if checkpoint is None:
         return "nothing"
-    read = saves.bits(reading.read_whole(checkpoint, ""))
+    read = saves.bits(reader.read_whole(checkpoint, ""))
     known = {"old": OLD, "new": NEW, "next": NEXT}
     return next((name for name, content in known.items() if read == saves.bits(content)), "a mixture")
 
@@ -149,7 +149,7 @@ def fill(folder: Path, leave: int) -> Path:
     return path
 
 
-class Optimist(Disk):
+class Optimist(Filesystem):
     """Says that there is room, as when another program takes it a moment later."""
 
     def free_bytes(self, path: Path) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.checkpoint import store
+from paceline.checkpoint import directory
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
 
@@ -47,9 +47,9 @@ def trainer(optimizer: dict[str, Any], device: str = "cuda", **settings: Any) ->
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     whole = trainer(optimizer, run=str(tmp_path / "a"), save_every=1, keep=None)
     expected = whole.train(points(), max_steps=12).losses
-    assert len(store.candidates(tmp_path / "a" / "checkpoints")) == 12
+    assert len(directory.candidates(tmp_path / "a" / "checkpoints")) == 12
     for step in (3, 7):
-        again = trainer(optimizer, run=False, resume=str(tmp_path / "a" / "checkpoints" / store.step_name(step)))
+        again = trainer(optimizer, run=False, resume=str(tmp_path / "a" / "checkpoints" / directory.step_name(step)))
         assert again.train(points(), max_steps=12).losses == expected[step:]
         theirs = whole.state_dict()
         assert [name for name, tensor in again.state_dict().items() if not torch.equal(tensor, theirs[name])] == []

@@ -61,7 +61,7 @@ import json, pathlib, paceline, tiny
 config = paceline.Config.from_dict(tiny.recipe("gpt", batch=10, precision="fp64", fallback=True))
 trainer = paceline.Trainer.from_config(config)
 history = trainer.train()
-pathlib.Path(f"losses-{trainer.world.place.rank}").write_text(json.dumps([trainer.world.backend, history.losses]))
+pathlib.Path(f"losses-{trainer.world.rank_info.rank}").write_text(json.dumps([trainer.world.backend, history.losses]))
 """
     done = in_a_fresh_process(code, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

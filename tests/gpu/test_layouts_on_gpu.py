@@ -161,7 +161,7 @@ for name, changes in LAYOUTS.items():
     trainer = paceline.Trainer.from_config(paceline.Config.from_dict(recipe))
     history = trainer.train()
     found[name] = [history.losses, [record["grad_norm"] for record in history.steps]]
-pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.place.rank}").write_text(json.dumps(found))
+pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.rank_info.rank}").write_text(json.dumps(found))
 """
     of_two = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}, "tensor": {"layout": {"tensor": 2}}}
     for ranks, layouts in ((1, {"one": {}}), (2, of_two)):
@@ -193,7 +193,7 @@ for name, options in {"resnet18": {}, "vit_tiny_patch16_224": {"img_size": 32, "
         )
         history = trainer.train(data, max_steps=10)
         found[f"{name} {strategy}"] = [history.losses, [record["grad_norm"] for record in history.steps]]
-pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.place.rank}").write_text(json.dumps(found))
+pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.rank_info.rank}").write_text(json.dumps(found))
 """
     for ranks, strategies in ((1, ["single"]), (2, ["ddp", "fsdp"])):
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")

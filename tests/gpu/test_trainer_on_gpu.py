@@ -144,8 +144,8 @@ def test_data_parallel_over_two_devices_is_the_whole_batch(tmp_path: Path) -> No
     """One GPU taken twice: what is shown is the cutting and the adding up. NCCL leaves a socket open in its process."""
     code = """
 import paceline, tiny, torch
-from paceline.parallel.devices import DataParallel
-from paceline.train.calling import choose_call
+from paceline.parallel.data_parallel import DataParallel
+from paceline.train.model_call import choose_call
 from paceline.train.step import LossModule
 device = torch.device("cuda", 0)
 for loss_fn in (None, lambda model, batch: paceline.Loss(model(batch[0]).square().sum(), batch[1].sum())):
@@ -212,7 +212,7 @@ import json, pathlib, paceline, tiny
 recipe = tiny.recipe("resnet", batch=10, precision="fp64", device="cuda:0", backend="gloo", accumulate=3)
 trainer = paceline.Trainer.from_config(paceline.Config.from_dict(recipe))
 losses = trainer.train().losses
-pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.place.rank}").write_text(json.dumps(losses))
+pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.rank_info.rank}").write_text(json.dumps(losses))
 """
     for ranks in (1, 2):
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")

@@ -26,7 +26,7 @@ def train(model=None, device=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = paceline.Trainer(model, optimizer, criterion=nn.MSELoss(), device=device, batch=10, run=False)
     history = trainer.train(data, epochs=2)
-    pathlib.Path(f"losses-{trainer.world.place.rank}").write_text(json.dumps([trainer.world.size, history.losses]))
+    pathlib.Path(f"losses-{trainer.world.rank_info.rank}").write_text(json.dumps([trainer.world.size, history.losses]))
 """
 
 ENVIRONMENT = TRAIN + "train()\n"

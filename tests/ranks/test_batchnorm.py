@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import dist
 from paceline.errors import TrainError
-from paceline.parallel.batchnorm import left_alone, synchronise
+from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
 from paceline.runtime import noise
 from paceline.testing import ranks, run_on_ranks
 
@@ -40,7 +40,7 @@ class Here(NamedTuple):
 
 
 def stand_in() -> AbstractContextManager[Any]:
-    return noise.drawing(0, here=Here(samples=0))
+    return noise.NoiseContext(0, here=Here(samples=0))
 
 
 def layer(kind: str, dtype: torch.dtype, **options: Any) -> nn.Module:
@@ -87,7 +87,7 @@ def compare_with_one_process(
     *,
     tolerance: float,
     rounds: int = 2,
-    convert: Callable[[nn.Module], object] = synchronise,
+    convert: Callable[[nn.Module], object] = convert_sync_batchnorm,
     **options: Any,
 ) -> None:
     """A converted layer on this rank's rows, against a plain one on all rows."""
@@ -100,7 +100,7 @@ def compare_with_one_process(
         output, grad_rows = run(reference, rows, grad)
         if own:
             mine = slice(start, start + own)
-            with noise.drawing(0, here=Here(own, start, sum(split))):
+            with noise.NoiseContext(0, here=Here(own, start, sum(split))):
                 my_output, my_grad_rows = run(module, rows[mine], grad[mine])
             assert_close(my_output, output[mine], tolerance)
             assert_close(my_grad_rows, grad_rows[mine], tolerance)
@@ -145,7 +145,7 @@ def test_the_comparison_bites_without_synchronisation() -> None:
 def test_without_running_statistics_evaluation_is_over_all_ranks_too() -> None:
     module = layer("2d", torch.float64, track_running_stats=False).eval()
     reference = copy.deepcopy(module)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     rows = batch("2d", 5, torch.float64, 0)
     mine = slice(0, 3) if dist.rank() == 0 else slice(3, 5)
     assert_close(module(rows[mine]), reference(rows)[mine], 1e-12)
@@ -155,7 +155,7 @@ def test_without_running_statistics_evaluation_is_over_all_ranks_too() -> None:
 def test_a_stand_in_is_normalised_with_the_statistics_of_the_others() -> None:
     module = layer("1d", torch.float64)
     rows, other = batch("1d", 5, torch.float64, 0), batch("1d", 1, torch.float64, 1)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     with stand_in() if dist.rank() == 1 else nullcontext():
         output = module(rows if dist.rank() == 0 else other)
     if dist.rank() == 1:
@@ -166,7 +166,7 @@ def test_a_stand_in_is_normalised_with_the_statistics_of_the_others() -> None:
 @ranks(2)
 def test_a_stand_in_passes_no_gradient_on_to_earlier_layers() -> None:
     model = nn.Sequential(nn.Linear(3, CHANNELS), layer("1d", torch.float32), nn.ReLU(), nn.Linear(CHANNELS, 1))
-    synchronise(model)
+    convert_sync_batchnorm(model)
     with stand_in() if dist.rank() == 1 else nullcontext():
         model(torch.randn(4, 3)).sum().backward()
     total = model[0].weight.grad.abs().sum() + model[1].weight.grad.abs().sum()
@@ -176,7 +176,7 @@ def test_a_stand_in_passes_no_gradient_on_to_earlier_layers() -> None:
 @ranks(2)
 def test_a_micro_batch_of_stand_ins_alone_is_not_remembered() -> None:
     module = layer("2d", torch.float64)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     before = copy.deepcopy(module.state_dict())
     with stand_in():
         output, grad = run(module, batch("2d", 1, torch.float64, 0), batch("2d", 1, torch.float64, 1))
@@ -187,7 +187,7 @@ def test_a_micro_batch_of_stand_ins_alone_is_not_remembered() -> None:
 def test_one_rank_does_not_remember_a_stand_in_and_otherwise_is_torchs_own() -> None:
     module, rows = layer("2d", torch.float32), batch("2d", 5, torch.float32, 0)
     reference = copy.deepcopy(module)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     assert torch.equal(module(rows), reference(rows))
     with stand_in():
         module(rows)
@@ -198,7 +198,7 @@ def test_one_rank_does_not_remember_a_stand_in_and_otherwise_is_torchs_own() -> 
 def test_a_rank_without_rows_joins_in() -> None:
     module = layer("2d", torch.float64)
     reference = copy.deepcopy(module)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     rows = batch("2d", 5, torch.float64, 0)
     reference(rows)
     run(module, mine := rows[[slice(0, 2), slice(2, 5), slice(5, 5)][dist.rank()]], torch.ones_like(mine))
@@ -208,7 +208,7 @@ def test_a_rank_without_rows_joins_in() -> None:
 @ranks(2)
 def test_one_value_per_channel_over_all_ranks_is_an_error_on_each() -> None:
     module = layer("1d", torch.float32)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     with stand_in() if dist.rank() == 1 else nullcontext(), pytest.raises(TrainError) as caught:
         module(torch.randn(1, CHANNELS))
     assert caught.value.code == "train.one-value-per-channel"
@@ -217,7 +217,7 @@ def test_one_value_per_channel_over_all_ranks_is_an_error_on_each() -> None:
 @ranks(2)
 def test_every_rank_has_the_same_running_statistics_to_the_bit() -> None:
     module = layer("2d", torch.float32)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     for seed in range(3):
         module(batch("2d", 2 + dist.rank(), torch.float32, 10 * seed + dist.rank()))
     everyones = [torch.empty(CHANNELS) for _ in range(2)]
@@ -229,7 +229,7 @@ def test_every_rank_has_the_same_running_statistics_to_the_bit() -> None:
 @ranks(2)
 def test_evaluation_and_frozen_layers_are_torchs_own_and_talk_to_nobody() -> None:
     model = nn.Sequential(layer("2d", torch.float32), layer("2d", torch.float32))
-    synchronise(model)
+    convert_sync_batchnorm(model)
     reference = nn.BatchNorm2d(CHANNELS)
     reference.load_state_dict(model[0].state_dict())
     reference.eval()
@@ -251,8 +251,8 @@ def test_layers_change_their_class_and_nothing_else() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(2), Mine(2)), nn.BatchNorm3d(2), nn.ReLU())
     modules, state, seen = list(model.modules()), model.state_dict(keep_vars=True), []
     model[0].register_forward_hook(lambda *_: seen.append("hook"))
-    assert synchronise(model) == ["0", "1.0", "2"]
-    assert synchronise(model) == []
+    assert convert_sync_batchnorm(model) == ["0", "1.0", "2"]
+    assert convert_sync_batchnorm(model) == []
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     after = model.state_dict(keep_vars=True)
     assert list(after) == list(state) and all(after[name] is state[name] for name in state)
@@ -274,7 +274,7 @@ def test_a_network_under_ddp_gets_one_processs_gradients() -> None:
         rows = torch.randn(5, 3, 6, 6, dtype=torch.float64)
         reference = copy.deepcopy(model)
         reference(rows).square().sum().backward()
-        synchronise(model)
+        convert_sync_batchnorm(model)
         wrapped = DistributedDataParallel(model.to(memory_format=memory_format))
         mine = rows[[slice(0, 2), slice(2, 3), slice(3, 5)][dist.rank()]].contiguous(memory_format=memory_format)
         (3 * wrapped(mine).square().sum()).backward()  # DDP divides by the number of ranks
@@ -286,7 +286,7 @@ def test_a_network_under_ddp_gets_one_processs_gradients() -> None:
 @ranks(2)
 def test_ddp_on_cpu_accepts_what_was_torchs_sync_batch_norm() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
-    assert synchronise(model) == ["1"]
+    assert convert_sync_batchnorm(model) == ["1"]
     DistributedDataParallel(model)(torch.randn(2, 3)).sum().backward()
 
 
@@ -299,7 +299,7 @@ def test_half_precision_input_has_statistics_in_fp32_and_output_as_it_came() -> 
 def check_half_precision(dtype: torch.dtype) -> None:
     module = layer("2d", torch.float32)
     reference = copy.deepcopy(module)
-    synchronise(module)
+    convert_sync_batchnorm(module)
     rows, grad = batch("2d", 5, torch.float32, 0).to(dtype), batch("2d", 5, torch.float32, 1).to(dtype)
     output, grad_rows = run(reference, rows.float(), grad.float())
     mine = slice(0, 3) if dist.rank() == 0 else slice(3, 5)

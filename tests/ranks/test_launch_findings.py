@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import nodes
+from paceline.diagnose.cause import RankExit, find_cause
 from paceline.errors import LaunchError
-from paceline.launcher import channel, logs
-from paceline.launcher.cause import RankEnd, find_cause
-from paceline.launcher.failure import Failure
+from paceline.launcher.cluster import channel
 from paceline.launcher.launch import Launch
+from paceline.launcher.local import rank_logs
+from paceline.run.failures import FailureRecord
 
 
 def launched(folder: Path, script: str, *options: str) -> tuple[int, str]:
@@ -45,7 +46,7 @@ def test_a_node_rank_without_nodes_does_not_train_alone(tmp_path: Path) -> None:
 
 def test_a_run_folder_that_holds_something_is_never_removed(in_folder: Path) -> None:
     for name, content in (("empty", ""), ("full", "precious")):
-        with pytest.raises(LaunchError), logs.opened(Launch(None, name)) as where:
+        with pytest.raises(LaunchError), rank_logs.opened(Launch(None, name)) as where:
             (where.path / "rank-0.log").write_text(content)
             raise LaunchError("meeting-lost", "The connection was lost.")
     assert not Path("runs/empty").exists() and Path("runs/full/logs/rank-0.log").exists()
@@ -70,8 +71,8 @@ def test_an_empty_token_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_code_that_a_traceback_quotes_was_not_said_by_the_error() -> None:
     quoted = '  File "x.py", line 1, in <module>\n    retry("address already in use")\n'
-    record = Failure(1, 1.0, 1, f"Traceback (most recent call last):\n{quoted}RuntimeError: my own bug\n")
-    assert find_cause([RankEnd(1, 0, 1, 1.0, record)]).kind == "exception"
+    record = FailureRecord(1, 1.0, 1, f"Traceback (most recent call last):\n{quoted}RuntimeError: my own bug\n")
+    assert find_cause([RankExit(1, 0, 1, 1.0, record)]).kind == "exception"
 
 
 def test_of_two_lost_nodes_the_first_is_named() -> None:

@@ -184,7 +184,7 @@ def test_ranks_that_use_up_the_grace_are_ended(tmp_path: Path) -> None:
 from pathlib import Path
 from paceline.launcher import agent
 from paceline.launcher.target import Target
-from paceline.launcher.work import Start, Work
+from paceline.launcher.workload import Start, Work
 outcome = agent.run(Work(Target("script", "script.py").run), Start(2, Path("."), grace=0.2))
 raise SystemExit(128 + outcome.signal)
 """

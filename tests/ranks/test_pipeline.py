@@ -63,7 +63,7 @@ def results(case: Case) -> dict[str, Any]:
 
 
 def build_val(trainer: paceline.Trainer) -> Any:
-    from paceline.train.build import build_data
+    from paceline.train.factory import build_data
 
     return build_data(trainer.config)[1]
 
@@ -190,11 +190,11 @@ def test_what_no_pipeline_can_run_is_refused() -> None:
 
 
 def broken(fault: str) -> dict[str, Any]:
-    from paceline.parallel.pipeline import Pipeline
+    from paceline.parallel.pipeline.schedule_runner import PipelineRunner
     from paceline.train.pipeline_step import PipelineStepper
 
     if fault == "copies of the tied weight keep their own gradients":
-        Pipeline.add_up = lambda self, tensors: None  # type: ignore[method-assign]
+        PipelineRunner.add_up = lambda self, tensors: None  # type: ignore[method-assign]
     else:
         exact = PipelineStepper._loss
 

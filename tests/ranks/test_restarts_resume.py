@@ -17,7 +17,8 @@ import pytest
 
 import tiny
 from faults import worlds
-from paceline.runtime import environment, folder, ledger, progress
+from paceline.run import folder, heartbeat, ledger
+from paceline.runtime import environment
 
 STEPS, DIES_IN = 20, 17
 CHECKPOINT = {"background": False, "on_error": False}  # so that it is known which is the last one
@@ -32,12 +33,12 @@ class Launch:
     def start(self, generation: int, body: Callable[[], Any], ranks: int = 2, **variables: str) -> list[worlds.Ended]:
         """Once; the first death is noted as the launcher does it."""
         self.ledger.note("launched", nodes=1, ranks=ranks, generation=generation)
-        progress.clear(self.folder / "logs")
+        heartbeat.clear(self.folder / "logs")
         told = {
             environment.LAUNCHED: "1",
             environment.RUN_FOLDER: str(self.folder),
-            progress.FOLDER: str(self.folder / "logs"),
-            progress.RESTARTS: str(generation),
+            heartbeat.FOLDER: str(self.folder / "logs"),
+            heartbeat.RESTARTS: str(generation),
             **variables,
         }
 
@@ -47,7 +48,7 @@ class Launch:
 
         ended = worlds.run(ranks, in_rank)
         if any(each.status for each in ended):
-            step = max(page.step for page in progress.read(self.folder / "logs").values())
+            step = max(page.step for page in heartbeat.read(self.folder / "logs").values())
             self.ledger.note("failed", cause="signal", rank=1, step=step)
         else:
             self.ledger.note("ended", status=0)
@@ -91,7 +92,7 @@ def test_a_killed_training_goes_on_in_its_folder_and_ends_as_if_nothing_had_been
     began = time.time()
     broken = launch.start(0, training(run, DIES_IN))
     assert broken[1].status == -signal.SIGKILL and broken[0].status
-    assert progress.read(launch.folder / "logs")[1].trained == DIES_IN
+    assert heartbeat.read(launch.folder / "logs")[1].trained == DIES_IN
     again = launch.start(1, training(run))
     seconds = time.time() - began
     told = again[0].value
@@ -142,8 +143,8 @@ def test_a_suspected_step_leaves_the_ids_of_its_samples(launch: Launch, step: in
     """Ten steps are an epoch, and each has 16 of its 160 samples, on two ranks. The one that dies has come as far as
     its first micro-batch; in the first step that is in the pre-flight."""
     script = training(dies_in=step, accumulate=accumulate, micro_batch=8 // accumulate)
-    launch.start(0, script, **{progress.SUSPECT_STEP: str(step)})
-    suspects = progress.read_suspects(launch.folder / "logs")
+    launch.start(0, script, **{heartbeat.SUSPECT_STEP: str(step)})
+    suspects = heartbeat.read_suspects(launch.folder / "logs")
     found = {rank: (each.step, each.epoch, len(each.samples)) for rank, each in suspects.items()}
     assert found == {0: (step, step // 10, 8), 1: (step, step // 10, 8 // accumulate)}
     samples = {index for each in suspects.values() for index in each.samples}
@@ -152,4 +153,4 @@ def test_a_suspected_step_leaves_the_ids_of_its_samples(launch: Launch, step: in
 
 def test_samples_are_not_noted_unless_a_step_is_suspected(launch: Launch) -> None:
     launch.start(0, training(steps=2), ranks=1)
-    assert progress.read_suspects(launch.folder / "logs") == {}
+    assert heartbeat.read_suspects(launch.folder / "logs") == {}

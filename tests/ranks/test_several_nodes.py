@@ -11,8 +11,8 @@ import pytest
 
 import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import SCRIPT, STEPS, Job, ended, eventually, launchers, run_unbroken
-from paceline.launcher import agent as _agent  # noqa: F401
-from paceline.launcher.sockets import LOOPBACK, listen
+from paceline.launcher.local import agent as _agent  # noqa: F401
+from paceline.launcher.network import LOOPBACK, listen
 
 
 @pytest.fixture

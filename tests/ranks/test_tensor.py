@@ -12,7 +12,7 @@ from torch.nn import functional
 import paceline
 import tiny
 from paceline.models.cross_entropy import cross_entropy
-from paceline.parallel.pieces import piece
+from paceline.parallel.shards import local_shard
 
 STEPS = 4
 PLAN = {"plan": {"layers.0": "column", "layers.2": "row"}}
@@ -57,7 +57,7 @@ def _train(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _train_all(recipes: dict[str, Any], forgotten: bool = False) -> dict[str, Any]:
     if forgotten:
-        from paceline.parallel import layers
+        from paceline.parallel.tensor import layers
 
         layers.spread = lambda same, group: same
     return {name: _train(recipe) for name, recipe in recipes.items()}
@@ -116,14 +116,14 @@ def _look_inside(recipe: dict[str, Any]) -> dict[str, Any]:
     trainer.train()
     model = trainer.model
     copies = [
-        _of_all_ranks(piece(parameter))
+        _of_all_ranks(local_shard(parameter))
         for parameter in model.parameters()
         if isinstance(parameter, DTensor) and parameter.placements[0].is_replicate()
     ]
     with torch.no_grad():
         logits = model(torch.arange(32).view(2, 16))
     return {
-        "shapes": {name: list(piece(parameter).shape) for name, parameter in model.named_parameters()},
+        "shapes": {name: list(local_shard(parameter).shape) for name, parameter in model.named_parameters()},
         "cut": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
         "tied": model.head.weight is model.tokens.weight,
         "agree": all(torch.equal(first, other) for first, *others in copies for other in others),

@@ -12,7 +12,7 @@ import paceline
 import tiny
 from hiding import a_folder_to_hide, hide
 from paceline import dist
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.reader import verify
 from paceline.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.runtime.visible._SECONDS_BETWEEN_TRIES", 0.0)
+    monkeypatch.setattr("paceline.runtime.shared_storage._SECONDS_BETWEEN_TRIES", 0.0)
 
 
 def _train(folder: str, hidden: bool, **settings: Any) -> Any:

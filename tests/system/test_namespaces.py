@@ -11,8 +11,8 @@ import pytest
 
 import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import Job, ended, eventually, launchers, run_unbroken
-from paceline.launcher import agent as _agent  # noqa: F401
-from paceline.launcher.anywhere import PORT
+from paceline.launcher.dispatch import PORT
+from paceline.launcher.local import agent as _agent  # noqa: F401
 from system import namespaces
 from system.namespaces import Machine
 

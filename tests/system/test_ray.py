@@ -36,7 +36,7 @@ sys.stdin.read()
 FRONT_END = """
 import json, os, signal, sys, time
 from pathlib import Path
-from paceline.launcher.ray_cluster import RayMachines
+from paceline.launcher.backends.ray import RayMachines
 
 folder = Path(sys.argv[1])
 machines = RayMachines("auto", 2, 1, gpu=None, patience=60, arguments=("-c", (folder / "stand_in.py").read_text()))
@@ -112,7 +112,7 @@ def test_launchers_end_when_the_front_end_was_killed(ray: dict[str, str], tmp_pa
 def test_a_cluster_without_room_is_said_and_coded(ray: dict[str, str], tmp_path: Path) -> None:
     asking = 'RayMachines("auto", 2, 3, gpu=None, patience=1, wait=3)'
     done = subprocess.run(
-        [sys.executable, "-c", f"from paceline.launcher.ray_cluster import RayMachines\n{asking}"],
+        [sys.executable, "-c", f"from paceline.launcher.backends.ray import RayMachines\n{asking}"],
         env=ray, capture_output=True, text=True, timeout=DEADLINE,
     )  # fmt: skip
     missing = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nodes import ended, free_ports, launchers
-from paceline.launcher import agent as _agent  # noqa: F401  # once, before launchers are forked
+from paceline.launcher.local import agent as _agent  # noqa: F401  # once, before launchers are forked
 from system import curve, namespaces, ssh_server
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launcher import slurm, slurm_job, slurm_script
+from paceline.launcher.backends import slurm_allocation, slurm_job, slurm_script
 from system import curve, slurm_cluster
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SYSTEM_TESTS") != "1", reason="PACELINE_SYSTEM_TESTS is not 1")
@@ -24,7 +24,7 @@ SECONDS = 90.0
 # Prints what it finds, as JSON.
 SHOW = """
 import json, os, sys
-from paceline.launcher.slurm import allocation
+from paceline.launcher.backends.slurm_allocation import allocation
 found = allocation(os.environ)
 print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("A"), vars(found)]), flush=True)
 """
@@ -80,12 +80,12 @@ def cluster(
 
 
 @pytest.fixture
-def allocated(cluster: slurm_cluster.Cluster) -> slurm.Allocation:
+def allocated(cluster: slurm_cluster.Cluster) -> slurm_allocation.Allocation:
     """Two nodes for this process, as from the shell of salloc."""
     said = subprocess.run(["salloc", "--no-shell", "--nodes=2"], capture_output=True, text=True, check=True).stderr
     granted = re.search(r"Granted job allocation (\d+)", said)
     assert granted
-    return slurm.Allocation(granted[1], slurm_cluster.NODES, is_front_end=True)
+    return slurm_allocation.Allocation(granted[1], slurm_cluster.NODES, is_front_end=True)
 
 
 def until(is_so: Callable[[], object]) -> None:
@@ -106,9 +106,9 @@ def script(command: list[str], request: str = "nodes=2", workdir: Path | None = 
     )
 
 
-def machines(allocated: slurm.Allocation) -> slurm.SlurmMachines:
+def machines(allocated: slurm_allocation.Allocation) -> slurm_allocation.SlurmBackend:
     command = [sys.executable, "-c", NODE]
-    return slurm.SlurmMachines(allocated, workdir=str(Path.cwd()), command=command, patience=SECONDS)
+    return slurm_allocation.SlurmBackend(allocated, workdir=str(Path.cwd()), command=command, patience=SECONDS)
 
 
 def test_a_job_runs_as_asked_and_its_log_and_status_come_back(
@@ -139,7 +139,7 @@ def test_srun_and_salloc_are_told_apart(cluster: slurm_cluster.Cluster) -> None:
     assert [json.loads(task)[3]["is_front_end"] for task in tasks] == [False, False]
 
 
-def test_launchers_get_their_order_and_end_when_let_go(allocated: slurm.Allocation) -> None:
+def test_launchers_get_their_order_and_end_when_let_go(allocated: slurm_allocation.Allocation) -> None:
     nodes = machines(allocated)
     for node in (0, 1):
         nodes.start(node, b"x" * 200_000 + b"\n")
@@ -151,7 +151,7 @@ def test_launchers_get_their_order_and_end_when_let_go(allocated: slurm.Allocati
 
 
 @pytest.mark.parametrize("victim", ["launcher", "srun"])
-def test_a_lost_launcher_is_told_and_starts_again(allocated: slurm.Allocation, victim: str) -> None:
+def test_a_lost_launcher_is_told_and_starts_again(allocated: slurm_allocation.Allocation, victim: str) -> None:
     nodes = machines(allocated)
     for node in (0, 1):
         nodes.start(node, b"first\n")

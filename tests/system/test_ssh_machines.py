@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.launcher.hosts import read_hosts
-from paceline.launcher.ssh import SshMachines, remote_command
+from paceline.launcher.backends.hostfile import read_hosts
+from paceline.launcher.backends.ssh import SshBackend, remote_command
 from system import ssh_server
 from system.ssh_server import SshServer
 from system.waiting import DEADLINE, eventually, is_gone
@@ -41,7 +41,7 @@ class Front:
         script = folder / "stand_in.py"
         script.write_text(STAND_IN)
         command = remote_command(str(folder), [program, str(script)])
-        self.machines = SshMachines(read_hosts("node-a,node-b"), command, ssh=ssh, patience=DEADLINE)
+        self.machines = SshBackend(read_hosts("node-a,node-b"), command, ssh=ssh, patience=DEADLINE)
 
     def start(self, node: int, **order: str) -> dict[str, Any]:
         """Start a launcher; returns what it says of itself."""

@@ -27,11 +27,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.reading import Checkpoint, open_checkpoint, read_tensors
+from paceline.checkpoint.reader import Checkpoint, open_checkpoint, read_tensors
 from paceline.errors import CheckpointError
-from paceline.models import gpt2
+from paceline.models import gpt2_export
 from paceline.models.gpt import GPT
 
 Format = Literal["safetensors", "torch", "huggingface"]
@@ -112,7 +112,7 @@ def _huggingface(folder: Path, own: Mapping[str, Tensor], manifest: Manifest) ->
     origin = f"step {manifest.step} of a training with paceline {manifest.versions.get('paceline', '')}".strip()
     if section.get("name") == "gpt":
         heads, dropout = (section.get(option, _default(option)) for option in ("heads", "dropout"))
-        own, settings = gpt2.weights(own, heads), gpt2.config(own, heads, dropout)
+        own, settings = gpt2_export.weights(own, heads), gpt2_export.config(own, heads, dropout)
         text = f"A GPT-2, {origin}. Load it with `transformers.GPT2LMHeadModel.from_pretrained(folder)`.\n"
     else:
         settings = {"model": section, "step": manifest.step}
@@ -133,7 +133,7 @@ def _default(option: str) -> Any:
 
 def _whole_or_not(output: Path, write: Callable[[Path], None]) -> None:
     """Beside its place first, and renamed when it is on the disk."""
-    disk = Disk()
+    disk = Filesystem()
     partial = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def _whole_or_not(output: Path, write: Callable[[Path], None]) -> None:
             disk.remove(partial)
 
 
-def _sync(disk: Disk, written: Path) -> None:
+def _sync(disk: Filesystem, written: Path) -> None:
     for path in [*written.iterdir(), written] if written.is_dir() else [written]:
         disk.sync_folder(path) if path.is_dir() else _sync_file(path)
 

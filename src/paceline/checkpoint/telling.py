@@ -8,7 +8,7 @@ from typing import Any
 from paceline.errors import CheckpointError
 
 
-def told(work: Callable[[], dict[str, Any]], otherwise: str) -> dict[str, Any]:
+def capture_error(work: Callable[[], dict[str, Any]], otherwise: str) -> dict[str, Any]:
     """What the work gives; or, under "error", the name, text, reason and fix of what it raised. What has no code of its
     own gets the name `otherwise`."""
     try:

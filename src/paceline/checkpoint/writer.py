@@ -2,7 +2,7 @@
 
     saving = writer.begin(folder, tensors, description, background=True)
     ...                                  # the next forward and backward
-    saving.settle()                      # before the weights change
+    saving.wait_for_copy()                      # before the weights change
     folder = saving.result()             # when it is committed
 
 In the background it takes a message, a plan that is kept from the save before, and the start of a copy; everything else
@@ -23,13 +23,13 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from paceline.checkpoint import carrying, store
-from paceline.checkpoint.copying import HostCopy
-from paceline.checkpoint.disk import Disk
+from paceline.checkpoint import directory, transfer
+from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.host_copy import HostCopy
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
-from paceline.checkpoint.plan import Group, Held, plan_save, signature
-from paceline.checkpoint.telling import told
-from paceline.checkpoint.writing import FileLayout, bytes_of, lay_out, write_file
+from paceline.checkpoint.planner import Group, LocalShard, plan_save, signature
+from paceline.checkpoint.shard_file import FileLayout, bytes_of, lay_out, write_file
+from paceline.checkpoint.telling import capture_error
 from paceline.errors import CheckpointError
 from paceline.runtime import objects
 
@@ -52,7 +52,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Committed:
+class SaveResult:
     """Where a save went, and what it cost: seconds for this rank's writing and hashing, and from end to end."""
 
     folder: Path
@@ -60,46 +60,48 @@ class Committed:
     seconds: Mapping[str, float]
 
 
-class Saving:
+class PendingSave:
     """One save that may still be going on."""
 
-    def __init__(self, task: Future[Committed], copy: HostCopy | None = None) -> None:
+    def __init__(self, task: Future[SaveResult], copy: HostCopy | None = None) -> None:
         self._task, self._copy = task, copy
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """From here on the tensors may change."""
         if self._copy is not None:
-            self._copy.settle()
+            self._copy.wait_for_copy()
 
     @property
     def is_done(self) -> bool:
         return self._task.done()
 
-    def result(self) -> Committed:
-        self.settle()
+    def result(self) -> SaveResult:
+        self.wait_for_copy()
         return self._task.result()
 
 
 class Writer:
     """Saves of the ranks of a group, one after the other; without a group, of this rank alone.
 
-    Ranks of the group that are `unseen` can't see the folder: what they write goes through the first one. `after` is
+    Ranks `without_access` to the folder write through the first rank of the group. `after` is
     called on the first rank when a checkpoint has its name, still on the writing thread.
     """
 
-    def __init__(self, group: Group = None, disk: Disk | None = None, unseen: Collection[int] = ()) -> None:
-        self._group, self._disk, self._unseen = group, disk or Disk(), unseen
+    def __init__(
+        self, group: Group = None, disk: Filesystem | None = None, without_access: Collection[int] = ()
+    ) -> None:
+        self._group, self._disk, self._without_access = group, disk or Filesystem(), without_access
         self._rank = 0 if group is None else torch_dist.get_rank(group)
         self._known: tuple[Any, ...] | None = None
         self._layout: FileLayout | None = None
         self._copy: HostCopy | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Saving | None = None
+        self._last: PendingSave | None = None
 
     def begin(
         self,
         target: Path,
-        tensors: Mapping[str, Held],
+        tensors: Mapping[str, LocalShard],
         description: Description,
         *,
         at_once: Collection[str] = (),
@@ -107,31 +109,31 @@ class Writer:
         overwrite: bool = False,
         another_name: bool = False,
         after: Callable[[Path], None] | None = None,
-    ) -> Saving:
+    ) -> PendingSave:
         """`at_once` names what the next forward may change. With `another_name` a name that is taken gets a number."""
         if self._last is not None:
             self._last._task.exception()  # one after the other; whoever began it hears of its errors
         layout = self._planned(tensors)
-        where = (self._group, self._rank, self._unseen, self._disk, target)
+        where = (self._group, self._rank, self._without_access, self._disk, target)
         job = _Job(*where, description, layout, overwrite, another_name, after)
         locals_ = [tensors[share.name].local for share in layout.shares]
         if not background:
-            task: Future[Committed] = Future()
+            task: Future[SaveResult] = Future()
             try:
                 task.set_result(job.run(lambda number: bytes_of(locals_[number].detach().cpu().contiguous())))
             except BaseException as error:
                 task.set_exception(error)
-            self._last = Saving(task)
+            self._last = PendingSave(task)
             return self._last
         if self._copy is None or self._copy.layout is not layout:
             self._copy = HostCopy(layout, {tensor.device for tensor in locals_})
         self._copy.begin(locals_, {n for n, share in enumerate(layout.shares) if share.name in at_once})
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "paceline-save", initializer=_step_back)
-        self._last = Saving(self._thread.submit(job.run_copied, self._copy), self._copy)
+        self._last = PendingSave(self._thread.submit(job.run_copied, self._copy), self._copy)
         return self._last
 
-    def _planned(self, tensors: Mapping[str, Held]) -> FileLayout:
+    def _planned(self, tensors: Mapping[str, LocalShard]) -> FileLayout:
         now = signature(tensors)
         changed = now != self._known
         if self._group is not None:  # a parameter that is first used late changes one stage's plan only
@@ -154,8 +156,8 @@ class Writer:
 class _Job:
     group: Group
     rank: int
-    unseen: Collection[int]
-    disk: Disk
+    without_access: Collection[int]
+    disk: Filesystem
     target: Path
     description: Description
     layout: FileLayout
@@ -163,11 +165,11 @@ class _Job:
     another_name: bool
     after: Callable[[Path], None] | None
 
-    def run_copied(self, copy: HostCopy) -> Committed:
+    def run_copied(self, copy: HostCopy) -> SaveResult:
         copy.finish()
         return self.run(copy.share_bytes)
 
-    def run(self, share_bytes: Callable[[int], memoryview]) -> Committed:
+    def run(self, share_bytes: Callable[[int], memoryview]) -> SaveResult:
         began = perf_counter()
         sizes = self._gather(self.layout.size)
         opened = self._on_first(lambda: self._begin(sum(sizes)))
@@ -177,11 +179,11 @@ class _Job:
         failed = [(rank, part["error"]) for rank, part in enumerate(parts) if "error" in part]
         if failed:
             if self.rank == 0:
-                store.try_to_remove(self.disk, partial)
+                directory.try_to_remove(self.disk, partial)
             raise _not_saved(self.target, *failed[0], of=len(parts))
         self._on_first(lambda: self._commit(partial, parts))
         seconds = {**parts[self.rank]["seconds"], "all": perf_counter() - began}
-        return Committed(self.target, sum(part["file"]["bytes"] for part in parts), seconds)
+        return SaveResult(self.target, sum(part["file"]["bytes"] for part in parts), seconds)
 
     def _gather(self, value: Any) -> list[Any]:
         return [value] if self.group is None else self._together(lambda: objects.all_gather(value, self.group))
@@ -195,7 +197,7 @@ class _Job:
 
     def _on_first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Let the first rank do it; its result, or its error, on all of them."""
-        result = told(work, "not-saved") if self.rank == 0 else {}
+        result = capture_error(work, "not-saved") if self.rank == 0 else {}
         if self.group is not None:
             first, own = torch_dist.get_global_rank(self.group, 0), result
             result = self._together(lambda: objects.broadcast(own, first, self.group))
@@ -205,34 +207,34 @@ class _Job:
 
     def _begin(self, size: int) -> dict[str, Any]:
         if self.another_name:
-            self.target = store.free_name(self.target)
-        partial = store.begin(self.disk, self.target, size, overwrite=self.overwrite)
+            self.target = directory.free_name(self.target)
+        partial = directory.begin(self.disk, self.target, size, overwrite=self.overwrite)
         return {"partial": str(partial), "target": str(self.target)}
 
     def _written(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
         """What this rank wrote, or why it could not. The first one then writes for those that can't see the folder."""
-        own = told(lambda: self._write(partial, share_bytes), "not-saved")
-        for source in self.unseen if self.rank == 0 else ():
+        own = capture_error(lambda: self._write(partial, share_bytes), "not-saved")
+        for source in self.without_access if self.rank == 0 else ():
             path = partial / _file_name(source)
-            received = told(lambda path=path, source=source: self._receive(source, path), "not-saved")  # type: ignore[misc]
+            received = capture_error(lambda path=path, source=source: self._receive(source, path), "not-saved")  # type: ignore[misc]
             own = received if "error" in received and "error" not in own else own
         return own
 
     def _write(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
         path = partial / _file_name(self.rank)
-        if self.rank in self.unseen:
-            written = carrying.send_file(self.group, lambda disk: write_file(disk, path, self.layout, share_bytes))
+        if self.rank in self.without_access:
+            written = transfer.send_file(self.group, lambda disk: write_file(disk, path, self.layout, share_bytes))
         else:
             written = write_file(self.disk, path, self.layout, share_bytes)
         return {**written.to_json(), "aliases": dict(self.description.aliases)}
 
     def _receive(self, source: int, path: Path) -> dict[str, Any]:
-        carrying.receive_file(self.group, source, self.disk, path)
+        transfer.receive_file(self.group, source, self.disk, path)
         return {}
 
     def _commit(self, partial: Path, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        manifest = _manifest(self.description, parts, store.creation_time(self.target.parent))
-        store.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
+        manifest = _manifest(self.description, parts, directory.creation_time(self.target.parent))
+        directory.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
         if self.after is not None:
             try:
                 self.after(self.target)

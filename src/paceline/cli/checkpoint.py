@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.errors import CheckpointError
-from paceline.runtime.folder import ROOT, short
+from paceline.run.folder import ROOT, short
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.directory import Found
     from paceline.checkpoint.manifest import Manifest
-    from paceline.checkpoint.store import Found
 
 app = typer.Typer(help="List, look into, verify and export checkpoints.", no_args_is_help=True)
 
@@ -46,10 +46,10 @@ def ls(
 @app.command("inspect")
 def inspect(path: Where, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds; of a run folder, the newest one."""
-    from paceline.checkpoint import reading
-    from paceline.config.fit import gib
+    from paceline.checkpoint import reader
+    from paceline.plan.memory import gib
 
-    checkpoint = reading.open_checkpoint(_newest(path))
+    checkpoint = reader.open_checkpoint(_newest(path))
     manifest = checkpoint.manifest
     tensors = _tensors(manifest)
     if as_json:
@@ -78,13 +78,13 @@ def inspect(path: Where, as_json: AsJson = False) -> None:
 @app.command("verify")
 def verify(path: Where, as_json: AsJson = False) -> None:
     """Read every byte and compare it with its hash. Ends with 1 where something is damaged."""
-    from paceline.checkpoint import reading
+    from paceline.checkpoint import reader
 
     problems: dict[str, str | None] = {}
     for found in _found(path) or [_nothing(path)]:
         problem = None
         try:
-            reading.verify(found.folder)
+            reader.verify(found.folder)
         except CheckpointError as error:
             problem = _reason(error)
         problems[str(found.folder)] = problem
@@ -115,17 +115,17 @@ def export(
 
 def _found(path: Path) -> list[Found]:
     """The checkpoints at or below a path, newest first, unreadable ones last."""
-    from paceline.checkpoint import manifest, reading, store
+    from paceline.checkpoint import directory, manifest, reader
 
     if not path.exists():
         raise CheckpointError("missing", f"There is no folder {path}.", fix="give a run folder, e.g. runs/gpt")
     if (path / manifest.NAME).exists():
         try:
-            return [store.Found(path, reading.open_checkpoint(path).manifest)]
+            return [directory.Found(path, reader.open_checkpoint(path).manifest)]
         except CheckpointError as problem:
-            return [store.Found(path, None, problem)]
+            return [directory.Found(path, None, problem)]
     folders = [path, path / "checkpoints", *sorted(path.glob("*/checkpoints"))]
-    found = [each for folder in folders for each in store.candidates(folder)]
+    found = [each for folder in folders for each in directory.candidates(folder)]
     return sorted(found, key=lambda each: "" if each.manifest is None else each.manifest.created, reverse=True)
 
 
@@ -147,12 +147,12 @@ def _nothing(path: Path) -> Found:
 
 
 def _facts(found: Found) -> dict[str, Any]:
-    from paceline.checkpoint import store
+    from paceline.checkpoint import directory
 
-    pointers = (store.LATEST, store.BEST)
+    pointers = (directory.LATEST, directory.BEST)
     facts: dict[str, Any] = {
         "path": str(found.folder),
-        "marks": [each for each in pointers if found.folder.name in store.pointed(found.folder.parent, each)],
+        "marks": [each for each in pointers if found.folder.name in directory.pointed(found.folder.parent, each)],
         "problem": None if found.problem is None else _reason(found.problem),
     }
     if found.manifest is not None:
@@ -163,7 +163,7 @@ def _facts(found: Found) -> dict[str, Any]:
 
 
 def _row(facts: dict[str, Any]) -> tuple[str, ...]:
-    from paceline.config.fit import gib
+    from paceline.plan.memory import gib
 
     name, marks = short(facts["path"]), ", ".join(facts["marks"])
     if facts["problem"] is not None:

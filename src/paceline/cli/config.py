@@ -20,8 +20,8 @@ def show(
     ] = None,
 ) -> None:
     """Print the effective recipe with where each value came from, then what follows from it."""
-    from paceline.config import derive, layout
-    from paceline.config import show as text
+    from paceline.plan import derive, layout
+    from paceline.plan import show as text
 
     config, _ = recipe.read(arguments, ranks)
     print(text.effective(config))
@@ -31,7 +31,7 @@ def show(
     batch = derive.derive_batch(config, plan)
     rows = {**batch.rows(), "learning rate": derive.learning_rate(config, batch.size)}
     print("\n".join("# " + line for line in text.table(rows).splitlines()))
-    applied = layout.order_of(config, plan.degrees)
+    applied = layout.passes_for(config, plan.degrees)
     if applied:
         print("\n# applied to the model, in this order:")
     for part in applied:
@@ -43,4 +43,4 @@ def schema() -> None:
     """Print the JSON schema of recipes, for editors."""
     from paceline.config.recipe import Config
 
-    print(json.dumps(Config.model_json_schema(), indent=2))
+    print(json.dumps(Config.json_schema(), indent=2))

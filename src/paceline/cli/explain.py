@@ -11,6 +11,6 @@ def explain(
     code: Annotated[str, typer.Argument(help="the code in brackets, e.g. config.unknown-key")],
 ) -> None:
     """Say what an error code means, why it comes up, and what to do."""
-    from paceline.doctor import catalog
+    from paceline.diagnose import catalog
 
     print(catalog.page(code.strip("[]")))

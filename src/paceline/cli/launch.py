@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli import options as places
 from paceline.cli import script
-from paceline.cli import where as places
 from paceline.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def launch(
     k8s_with: places.K8sWith = None,
 ) -> None:
     """Run any script that runs under torchrun, on several ranks of one machine or of many."""
-    from paceline.launcher.anywhere import Where, launch_anywhere
+    from paceline.launcher.dispatch import Where, dispatch
     from paceline.launcher.launch import Launch
 
     target = _target(command, module, no_python, local_rank)
@@ -76,7 +76,7 @@ def launch(
         interface=interface,
     )
     where = Where(nodes, node_rank, master, hosts, ssh, python, address, slurm, ray, dry_run, k8s, k8s_with, rendezvous)
-    raise SystemExit(launch_anywhere(script.work_of(target), wanted, where, sys.argv[1:]))
+    raise SystemExit(dispatch(script.work_of(target), wanted, where, sys.argv[1:]))
 
 
 def _target(command: list[str], module: bool, no_python: bool, local_rank: bool) -> Target:

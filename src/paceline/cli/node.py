@@ -1,7 +1,7 @@
 """`paceline node`: the launcher of one machine, started by a front end on another one. Not for people.
 
-Its order is one line of JSON on standard input (launcher/orders.py). Then standard input stays open; its end means that
-the front end is gone.
+Its order is one line of JSON on standard input (launcher/cluster/orders.py). Then standard input stays open; its
+end means that the front end is gone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ def node() -> None:
     """The launcher of one machine, started by a front end."""
     from paceline.config.recipe import Config
     from paceline.errors import LaunchError
-    from paceline.launcher import orders
-    from paceline.launcher.by_hand import MEETING_LOST
+    from paceline.launcher.cluster import orders
+    from paceline.launcher.cluster.manual import MEETING_LOST
+    from paceline.launcher.cluster.node import Node
     from paceline.launcher.launch import prepare_environment
-    from paceline.launcher.node import Node
-    from paceline.launcher.ranks import choose_ranks
+    from paceline.launcher.rank_count import choose_ranks
 
     order = orders.read(0)
     _enter(order.folder)
@@ -37,7 +37,7 @@ def node() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     # Now, because nobody would hear of this launcher while it imports torch.
-    import paceline.launcher.agent  # noqa: F401
+    import paceline.launcher.local.agent  # noqa: F401
 
     work.preload()
 

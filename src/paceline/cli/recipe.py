@@ -11,7 +11,7 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.config.recipe import Config
-    from paceline.launcher.work import Work
+    from paceline.launcher.workload import Workload
 
 DEFAULT_CPU_RANKS = 2
 Arguments = Annotated[
@@ -37,25 +37,25 @@ def ranks_of(config: Config) -> int | None:
     return 1 if config.strategy in ("single", "dp", "split") and config.launch.ranks is None else config.launch.ranks
 
 
-def work_of(config: Config) -> Work:
+def work_of(config: Config) -> Workload:
     """A recipe as what ranks run."""
-    from paceline.launcher.work import Work
+    from paceline.launcher.workload import Workload
 
     def body() -> None:
-        from paceline.train.recipe import run_recipe
+        from paceline.train.run_recipe import run_recipe
 
         run_recipe(config)
 
     def preload() -> None:
-        import paceline.train.recipe  # noqa: F401
+        import paceline.train.run_recipe  # noqa: F401
 
     def prepare(world: int) -> None:
         """Find what is wrong before any rank starts."""
-        from paceline.train.build import check
+        from paceline.train.factory import check
 
         check(config, world)
 
-    return Work(body, preload, prepare, recipe=config.model_dump(mode="json"))
+    return Workload(body, preload, prepare, recipe=config.model_dump(mode="json"))
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:

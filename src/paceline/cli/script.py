@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.launcher.target import Target
-    from paceline.launcher.work import Work
+    from paceline.launcher.workload import Workload
 
 
-def work_of(target: Target) -> Work:
-    from paceline.launcher.work import Work
+def work_of(target: Target) -> Workload:
+    from paceline.launcher.workload import Workload
 
     def preload() -> None:
         """The Trainer, where the script uses it: two seconds that each rank would spend at every start."""
         if target.kind == "script" and _imports_paceline(Path(target.name)):
             import paceline.train.trainer  # noqa: F401
 
-    return Work(target.run, preload, target=target)
+    return Workload(target.run, preload, target=target)
 
 
 def _imports_paceline(script: Path) -> bool:

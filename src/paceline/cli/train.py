@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli import options as places
 from paceline.cli import recipe
-from paceline.cli import where as places
 
 if TYPE_CHECKING:
-    from paceline.config.sections import Launch as Section
-    from paceline.launcher.anywhere import Where
+    from paceline.config.sections import LaunchSection as Section
+    from paceline.launcher.dispatch import Where
 
 CONTEXT = {"allow_interspersed_args": True}
 
@@ -43,7 +43,7 @@ def train(
     k8s_with: places.K8sWith = None,
 ) -> None:
     """Run a recipe; without one, an embedded default that works on any machine."""
-    from paceline.launcher.anywhere import Where, launch_anywhere
+    from paceline.launcher.dispatch import Where, dispatch
     from paceline.launcher.launch import Launch
 
     config, name = recipe.read(arguments, ranks)
@@ -64,7 +64,7 @@ def train(
         interface=interface or said.interface,
     )
     asked = Where(nodes, node_rank, master, hosts, ssh, python, address, slurm, ray, dry_run, k8s, k8s_with, rendezvous)
-    raise SystemExit(launch_anywhere(recipe.work_of(config), launch, _completed(asked, said), sys.argv[1:]))
+    raise SystemExit(dispatch(recipe.work_of(config), launch, _completed(asked, said), sys.argv[1:]))
 
 
 def _completed(asked: Where, said: Section) -> Where:

@@ -3,38 +3,40 @@
     config = Config.from_file("recipe.yaml", ["train.epochs=3"])
 
 The top-level keys that are plain values are also keywords of `Trainer`. Values that follow from others (accumulation,
-warm-up in steps, …) are not here: `config/derive.py` works them out, each with its reason.
+warm-up in steps, …) are not here: `plan/derive.py` works them out, each with its reason.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, PrivateAttr, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 
-from paceline.config import files, problems
+from paceline.config import files, validation
 from paceline.config.sections import (
-    Best,
-    Checkpoint,
-    Data,
-    Ddp,
-    EarlyStop,
-    Ema,
-    Fsdp,
-    Launch,
-    Layout,
-    Model,
-    Optimizer,
-    Pipeline,
-    Profile,
-    Scaler,
-    Schedule,
+    BestSection,
+    CheckpointSection,
+    DataSection,
+    DdpSection,
+    EarlyStopSection,
+    EmaSection,
+    FsdpSection,
+    LaunchSection,
+    LayoutSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    ProfileSection,
+    ScalerSection,
+    ScheduleSection,
     Section,
-    Split,
-    Tensor,
-    Train,
+    SplitSection,
+    TensorSection,
+    TrainSection,
     as_list,
     as_section,
     known_recompute,
@@ -42,33 +44,40 @@ from paceline.config.sections import (
 )
 
 
+class _SchemaGenerator(GenerateJsonSchema):
+    """Names definitions as they are titled: `Optimizer`, not `OptimizerSection`."""
+
+    def normalize_name(self, name: str) -> str:
+        return super().normalize_name(re.sub(r"Section\b", "", name))
+
+
 class Config(Section):
     """Everything that describes a run. Unknown keys are refused with the nearest known one."""
 
-    model: Model | None = Field(None, description="the model, by name, with its options")
-    data: Data | None = Field(None, description="the dataset, by name, with its options")
-    optimizer: Optimizer = Field(Optimizer(), description="the optimizer and its learning rate")
-    schedule: Schedule = Field(Schedule(), description="how the learning rate moves over the steps")
-    train: Train = Field(Train(), description="when training ends: what train() takes")
-    launch: Launch = Field(Launch(), description="how ranks are started")
-    layout: Layout | None = Field(None, description="ranks on each axis, in place of a strategy")
-    ddp: Ddp = Field(Ddp(), description="replicate: how gradients are averaged")
-    fsdp: Fsdp = Field(Fsdp(), description="shard: how weights are cut")
-    tensor: Tensor = Field(Tensor(), description="tensor: how layers are cut")
-    pipeline: Pipeline = Field(Pipeline(), description="pipeline: how stages are made and run")
-    split: Split = Field(Split(), description="split: how layers are placed over devices")
-    scaler: Scaler = Field(Scaler(), description="fp16's loss scale")
-    ema: Annotated[Ema | None, BeforeValidator(as_section("decay"))] = Field(
+    model: ModelSection | None = Field(None, description="the model, by name, with its options")
+    data: DataSection | None = Field(None, description="the dataset, by name, with its options")
+    optimizer: OptimizerSection = Field(OptimizerSection(), description="the optimizer and its learning rate")
+    schedule: ScheduleSection = Field(ScheduleSection(), description="how the learning rate moves over the steps")
+    train: TrainSection = Field(TrainSection(), description="when training ends: what train() takes")
+    launch: LaunchSection = Field(LaunchSection(), description="how ranks are started")
+    layout: LayoutSection | None = Field(None, description="ranks on each axis, in place of a strategy")
+    ddp: DdpSection = Field(DdpSection(), description="replicate: how gradients are averaged")
+    fsdp: FsdpSection = Field(FsdpSection(), description="shard: how weights are cut")
+    tensor: TensorSection = Field(TensorSection(), description="tensor: how layers are cut")
+    pipeline: PipelineSection = Field(PipelineSection(), description="pipeline: how stages are made and run")
+    split: SplitSection = Field(SplitSection(), description="split: how layers are placed over devices")
+    scaler: ScalerSection = Field(ScalerSection(), description="fp16's loss scale")
+    ema: Annotated[EmaSection | None, BeforeValidator(as_section("decay"))] = Field(
         None, description="an average of the weights over the steps: a decay, or a section"
     )
-    save_best: Annotated[Best | None, BeforeValidator(as_section("metric"))] = Field(
+    save_best: Annotated[BestSection | None, BeforeValidator(as_section("metric"))] = Field(
         None, description="keep the best evaluation's checkpoint: a metric's name, or a section"
     )
-    early_stop: Annotated[EarlyStop | None, BeforeValidator(as_section("patience"))] = Field(
+    early_stop: Annotated[EarlyStopSection | None, BeforeValidator(as_section("patience"))] = Field(
         None, description="end when evaluations no longer improve: a patience, or a section"
     )
-    checkpoint: Checkpoint = Field(Checkpoint(), description="how checkpoints are written")
-    profile: Profile | None = Field(None, description="trace some steps")
+    checkpoint: CheckpointSection = Field(CheckpointSection(), description="how checkpoints are written")
+    profile: ProfileSection | None = Field(None, description="trace some steps")
 
     batch: PositiveInt | None = Field(None, description="samples in one optimizer step, over all ranks")
     batch_per_rank: PositiveInt | None = Field(None, description="batch / data ranks, for those who think that way")
@@ -161,7 +170,7 @@ class Config(Section):
         try:
             Section.__init__(config, **merged)  # not our own, which knows no origins
         except ValidationError as error:
-            raise problems.explain(error, cls, origins) from None
+            raise validation.explain(error, cls, origins) from None
         config._origins.update(origins)
         return config
 
@@ -169,11 +178,16 @@ class Config(Section):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise problems.explain(error, type(self), {}) from None
+            raise validation.explain(error, type(self), {}) from None
 
     def origin(self, key: str) -> str:
         """Where a dotted key's value came from: a file, an override, or the default."""
         return self._origins.get(key, "default")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of recipes, for editors."""
+        return cls.model_json_schema(schema_generator=_SchemaGenerator)
 
     def to_dict(self) -> dict[str, Any]:
         """The effective recipe as plain values: what is saved in the run folder and compared between ranks."""

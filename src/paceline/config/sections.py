@@ -55,16 +55,23 @@ def number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+def _title(section: type) -> str:
+    """In the JSON schema, which users see, `OptimizerSection` is titled `Optimizer`."""
+    return section.__name__.removesuffix("Section")
+
+
 class Section(BaseModel):
     """Frozen, strict (a number is not taken from a string), and closed: an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, model_title_generator=_title
+    )
 
 
-class Named(Section):
+class NamedSection(Section):
     """A thing picked by name from a registry; every other key is an option of that thing."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     name: str
 
@@ -72,15 +79,15 @@ class Named(Section):
         return dict(self.model_extra or {})
 
 
-class Model(Named):
+class ModelSection(NamedSection):
     name: str = Field(description="a registered model: gpt, mlp, resnet18, resnet20, resnet50, vae, or yours")
 
 
-class Data(Named):
+class DataSection(NamedSection):
     name: str = Field(description="a named dataset: stdlib-text, shapes, cifar10, or yours")
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     name: Literal["sgd", "adam", "adamw", "adafactor", "muon"] = Field("adamw", description="fused where torch can")
     lr: PositiveFloat = Field(1e-3, description="the highest learning rate, before lr_rule")
     lr_rule: Literal["none", "linear", "sqrt"] = Field(
@@ -94,7 +101,7 @@ class Optimizer(Section):
     )
 
 
-class Schedule(Section):
+class ScheduleSection(Section):
     name: Literal["constant", "linear", "cosine", "step", "wsd", "plateau"] = Field(
         "constant", description="the way down after the warm-up"
     )
@@ -115,12 +122,12 @@ class Schedule(Section):
     mode: Literal["min", "max"] | None = Field(None, description="plateau: which is better; None: min for losses")
 
 
-class Ema(Section):
+class EmaSection(Section):
     decay: float = Field(0.999, gt=0.0, lt=1.0, description="what stays of the average at each step")
     warmup: bool = Field(True, description="begin with a shorter memory: decay is at most (1 + step) / (10 + step)")
 
 
-class Scaler(Section):
+class ScalerSection(Section):
     initial: PositiveFloat = Field(65536.0, description="the first scale")
     growth: float = Field(2.0, gt=1.0, description="its factor after growth_interval steps without overflow")
     backoff: float = Field(0.5, gt=0.0, lt=1.0, description="its factor after an overflow")
@@ -128,7 +135,7 @@ class Scaler(Section):
     static: bool = Field(False, description="keep the first scale; a step that overflows is still skipped")
 
 
-class Ddp(Section):
+class DdpSection(Section):
     bucket_mb: PositiveFloat | None = Field(
         None, description="megabytes of gradients that are reduced together; torch's own: 25, the first one 1"
     )
@@ -141,7 +148,7 @@ Degree = PositiveInt | Literal["auto"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
-class Layout(Section):
+class LayoutSection(Section):
     """Ranks on each axis. `auto` is what the others leave of the world."""
 
     pipeline: Degree = Field(1, description="stages of layers")
@@ -152,7 +159,7 @@ class Layout(Section):
     tensor: Degree = Field(1, description="parts that every layer is cut into; they read the same data")
 
 
-class Fsdp(Section):
+class FsdpSection(Section):
     reshard: bool = Field(True, description="give a block's weights back after its forward, and gather them again")
     prefetch: PositiveInt = Field(1, description="blocks whose weights are gathered ahead of their turn")
     offload: bool = Field(False, description="weights, gradients and optimizer state wait in CPU memory (GPU only)")
@@ -162,7 +169,7 @@ class Fsdp(Section):
     buffer_dtype: Dtype | None = Field(None, description="what floating-point buffers are cast to; else as they are")
 
 
-class Tensor(Section):
+class TensorSection(Section):
     plan: dict[str, Literal["column", "row", "sequence", "vocabulary"]] | None = Field(
         None, description="how modules are cut, by name (* stands for one part of it); else what the model says"
     )
@@ -172,7 +179,7 @@ class Tensor(Section):
 Balance = Annotated[list[PositiveInt] | list[str], BeforeValidator(as_list)]
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
         "1f1b", description="in which order micro-batches go through the stages"
     )
@@ -184,7 +191,7 @@ class Pipeline(Section):
     )
 
 
-class Split(Section):
+class SplitSection(Section):
     devices: Annotated[list[str], BeforeValidator(as_list)] | None = Field(
         None, description="where layers go, in order; else all GPUs"
     )
@@ -192,14 +199,14 @@ class Split(Section):
     microbatches: PositiveInt = Field(1, description="parts of a micro-batch that follow each other")
 
 
-class Best(Section):
+class BestSection(Section):
     metric: str = Field("loss", description="which number of the evaluation")
     mode: Literal["min", "max"] | None = Field(
         None, description="which is better; None: min for names with loss, error or perplexity, else max"
     )
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     background: bool = Field(True, description="write scheduled checkpoints while training goes on")
     on_error: bool = Field(True, description="save when an exception ends training, where the state is whole")
     wait: PositiveFloat = Field(
@@ -213,7 +220,7 @@ class Checkpoint(Section):
     )
 
 
-class EarlyStop(Best):
+class EarlyStopSection(BestSection):
     patience: PositiveInt = Field(3, description="evaluations without an improvement")
     min_delta: float = Field(0.0, ge=0.0, description="the change that counts as one")
 
@@ -224,7 +231,7 @@ def _rising(steps: list[int]) -> list[int]:
     return steps
 
 
-class Profile(Section):
+class ProfileSection(Section):
     steps: Annotated[list[PositiveInt], BeforeValidator(as_list), AfterValidator(_rising)] = Field(
         [10, 15], min_length=2, max_length=2, description="from this step up to, not including, that one"
     )
@@ -232,12 +239,12 @@ class Profile(Section):
     memory: bool = Field(False, description="note allocations")
 
 
-class Train(Section):
+class TrainSection(Section):
     epochs: PositiveInt | None = Field(None, description="passes over the data, counted from the run's beginning")
     max_steps: PositiveInt | None = Field(None, description="optimizer steps, counted from the run's beginning")
 
 
-class Launch(Section):
+class LaunchSection(Section):
     ranks: PositiveInt | None = Field(
         None, description="processes on each machine; without it all GPUs, else 2 CPU ranks"
     )

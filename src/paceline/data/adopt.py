@@ -26,18 +26,18 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from paceline.data.loader import Cut, IndexedLoader, Loader, Reading
-from paceline.data.orders import BatchSamplerOrder, FormulaOrder, SamplerOrder
-from paceline.data.streams import BatchStream, OwnBatches, ReadyBatches, SampleStream
+from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream
+from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
+from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
 from paceline.errors import DataError
 
 
 @dataclass(frozen=True)
-class Wish:
+class LoaderSpec:
     """What the run asks of its data."""
 
     batch: int
-    part: Cut
+    part: DataShard
     seed: int
     shuffle: bool
     workers: int
@@ -108,60 +108,62 @@ def _wrong_sampler(what: str) -> DataError:
     )
 
 
-def adopt(data: Any, wish: Wish, say: Callable[[str], None]) -> Loader:
+def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     """The loader for `data`; `say` gets a line where the choice is one that the user should know."""
     if isinstance(data, ReadyBatches):
         say("data: taken as ready global batches, cut by rank")
-        return BatchStream(data, wish.batch, wish.part, wish.seed)
+        return BatchStream(data, spec.batch, spec.part, spec.seed)
     if isinstance(data, DataLoader):
-        return _adopt_loader(data, wish, say)
-    reading = Reading(workers=wish.workers, pin_memory=wish.pin_memory)
+        return _adopt_loader(data, spec, say)
+    reading = ReadOptions(workers=spec.workers, pin_memory=spec.pin_memory)
     if isinstance(data, IterableDataset):
-        return _stream(data, wish, reading, say)
-    return _indexed(data, wish, reading)
+        return _stream(data, spec, reading, say)
+    return _indexed(data, spec, reading)
 
 
-def _stream(dataset: Any, wish: Wish, reading: Reading, say: Callable[[str], None], drop_last: bool = False) -> Loader:
+def _stream(
+    dataset: Any, spec: LoaderSpec, reading: ReadOptions, say: Callable[[str], None], drop_last: bool = False
+) -> Loader:
     say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
-    return SampleStream(dataset, wish.batch, wish.part, wish.seed, reading, drop_last=drop_last)
+    return SampleStream(dataset, spec.batch, spec.part, spec.seed, reading, drop_last=drop_last)
 
 
-def _indexed(dataset: Any, wish: Wish, reading: Reading, drop_last: bool = False) -> Loader:
+def _indexed(dataset: Any, spec: LoaderSpec, reading: ReadOptions, drop_last: bool = False) -> Loader:
     samples = len(dataset)
     if samples == 0:
         raise DataError("empty", f"The dataset {type(dataset).__name__} holds no samples.")
-    if wish.training and samples < wish.batch:
+    if spec.training and samples < spec.batch:
         raise DataError(
             "smaller-than-batch",
-            f"The dataset holds {samples} samples, fewer than one batch of {wish.batch}.",
+            f"The dataset holds {samples} samples, fewer than one batch of {spec.batch}.",
             fix=f"set batch to {samples} or less",
         )
-    order = FormulaOrder(samples, wish.batch, wish.seed, shuffle=wish.shuffle, drop_last=drop_last)
-    return IndexedLoader(dataset, order, wish.part, wish.seed, reading)
+    order = FormulaOrder(samples, spec.batch, spec.seed, shuffle=spec.shuffle, drop_last=drop_last)
+    return IndexedLoader(dataset, order, spec.part, spec.seed, reading)
 
 
-def _adopt_loader(loader: DataLoader[Any], wish: Wish, say: Callable[[str], None]) -> Loader:
-    reading = _reading(loader, wish)
-    sampler, drop_last = _sampler(loader), _drops_last(loader) and wish.training
+def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
+    reading = _reading(loader, spec)
+    sampler, drop_last = _sampler(loader), _drops_last(loader) and spec.training
     if isinstance(loader.dataset, IterableDataset):
-        return _stream(loader.dataset, wish, reading, say, drop_last)
-    if _is_distributed(loader) and wish.training:
+        return _stream(loader.dataset, spec, reading, say, drop_last)
+    if _is_distributed(loader) and spec.training:
         say(
             "data: the DataLoader's DistributedSampler picks each rank's samples; the global batch is their sum "
-            f"({wish.batch}), and where it repeats samples to even out the ranks, so does training"
+            f"({spec.batch}), and where it repeats samples to even out the ranks, so does training"
         )
-        return OwnBatches(loader, sampler, wish.batch, wish.part)
+        return OwnBatches(loader, sampler, spec.batch, spec.part)
     if _is_distributed(loader) or _is_plain(sampler):
-        shuffle = wish.training and isinstance(sampler, RandomSampler)
-        return _indexed(loader.dataset, replace(wish, shuffle=shuffle), reading, drop_last)
+        shuffle = spec.training and isinstance(sampler, RandomSampler)
+        return _indexed(loader.dataset, replace(spec, shuffle=shuffle), reading, drop_last)
     if sampler is None:
         say(f"data: each list of {type(loader.batch_sampler).__name__} is one global batch, cut by rank")
         assert loader.batch_sampler is not None
-        batches = BatchSamplerOrder(loader.batch_sampler, wish.batch, wish.seed)
-        return IndexedLoader(loader.dataset, batches, wish.part, wish.seed, reading)
+        batches = BatchSamplerOrder(loader.batch_sampler, spec.batch, spec.seed)
+        return IndexedLoader(loader.dataset, batches, spec.part, spec.seed, reading)
     say(f"data: {type(sampler).__name__} is honoured: its indices are drawn alike on every rank, then cut")
-    order = SamplerOrder(sampler, wish.batch, wish.seed, drop_last=drop_last)
-    return IndexedLoader(loader.dataset, order, wish.part, wish.seed, reading)
+    order = SamplerOrder(sampler, spec.batch, spec.seed, drop_last=drop_last)
+    return IndexedLoader(loader.dataset, order, spec.part, spec.seed, reading)
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
@@ -188,15 +190,15 @@ def _is_plain(sampler: Any) -> bool:
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
-def _reading(loader: DataLoader[Any], wish: Wish) -> Reading:
+def _reading(loader: DataLoader[Any], spec: LoaderSpec) -> ReadOptions:
     """The user's collate function and worker settings, kept."""
     options: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "timeout": loader.timeout}
     if loader.num_workers:
         options["prefetch_factor"] = loader.prefetch_factor
         options["multiprocessing_context"] = loader.multiprocessing_context
-    return Reading(
+    return ReadOptions(
         collate=loader.collate_fn,
         workers=loader.num_workers,
-        pin_memory=loader.pin_memory or wish.pin_memory,
+        pin_memory=loader.pin_memory or spec.pin_memory,
         options=tuple(options.items()),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from paceline.data.named import register_data
+from paceline.data.datasets import register_data
 from paceline.errors import DataError
 
 FOLDER = "cifar-10-batches-bin"

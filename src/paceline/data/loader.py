@@ -17,15 +17,15 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.batches import apply
-from paceline.data.orders import FormulaOrder, Order
-from paceline.data.samples import SeededSamples
-from paceline.data.slices import Share, shares
+from paceline.data.sample_order import FormulaOrder, SampleOrder
+from paceline.data.seeded_dataset import SeededSamples
+from paceline.data.slicing import BatchSlice, shares
 from paceline.errors import DataError
-from paceline.runtime.seeds import KeptRandomState
+from paceline.runtime.rng import preserve_rng_state
 
 
 @dataclass(slots=True)
-class Micro:
+class MicroBatch:
     """What one rank puts through the model at once, and where that lies in the run."""
 
     batch: Any
@@ -39,13 +39,13 @@ class Micro:
     indices: Sequence[Any] = ()  # which samples these are, where the dataset has indices
     exact: bool = True  # whether every rank knows step_samples without asking the others
 
-    def pin_memory(self) -> Micro:
+    def pin_memory(self) -> MicroBatch:
         """Asked for by torch's loader, which knows nothing of this class."""
         return replace(self, batch=apply(self.batch, torch.Tensor.pin_memory))
 
 
 @dataclass(frozen=True)
-class Cut:
+class DataShard:
     """One rank's part in the work: its number among the data ranks, and the groups a step is cut into."""
 
     rank: int = 0
@@ -69,7 +69,7 @@ class Loader(Protocol):
         """In an epoch, where that is known."""
         ...
 
-    def micros(self, first_step: int, epochs: int | None) -> Iterator[Micro]: ...
+    def micros(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]: ...
 
     def fingerprint(self) -> Any:
         """Numbers that are the same on every rank where the data is; None where nothing is known of it."""
@@ -77,7 +77,7 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How samples become batches."""
 
     collate: Callable[[list[Any]], Any] | None = None
@@ -89,7 +89,7 @@ class Reading:
 class IndexedLoader:
     """For datasets that can be asked for any sample."""
 
-    def __init__(self, dataset: Any, order: Order, part: Cut, seed: int, reading: Reading) -> None:
+    def __init__(self, dataset: Any, order: SampleOrder, part: DataShard, seed: int, reading: ReadOptions) -> None:
         self._samples = SeededSamples(dataset, seed, own_collate=reading.collate not in (None, default_collate))
         self._order, self._part, self._reading = order, part, reading
 
@@ -108,8 +108,8 @@ class IndexedLoader:
     def fingerprint(self) -> Any:
         return self._samples.fingerprint()
 
-    def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[Micro]:
-        planned: deque[Micro] = deque()
+    def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
+        planned: deque[MicroBatch] = deque()
         reading = self._reading
         loader = DataLoader(
             self._samples,
@@ -121,7 +121,7 @@ class IndexedLoader:
             **dict(reading.options),
         )
         # With workers the generators that get seeded are theirs; without, they are the model's and are given back.
-        keep = KeptRandomState if self._samples.draws and reading.workers == 0 else nullcontext
+        keep = preserve_rng_state if self._samples.draws and reading.workers == 0 else nullcontext
         batches = iter(loader)
         while True:
             with keep():
@@ -133,7 +133,7 @@ class IndexedLoader:
             micro.batch = batch
             yield micro
 
-    def _plan(self, first_step: int, epochs: int | None) -> Iterator[Micro]:
+    def _plan(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
         """Every micro-batch to come, still without its data."""
         per_epoch = self.steps_per_epoch
         # An order that does not know its length is read from its beginning, and what was used is dropped.
@@ -149,7 +149,7 @@ class IndexedLoader:
                 raise no_samples()
             skip = 0
 
-    def _micros_of(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[Micro]:
+    def _micros_of(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
         part = self._part
         for share in shares(len(indices), self._order.batch, part.groups, part.rank, part.ranks):
             yield micro_of(None, share, len(indices), epoch, step, own_or_stand_in(indices, share))
@@ -158,7 +158,7 @@ class IndexedLoader:
 class _Keys:
     """The batch sampler that torch's loader asks: hands out index lists and notes what each of them is."""
 
-    def __init__(self, plan: Iterator[Micro], planned: deque[Micro]) -> None:
+    def __init__(self, plan: Iterator[MicroBatch], planned: deque[MicroBatch]) -> None:
         self._plan, self._planned = plan, planned
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
@@ -167,14 +167,14 @@ class _Keys:
             yield [(micro.epoch, index) for index in micro.indices]
 
 
-def own_or_stand_in(indices: Sequence[Any], share: Share) -> Sequence[Any]:
+def own_or_stand_in(indices: Sequence[Any], share: BatchSlice) -> Sequence[Any]:
     """This rank's indices; without any, the group's first, which it then runs with weight zero to keep in step."""
     start, stop = share.rows
     return indices[start:stop]
 
 
-def micro_of(batch: Any, share: Share, total: int, epoch: int, step: int, indices: Sequence[Any]) -> Micro:
-    return Micro(
+def micro_of(batch: Any, share: BatchSlice, total: int, epoch: int, step: int, indices: Sequence[Any]) -> MicroBatch:
+    return MicroBatch(
         batch=batch,
         samples=share.samples,
         start=share.start,

@@ -15,7 +15,7 @@ from math import ceil, isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.runtime.seeds import mix
+from paceline.runtime.rng import derive_seed
 
 Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -33,7 +33,7 @@ class Permutation:
         self._n = np.uint64(n)
         rows = isqrt(n - 1) + 1 if n > 1 else 1
         self._rows, self._columns = np.uint64(rows), np.uint64(ceil(n / rows))
-        self._keys = [np.uint64(mix(seed, epoch, n, turn)) for turn in range(_ROUNDS)]
+        self._keys = [np.uint64(derive_seed(seed, epoch, n, turn)) for turn in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
         """The samples at these positions (whole numbers below n)."""

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.data.named import register_data
-from paceline.runtime.seeds import mix
+from paceline.data.datasets import register_data
+from paceline.runtime.rng import derive_seed
 
 CLASSES = ("circle", "square", "triangle", "cross")
 Mask = NDArray[np.bool_]
@@ -29,7 +29,7 @@ class Shapes(Dataset[dict[str, Tensor]]):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        random = np.random.default_rng(mix(self._seed, index))
+        random = np.random.default_rng(derive_seed(self._seed, index))
         label = index % len(CLASSES)
         image = self._draw(CLASSES[label], random)
         sample = {"inputs": torch.from_numpy(image)}
@@ -71,6 +71,6 @@ def shapes(
     seed: int = 0,
 ) -> tuple[Shapes, Shapes]:
     return (
-        Shapes(length, size, channels, mix(seed, 0), labels),
-        Shapes(val_length, size, channels, mix(seed, 1), labels),
+        Shapes(length, size, channels, derive_seed(seed, 0), labels),
+        Shapes(val_length, size, channels, derive_seed(seed, 1), labels),
     )

@@ -17,13 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.diagnose.cause import Cause, find_cause
 from paceline.errors import LaunchError, PacelineError
-from paceline.launcher import by_hand, contract, failure, results
-from paceline.launcher.cause import Cause, find_cause
+from paceline.launcher import results
+from paceline.launcher.cluster import manual, node_env
 from paceline.launcher.launch import Launch
-from paceline.launcher.ranks import choose_ranks
-from paceline.launcher.work import Start, Work
-from paceline.runtime import environment, folder
+from paceline.launcher.rank_count import choose_ranks
+from paceline.launcher.workload import LocalStart, Workload
+from paceline.run import failures, folder
+from paceline.runtime import environment
 
 
 def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -> Any:
@@ -33,24 +35,24 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     error on any rank ends all of them and is raised here.
     """
     inspect.signature(fn).bind(**kwargs)  # a call that can't be made is an error here, not on every rank
-    found = contract.read_contract(os.environ)
+    found = node_env.read_node_environment(os.environ)
     asked = found.ranks if ranks is None and found is not None else ranks
     number, reason = choose_ranks(asked, device=None, on_cpu=1)
     if ranks is None:
         print(f"ranks: {number} ({reason})", flush=True)
-    found = found or contract.first_rank_contract(os.environ, number)
+    found = found or node_env.first_rank_contract(os.environ, number)
     with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
         logs = Path(temporary)
-        work = Work(lambda: _call(fn, kwargs, logs))
+        work = Workload(lambda: _call(fn, kwargs, logs))
         if found is None or found.nodes_max == 1:
-            _run_here(work, Start(number, logs))
+            _run_here(work, LocalStart(number, logs))
         else:
             _run_among_several(work, number, found)
         return results.read(logs)
 
 
-def _run_here(work: Work, start: Start) -> None:
-    from paceline.launcher import agent
+def _run_here(work: Workload, start: LocalStart) -> None:
+    from paceline.launcher.local import agent
 
     outcome = agent.run(work, start)
     if outcome.signal == signal.SIGINT:
@@ -61,11 +63,11 @@ def _run_here(work: Work, start: Start) -> None:
         raise _error(find_cause(outcome.ends, oom_killed=outcome.oom_killed), start.logs)
 
 
-def _run_among_several(work: Work, ranks: int, found: contract.Contract) -> None:
+def _run_among_several(work: Workload, ranks: int, found: node_env.NodeEnvironment) -> None:
     print(found.words(), flush=True)
     host, port = found.meeting_place()
     wanted = Launch(ranks, run=None, nodes=(found.nodes_min, found.nodes_max))
-    status = by_hand.launch_by_hand(work, wanted, by_hand.Place(found.node_rank, host, port))
+    status = manual.launch_manual(work, wanted, manual.ManualNode(found.node_rank, host, port))
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status:
@@ -78,14 +80,14 @@ def _call(fn: Callable[..., Any], kwargs: dict[str, Any], logs: Path) -> None:
     # The parent may have run a threaded operation: its pool is not in this process, and waiting for it would hang.
     torch.set_num_threads(1)
     value = fn(**kwargs)
-    place = environment.read_place()
+    place = environment.read_rank_info()
     if place is None or place.is_main:
         results.write(value, logs)
 
 
 def _error(cause: Cause, logs: Path) -> PacelineError:
     """The rank's own error, or one for the way it ended; with what it had printed if that was not on screen."""
-    record = failure.read(logs).get(-1 if cause.rank is None else cause.rank)
+    record = failures.read(logs).get(-1 if cause.rank is None else cause.rank)
     error = LaunchError("rank-failed", f"{cause.what}.", fix=cause.fix) if record is None else record.as_error()
     log = folder.rank_log(logs, cause.rank or 0)
     printed = log.read_text(errors="replace").strip() if log.exists() else ""

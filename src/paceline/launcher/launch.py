@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.launcher.work import GRACE
+from paceline.launcher.workload import GRACE
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from paceline.errors import ModelError
 from paceline.models.cross_entropy import cross_entropy
-from paceline.models.loss import Loss
-from paceline.models.parts import Parts
-from paceline.models.registry import register_model
+from paceline.models.losses import Loss
+from paceline.models.spec import PipelineSpec
+from paceline.models.zoo import register_model
 
 STD = 0.02  # GPT-2's
 
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         "norm": "sequence",
         "head": "vocabulary",
     }
-    parts = Parts(
+    parts = PipelineSpec(
         first="embed",
         blocks="blocks",
         last="read_out",

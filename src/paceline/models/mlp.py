@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.models.parts import Parts
-from paceline.models.registry import register_model
+from paceline.models.spec import PipelineSpec
+from paceline.models.zoo import register_model
 
 
 @register_model("mlp")
 class MLP(nn.Module):
     """Flattens its input; `hidden` layers of `width` units."""
 
-    parts = Parts(first="flatten", blocks="layers", last="read_out", loss="loss", of_first=(), of_last=())
+    parts = PipelineSpec(first="flatten", blocks="layers", last="read_out", loss="loss", of_first=(), of_last=())
 
     def __init__(self, inputs: int = 3072, width: int = 128, hidden: int = 2, classes: int = 4) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How large a model is, and what it can be cut into: what `config/fit.py` works out a layout from."""
+"""How large a model is, and what it can be cut into: what `plan/memory.py` works out a layout from."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from paceline.config.fit import Size
 from paceline.models.blocks import find_blocks
+from paceline.plan.memory import ModelSize
 
 
-def size_of(model: nn.Module, blocks: Sequence[str] | None = None, degrees: Sequence[int] = ()) -> Size:
+def size_of(model: nn.Module, blocks: Sequence[str] | None = None, degrees: Sequence[int] = ()) -> ModelSize:
     """`degrees` are the tensor degrees that the model was found to allow. Shared parameters count once."""
     found = [module for _, module in find_blocks(model, blocks)]
     inside = {id(parameter) for block in found for parameter in block.parameters()}
     rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
     of_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
-    return Size(
+    return ModelSize(
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         largest_block=max([rest, *of_blocks]),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.models.registry import register_model
+from paceline.models.zoo import register_model
 from paceline.runtime.noise import noise
 
 

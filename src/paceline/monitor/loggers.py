@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from paceline.errors import PacelineError, TrainError
-from paceline.monitor.metrics import open_to_append
+from paceline.run.jsonl import open_to_append
 
 Record = Mapping[str, Any]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 
 
-class Average:
+class Ema:
     """The exponential moving average of a model's parameters, which begins at their values at construction."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float, warmup: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.optim.better import Best
+from paceline.optim.best import Best
 
 
 class Plateau:

@@ -1,4 +1,4 @@
-"""The parallelisms in their order (`config/layout.py` has it, with the reasons). None of them knows another."""
+"""The parallelisms in their order (`plan/layout.py` has it, with the reasons). None of them knows another."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.recipe import Config
 from paceline.models.blocks import find_blocks
-from paceline.parallel.compiling import compile_model, require_compiler
-from paceline.parallel.devices import DataParallel, gpus
+from paceline.parallel.compile import compile_model, require_compiler
+from paceline.parallel.data_parallel import DataParallel, gpus
+from paceline.parallel.ddp import replicate
+from paceline.parallel.fsdp import reduce_unused, shard, without_all_reduce
+from paceline.parallel.pipeline.stage_partition import Stage
 from paceline.parallel.recompute import recompute
-from paceline.parallel.replicate import replicate
-from paceline.parallel.shard import reduce_unused, shard, without_all_reduce
-from paceline.parallel.split import InParts, is_spread, split
-from paceline.parallel.stages import Stage
-from paceline.parallel.tensor import cut_layers
+from paceline.parallel.split import MicroBatched, is_spread, split
+from paceline.parallel.tensor.apply import apply_tensor_parallel
 from paceline.runtime.mesh import Mesh
 
 
@@ -47,7 +47,7 @@ def change(model: nn.Module, mesh: Mesh, config: Config) -> list[str]:
     """What is done to the model itself: tensor, recompute, compile. Returns a line on each for the reader."""
     said = [_data_parallel(mesh.device)] if config.strategy == "dp" else []
     if mesh.degrees.tensor > 1:
-        said.append(cut_layers(model, mesh, config.tensor))
+        said.append(apply_tensor_parallel(model, mesh, config.tensor))
     if config.recompute != "off":
         said.append(recompute(model, config.recompute, config.blocks))
     if config.compile:
@@ -75,15 +75,15 @@ def _data_parallel(device: torch.device) -> str:
     )
 
 
-def wrap(step: nn.Module, mesh: Mesh, config: Config, travel: torch.dtype | None) -> Wrapped:
+def wrap(step: nn.Module, mesh: Mesh, config: Config, gather_dtype: torch.dtype | None) -> Wrapped:
     """What goes around the step: shard or replicate. One rank needs neither."""
     degrees = mesh.degrees
     if degrees.pipeline > 1:
         stages = [part for part in step.modules() if isinstance(part, Stage)]
-        return Wrapped(step, _wrap_stages(stages, mesh, config, travel))
+        return Wrapped(step, _wrap_stages(stages, mesh, config, gather_dtype))
     if degrees.shard > 1 or config.fsdp.offload or (degrees.replicate > 1 and not degrees.is_replicated):
         model = cast(nn.Module, getattr(step, "model", step))
-        shard(step, [block for _, block in find_blocks(model, config.blocks)], mesh, config.fsdp, travel)
+        shard(step, [block for _, block in find_blocks(model, config.blocks)], mesh, config.fsdp, gather_dtype)
         if config.unused_parameters == "allow":
             reduce_unused(cast(FSDPModule, step))
         several = degrees.replicate > 1
@@ -91,7 +91,7 @@ def wrap(step: nn.Module, mesh: Mesh, config: Config, travel: torch.dtype | None
     if config.strategy == "dp" and len(gpus()) > 1:
         return Wrapped(DataParallel(step, gpus()))
     if config.strategy == "split" and config.split.microbatches > 1:
-        return Wrapped(InParts(step, config.split.microbatches))
+        return Wrapped(MicroBatched(step, config.split.microbatches))
     if degrees.replicate == 1:
         # Nobody hooks into the step, so one rank need not go through torch's machinery for hooks.
         return Wrapped(step.forward)
@@ -101,7 +101,7 @@ def wrap(step: nn.Module, mesh: Mesh, config: Config, travel: torch.dtype | None
 
 
 def _wrap_stages(
-    stages: list[Stage], mesh: Mesh, config: Config, travel: torch.dtype | None
+    stages: list[Stage], mesh: Mesh, config: Config, gather_dtype: torch.dtype | None
 ) -> Callable[[], AbstractContextManager[None]] | None:
     """Each stage is sharded on its own, as a schedule runs it on its own. Its weights stay gathered from its first
     micro-batch to the last, rather than being gathered for each."""
@@ -110,7 +110,7 @@ def _wrap_stages(
     settings = config.fsdp.model_copy(update={"reshard": False})
     for stage in stages:
         blocks = [block for block in stage.blocks if any(True for _ in block.parameters())]
-        shard(stage, blocks, mesh, settings, travel)
+        shard(stage, blocks, mesh, settings, gather_dtype)
     return partial(_without_all_reduce, stages) if mesh.degrees.replicate > 1 else None
 
 

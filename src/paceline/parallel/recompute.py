@@ -128,7 +128,7 @@ _selective = partial(create_selective_checkpoint_contexts, _keep)
 
 @contextmanager
 def _again(
-    draw: noise.drawing | None,
+    draw: noise.NoiseContext | None,
     modes: Sequence[TorchFunctionMode],
     norms: Sequence[nn.Module],
     inner: AbstractContextManager[Any],

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.config.sections import Split
+from paceline.config.sections import SplitSection
 from paceline.data.batches import apply, rows_of, samples_in
-from paceline.data.slices import cut
+from paceline.data.slicing import cut
 from paceline.errors import LayoutError, did_you_mean
 from paceline.models.blocks import find_blocks
 from paceline.runtime import noise
@@ -36,7 +36,7 @@ Named = tuple[str, nn.Module]
 Place = tuple[Named, int]  # a layer, and the number of its device
 
 
-def devices_of(settings: Split) -> list[torch.device]:
+def devices_of(settings: SplitSection) -> list[torch.device]:
     """Those that are named, else all GPUs."""
     names = settings.devices or [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if len(names) < 2:
@@ -66,7 +66,7 @@ def _existing(name: str) -> torch.device:
     )
 
 
-def split(model: nn.Module, settings: Split, wanted: Sequence[str] | None = None) -> str:
+def split(model: nn.Module, settings: SplitSection, wanted: Sequence[str] | None = None) -> str:
     """Place the model's layers, in place; says where they went."""
     devices = devices_of(settings)
     _refuse_parts_of_statistics(model, settings)
@@ -86,7 +86,7 @@ def split(model: nn.Module, settings: Split, wanted: Sequence[str] | None = None
     )
 
 
-def _refuse_parts_of_statistics(model: nn.Module, settings: Split) -> None:
+def _refuse_parts_of_statistics(model: nn.Module, settings: SplitSection) -> None:
     norms = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
     if settings.microbatches > 1 and norms:
         raise LayoutError(
@@ -252,7 +252,7 @@ def is_spread(model: nn.Module) -> bool:
     return len({device for device in found if device.type != "meta"}) > 1
 
 
-class Everywhere:
+class MultiContext:
     """Contexts that hold for one kind of device each (autocast), together."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any] | None]) -> None:
@@ -268,7 +268,7 @@ class Everywhere:
 
 
 @dataclass
-class InParts:
+class MicroBatched:
     """From a batch to (mean or sum, weight or None), computed in `count` parts that follow each other."""
 
     step: Any  # a LossModule

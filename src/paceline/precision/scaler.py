@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.config.sections import Scaler as Settings
+from paceline.config.sections import ScalerSection as Settings
 
 
 class Scaler(torch.amp.GradScaler):

@@ -21,7 +21,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.errors import WorldError
-from paceline.runtime import agreement, environment, group, objects
+from paceline.runtime import consistency, environment, objects, process_group
 
 Op = Literal["sum", "mean", "max", "min", "product"]
 Group = torch_dist.ProcessGroup | None
@@ -58,15 +58,15 @@ class Work:
 
 def rank() -> int:
     # An open group knows, and asking it is a tenth of the cost of reading the environment.
-    return torch_dist.get_rank() if torch_dist.is_initialized() else group.current_place().rank
+    return torch_dist.get_rank() if torch_dist.is_initialized() else process_group.current_place().rank
 
 
 def world() -> int:
-    return torch_dist.get_world_size() if torch_dist.is_initialized() else group.current_place().world
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else process_group.current_place().world
 
 
 def local_rank() -> int:
-    return group.current_place().local_rank
+    return process_group.current_place().local_rank
 
 
 def is_main() -> bool:
@@ -276,7 +276,7 @@ def _several(group_: Group, peer: int | None = None) -> bool:
     if _size(group_) == 1:
         return False
     if not torch_dist.is_initialized():
-        group.join()
+        process_group.init_world()
     return True
 
 
@@ -329,7 +329,7 @@ def _require_length(operation: str, tensors: Sequence[Tensor] | None, group_: Gr
 
 def _compare(operation: str, tensor: Tensor | None, detail: str, group_: Group) -> None:
     if _debugging():
-        agreement.require_same_call(operation, tensor, detail, group_)
+        consistency.require_same_call(operation, tensor, detail, group_)
 
 
 def _finish(handle: Any, async_op: bool, finish: Any = None) -> Work | None:

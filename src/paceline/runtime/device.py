@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from paceline.errors import WorldError
-from paceline.runtime.environment import Place
+from paceline.runtime.environment import RankInfo
 
 _TRAINABLE = ("cpu", "cuda", "mps")
 
@@ -20,7 +20,7 @@ def gpu_names() -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
-def choose_device(wanted: str | int | torch.device | None, place: Place) -> torch.device:
+def choose_device(wanted: str | int | torch.device | None, place: RankInfo) -> torch.device:
     """A rank number, a string, a torch.device, or nothing: then this rank's GPU where there is one, else the CPU."""
     count = torch.cuda.device_count()
     if wanted is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import WorldError
-from paceline.runtime.tasks import DEFAULT_PORT, number, read_task
+from paceline.runtime.scheduler_env import DEFAULT_PORT, number, read_task
 
 RUN_FOLDER = "PACELINE_RUN"
 DEBUG = "PACELINE_DEBUG"
@@ -19,7 +19,7 @@ LAUNCHED = "PACELINE_LAUNCHED"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Who this process is: its rank among `world`, and its place on its own node."""
 
     rank: int = 0
@@ -38,7 +38,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedRank:
     """RANK and WORLD_SIZE that no launcher of ranks has set: it would set LOCAL_RANK too. A person or an operator did,
     and may count ranks or machines."""
 
@@ -48,11 +48,11 @@ class Exported:
     port: int
 
 
-def read_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     """The place that a launcher gave this process, or None where there was no launcher."""
     if not _says_rank(environment):
         task = read_task(environment)
-        return None if task is None else Place(task.rank, task.world, task.local_rank, task.local_world, task.nodes)
+        return None if task is None else RankInfo(task.rank, task.world, task.local_rank, task.local_world, task.nodes)
     rank, world = number(environment, "RANK"), number(environment, "WORLD_SIZE")
     if not 0 <= rank < world:
         raise WorldError(
@@ -64,16 +64,16 @@ def read_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     local_world = max(1, number(environment, "LOCAL_WORLD_SIZE", default=world))
     local_rank = number(environment, "LOCAL_RANK", default=rank % local_world)
     nodes = number(environment, "GROUP_WORLD_SIZE", default=0) if is_rank(environment) else 0
-    return Place(rank, world, local_rank, local_world, nodes or None)
+    return RankInfo(rank, world, local_rank, local_world, nodes or None)
 
 
-def read_exported(environment: Mapping[str, str] = os.environ) -> Exported | None:
+def read_exported(environment: Mapping[str, str] = os.environ) -> ExportedRank | None:
     """The RANK and WORLD_SIZE that somebody exported, where the ranks also have an address to meet at."""
     host = environment.get("MASTER_ADDR")
     if not _says_rank(environment) or is_rank(environment) or not host:
         return None
-    place = read_place(environment) or Place()
-    return Exported(place.rank, place.world, host, number(environment, "MASTER_PORT", default=DEFAULT_PORT))
+    place = read_rank_info(environment) or RankInfo()
+    return ExportedRank(place.rank, place.world, host, number(environment, "MASTER_PORT", default=DEFAULT_PORT))
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
@@ -104,7 +104,7 @@ def master(environment: Mapping[str, str] = os.environ) -> str | None:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def variables(place: Place) -> dict[str, str]:
+def variables(place: RankInfo) -> dict[str, str]:
     """A place as a launcher writes it."""
     return {
         "RANK": str(place.rank),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
-from paceline.runtime.seeds import mix
+from paceline.runtime.rng import derive_seed
 
 
 class Samples(Protocol):
@@ -29,19 +29,19 @@ class Samples(Protocol):
     step: int
 
 
-class drawing:
-    """Within this context noise belongs to `here`, the samples that are in the model; None: to nobody.
+class NoiseContext:
+    """Within this context noise belongs to `samples`, the samples that are in the model; None: to nobody.
 
-    A loop enters it once and sets `here` and `calls` for each micro-batch: two assignments, where a context for each
+    A loop enters it once and sets `samples` and `draws` for each micro-batch: two assignments, where a context for each
     would cost microseconds.
     """
 
-    __slots__ = ("_seed", "_token", "calls", "here")
+    __slots__ = ("_seed", "_token", "draws", "samples")
 
     def __init__(self, seed: int, here: Samples | None = None) -> None:
-        self._seed, self.here, self.calls = seed, here, 0
+        self._seed, self.samples, self.draws = seed, here, 0
 
-    def __enter__(self) -> drawing:
+    def __enter__(self) -> NoiseContext:
         self._token = _draw.set(self)
         return self
 
@@ -50,21 +50,21 @@ class drawing:
 
     def key(self, here: Samples) -> int:
         """Another one at each call for the same samples."""
-        self.calls += 1
-        return mix(self._seed, here.step, self.calls - 1)
+        self.draws += 1
+        return derive_seed(self._seed, here.step, self.draws - 1)
 
-    def from_here(self) -> drawing:
+    def from_here(self) -> NoiseContext:
         """Another one that draws what this one would draw from now on."""
-        same = drawing(self._seed, self.here)
-        same.calls = self.calls
+        same = NoiseContext(self._seed, self.samples)
+        same.draws = self.draws
         return same
 
-    def of_rows(self, start: int, samples: int) -> drawing:
+    def of_rows(self, start: int, samples: int) -> NoiseContext:
         """Another one for some of the samples that are in the model."""
-        here = self.here
+        here = self.samples
         part = None if here is None else _Rows(samples, here.start + start, here.step_samples, here.step)
-        same = drawing(self._seed, part)
-        same.calls = self.calls
+        same = NoiseContext(self._seed, part)
+        same.draws = self.draws
         return same
 
 
@@ -76,10 +76,10 @@ class _Rows:
     step: int
 
 
-_draw: ContextVar[drawing | None] = ContextVar("paceline_noise", default=None)
+_draw: ContextVar[NoiseContext | None] = ContextVar("paceline_noise", default=None)
 
 
-def current() -> drawing | None:
+def current() -> NoiseContext | None:
     """The context that we are in."""
     return _draw.get()
 
@@ -88,13 +88,13 @@ def own_samples() -> int | None:
     """How many of the samples in the model are this rank's own: 0 for a stand-in, which counts nothing in a statistic;
     None outside a step, where all of them are."""
     draw = _draw.get()
-    return None if draw is None or draw.here is None else draw.here.samples
+    return None if draw is None or draw.samples is None else draw.samples.samples
 
 
 def noise(like: Tensor) -> Tensor:
     """Standard normal noise of the shape, dtype and device of `like`, whose first dim is the samples."""
     draw = _draw.get()
-    here = None if draw is None else draw.here
+    here = None if draw is None else draw.samples
     if draw is None or here is None:
         return torch.randn_like(like)
     # A rank without samples of its own still runs one, with weight zero; that one may lie past the last row.

@@ -23,10 +23,10 @@ from typing import Any, get_args
 from torch import Tensor
 from torch.utils.data import Subset
 
-from paceline.config.layout import AXES
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
+from paceline.plan.layout import AXES
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
@@ -38,7 +38,7 @@ Maker = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParityLayout:
     """One way to share a model: `fsdp:3`, a strategy on a number of ranks, or `shard=2 tensor=2`."""
 
     text: str
@@ -46,7 +46,7 @@ class Layout:
     settings: dict[str, Any] = field(hash=False)
 
     @classmethod
-    def read(cls, text: str) -> Layout:
+    def read(cls, text: str) -> ParityLayout:
         try:
             if "=" in text:
                 pairs = [part.split("=") for part in text.replace(",", " ").split()]
@@ -68,7 +68,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Run:
+class ParityRun:
     """What one training gave."""
 
     losses: list[float]
@@ -78,7 +78,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """A layout beside one process: the largest relative differences over all steps, and of the weights at the end."""
 
     layout: str
@@ -99,9 +99,9 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
-    rows: list[Row]
-    reference: Run
+class ParityReport:
+    rows: list[ParityRow]
+    reference: ParityRun
     precision: str
 
     @property
@@ -128,27 +128,27 @@ def parity(
     steps: int = 10,
     precision: str = "fp64",
     bound: float | None = None,
-) -> Report:
+) -> ParityReport:
     """Train `steps` steps in one process and under each layout, and compare."""
     import paceline.train.trainer  # noqa: F401  # once, before ranks are forked
-    from paceline.train import build
+    from paceline.train import factory
 
     make, recipe_settings = _maker(what)
     if recipe_settings and data is None:
-        data, val = build.build_data(Config.from_dict(recipe_settings))
+        data, val = factory.build_data(Config.from_dict(recipe_settings))
     val = _first_of(val)
-    wanted = [Layout.read(text) for text in layouts]
+    wanted = [ParityLayout.read(text) for text in layouts]
     fixed = {**recipe_settings, "precision": precision, "device": "cpu"}
     reference = train_on(1, [{**fixed, "strategy": "single"}], make, data, val, steps)[0]
     if isinstance(reference, str):
         raise ConfigError("bad-layout", f"One process can't train this:\n{reference}")
-    rows: dict[str, Row] = {}
+    rows: dict[str, ParityRow] = {}
     for ranks in sorted({layout.ranks for layout in wanted}):
         same = [layout for layout in wanted if layout.ranks == ranks]
         runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], make, data, val, steps)
         for layout, run in zip(same, runs, strict=True):
             rows[layout.text] = compare(layout.text, reference, run, BOUNDS[precision] if bound is None else bound)
-    return Report([rows[layout.text] for layout in wanted], reference, precision)
+    return ParityReport([rows[layout.text] for layout in wanted], reference, precision)
 
 
 def _maker(what: Any) -> tuple[Maker, dict[str, Any]]:
@@ -177,10 +177,10 @@ def _from_recipe(**settings: Any) -> Any:
 
 def train_on(
     ranks: int, settings: Sequence[Mapping[str, Any]], make: Maker, data: Any, val: Any, steps: int
-) -> list[Run | str]:
+) -> list[ParityRun | str]:
     """One training after the other in one world: what each gave, or the text that it was refused with."""
     results = launch(_train_all, ranks=ranks, settings=settings, make=make, data=data, val=val, steps=steps)
-    return [result if isinstance(result, str) else Run(**result) for result in results]
+    return [result if isinstance(result, str) else ParityRun(**result) for result in results]
 
 
 def _train_all(
@@ -222,16 +222,16 @@ def _own_settings(what: str) -> ConfigError:
     )
 
 
-def compare(layout: str, reference: Run, other: Run | str, bound: float) -> Row:
+def compare(layout: str, reference: ParityRun, other: ParityRun | str, bound: float) -> ParityRow:
     """`bound` is relative, for losses and norms; for a weight, its difference's norm over the weight's own."""
     if isinstance(other, str):
-        return Row(layout, refused=other.partition("]")[0].lstrip("["))
+        return ParityRow(layout, refused=other.partition("]")[0].lstrip("["))
     parameter = None
     difference = size = 0.0
     for name, whole in reference.weights.items():
         theirs = other.weights.get(name)
         if theirs is None or theirs.shape != whole.shape:
-            return Row(layout, weights=inf, parameter=name, bound=bound)
+            return ParityRow(layout, weights=inf, parameter=name, bound=bound)
         apart, norm = float((theirs.double() - whole.double()).norm()), float(whole.double().norm())
         difference, size = difference + apart**2, size + norm**2
         # Biases that begin at zero are small still: they are measured against a weight of ordinary size.
@@ -239,7 +239,7 @@ def compare(layout: str, reference: Run, other: Run | str, bound: float) -> Row:
             parameter = name
     names = sorted({*reference.evaluation, *other.evaluation})
     ours, theirs_too = ([run.evaluation.get(name, inf) for name in names] for run in (reference, other))
-    return Row(
+    return ParityRow(
         layout,
         loss=_largest(reference.losses, other.losses),
         norm=_largest(reference.norms, other.norms),
@@ -259,7 +259,7 @@ def _largest(reference: Sequence[float], other: Sequence[float]) -> float:
     return max((abs(a - b) / max(abs(a), 1e-12) for a, b in pairs), default=0.0)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ParityRow) -> tuple[str, ...]:
     if row.refused:
         return row.layout, "", "", "", "", f"refused: {row.refused}"
     verdict = "agrees" if row.holds else "DIFFERS" + (f", first in {row.parameter}" if row.parameter else "")
@@ -267,5 +267,5 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.layout, *(f"{value:.0e}" for value in numbers), _evaluation(row), verdict)
 
 
-def _evaluation(row: Row) -> str:
+def _evaluation(row: ParityRow) -> str:
     return "-" if row.evaluation is None else f"{row.evaluation:.0e}"

@@ -79,7 +79,7 @@ def _be_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> i
     sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(1), "wb", 0), write_through=True)
     # The parent may have run a threaded operation, whose pool does not exist in this process.
     torch.set_num_threads(1)
-    os.environ.update(environment.variables(environment.Place(rank, number, rank, number)))
+    os.environ.update(environment.variables(environment.RankInfo(rank, number, rank, number)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
         store = FileStore(str(folder / "store"), number)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.monitor.profile import Profiler
+from paceline.monitor.profiler import Profiler
 from paceline.train.callbacks import Callbacks, Epoch
+from paceline.train.checkpointing.position import TrainProgress
 from paceline.train.history import Record
-from paceline.train.position import Position
 from paceline.train.recorder import Recorder
 
 ENDED = "the data ended"
@@ -26,11 +26,11 @@ def _nothing(*args: Any) -> None:
 class Poll(Protocol):
     """Asks the ranks what has come up, and does it, once `look` has found nothing wrong with the steps so far.
 
-    `next` is the step after which it wants to be called, at the latest; `wish` the signal that ends training.
+    `next` is the step after which it wants to be called, at the latest; `request` the signal that ends training.
     """
 
     next: int
-    wish: Any
+    request: Any
 
     def __call__(self, step: int, look: Callable[[], str | None]) -> str | None: ...
 
@@ -41,7 +41,7 @@ class Agenda:
 
     recorder: Recorder
     callbacks: Callbacks
-    position: Position
+    position: TrainProgress
     log_every: int
     began_at: int = 0
     max_steps: int | None = None
@@ -139,7 +139,7 @@ class Agenda:
         self._log()
         if self.steps_per_epoch is None and step != self.began_at and self.reason == ENDED:
             self._end_epoch(step, epoch)
-        asked_to_end = self.poll is not None and self.poll.wish  # there is no time for more than what was saved
+        asked_to_end = self.poll is not None and self.poll.request  # there is no time for more than what was saved
         if step != self.began_at and not asked_to_end:
             if self.steps_per_epoch is None and self.eval_every is None and self.reason == ENDED:
                 self._evaluate(step, epoch)

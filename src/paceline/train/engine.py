@@ -13,41 +13,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.layout import AXES, derive_layout, require_allowed
 from paceline.config.recipe import Config
-from paceline.data.loader import Micro
-from paceline.data.transfer import to_device
+from paceline.data.loader import MicroBatch
+from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.optim.build import build_optimizer, fill_momentum
-from paceline.optim.ema import Average
+from paceline.optim.ema import Ema
+from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
-from paceline.parallel.batchnorm import left_alone, synchronise
-from paceline.parallel.binding import bind, names_of
-from paceline.parallel.meta import is_meta, materialise
-from paceline.parallel.pieces import piece, share_weights
-from paceline.parallel.replicate import unwrap
-from paceline.parallel.split import Everywhere, devices_of, is_spread
-from paceline.parallel.stages import plan as plan_stages
-from paceline.parallel.tensor import check_plan, is_cut_by_tokens
-from paceline.precision import policy
+from paceline.parallel.ddp import unwrap
+from paceline.parallel.meta_init import is_meta, materialize
+from paceline.parallel.optimizer_binding import bind, names_of
+from paceline.parallel.pipeline.stage_partition import plan as plan_stages
+from paceline.parallel.shards import broadcast_weights, local_shard
+from paceline.parallel.split import MultiContext, devices_of, is_spread
+from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
+from paceline.parallel.tensor.apply import check_plan, is_sequence_parallel
+from paceline.plan.layout import AXES, derive_layout, require_allowed
+from paceline.precision import policies
 from paceline.precision.scaler import Scaler
-from paceline.runtime import agreement, collectives, group, seeds
+from paceline.runtime import collectives, consistency, process_group, rng
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.noise import drawing
-from paceline.train import build, choosing, preflight
-from paceline.train.account import Account
-from paceline.train.calling import choose_call
-from paceline.train.cut import Cut
-from paceline.train.nonfinite import Watch, is_fused, judge
-from paceline.train.pipeline_step import PipelineStepper, StagedLoss
-from paceline.train.position import Position
+from paceline.runtime.noise import NoiseContext
+from paceline.train import factory, preflight, resolve_layout
+from paceline.train.checkpointing.position import TrainProgress
+from paceline.train.model_call import infer_call
+from paceline.train.nonfinite import NonfiniteGuard, is_fused, judge
+from paceline.train.optimizer_step import Updater
+from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper
+from paceline.train.sharded_params import ShardedParams
 from paceline.train.staging import Staging
 from paceline.train.step import LossModule, Stepper
-from paceline.train.update import Updater
+from paceline.train.telemetry import Telemetry
 
 
 @dataclass
-class Task:
+class UserObjects:
     """What the user gives as objects, beside the model."""
 
     optimizer: torch.optim.Optimizer | None = None
@@ -60,64 +60,68 @@ class Task:
 class Engine:
     """A model, its optimizer and what stands between them, on this rank."""
 
-    def __init__(self, config: Config, model: nn.Module, task: Task, device: str | int | torch.device | None) -> None:
+    def __init__(
+        self, config: Config, model: nn.Module, task: UserObjects, device: str | int | torch.device | None
+    ) -> None:
         self.config, self.task = config, task
         if config.strategy == "split":  # batches and losses lie on its first device
             device = devices_of(config.split)[0]
-        self.account = Account()
-        self.world = group.join(device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback)
+        self.account = Telemetry()
+        self.world = process_group.init_world(
+            device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
+        )
         self.account.joined(self.world)
-        plan = derive_layout(config, self.world.size, self.world.place.nodes)
+        plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         if plan.degrees.tensor > 1:
             check_plan(unwrap(model)[0], config.tensor, plan.degrees.tensor)
         if plan.degrees.pipeline > 1:
             plan_stages(unwrap(model)[0], config.pipeline, plan.degrees.pipeline)
-        agreement.require_same_recipe(collectives.all_gather_object(config.to_dict()))
+        consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         self.model, wrapper = unwrap(model)
-        self.layout = choosing.settle(plan, config, self.model, self.world, task.optimizer)
+        self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
         if wrapper:
             self.say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
         _set_switches(config, self.world.device)
-        self.mesh = Mesh.over(self.layout.degrees, self.world, wanted=config.fsdp.offload)
+        self.mesh = Mesh.build(self.layout.degrees, self.world, wanted=config.fsdp.offload)
         self._given_names = names_of(self.model)
         if task.optimizer is not None:
             self._left_out(task.optimizer)
         self._place_model()
         context = self._context()
         self.module = LossModule(self.model, context) if self.staging is None else self.staging.module(context)
-        self.wrapped = compose.wrap(self.module, self.mesh, config, policy.half(config.precision))
+        self.wrapped = compose.wrap(self.module, self.mesh, config, policies.half(config.precision))
         if is_meta(self.model):
-            materialise(self.module, self.model, self._home(), config.seed)
-        if isinstance(self.module, StagedLoss):
+            materialize(self.module, self.model, self._home(), config.seed)
+        if isinstance(self.module, PipelineLossModule):
             self.module.pipeline.equalise(self.model.get_parameter)
         self._build_optimizer()
         self._build_step()
         self.seed_drawing(0)
-        self.position = Position()
+        self.position = TrainProgress()
         self._checked = False
 
     def _place_model(self) -> None:
         config, device = self.config, self.world.device
         for part in (self.model, self.task.criterion):
             if isinstance(part, nn.Module):
-                policy.prepare_model(part, config.precision)
+                policies.prepare_model(part, config.precision)
         if isinstance(self.task.criterion, nn.Module):
             self.task.criterion.to(device)
         if self.layout.degrees.is_replicated and not config.fsdp.offload:
             if is_meta(self.model):
-                materialise(self.model, self.model, self._home(), config.seed)
+                materialize(self.model, self.model, self._home(), config.seed)
             where = compose.place(self.model, device, config)
             if where is not None:
                 self.say(where)
         else:  # block by block, as it is cut
-            share_weights(self.model, device)
+            broadcast_weights(self.model, device)
         self.staging: Staging | None = None
         if self.mesh.degrees.pipeline > 1:
             self.staging = Staging(self.model, config, self.mesh, self.task.optimizer, self.task.loss_fn)
             config = self.staging.config
             self.say(f"pipeline: {len(self.staging.cutting.stages)} stages, layers: {self.staging.cutting}")
         if self.mesh.data_ranks > 1 and config.sync_batchnorm:
-            changed = synchronise(self.model, self.mesh.data_group)
+            changed = convert_sync_batchnorm(self.model, self.mesh.data_group)
             if changed:
                 self.say(f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)")
             others = left_alone(self.model)
@@ -130,7 +134,7 @@ class Engine:
 
     def seed_drawing(self, step: int) -> None:
         """From here on data ranks draw differently (dropout), the model being the same on all of them."""
-        seeds.seed_everything(seeds.mix(self.config.seed, step + 1, self._drawing_rank()) >> 1)
+        rng.seed_everything(rng.derive_seed(self.config.seed, step + 1, self._drawing_rank()) >> 1)
 
     def layout_facts(self) -> dict[str, Any]:
         """How this run is laid out, for a checkpoint's manifest."""
@@ -141,17 +145,17 @@ class Engine:
         """Which ranks draw the same. Those of a tensor axis hold the same values between layers, so dropout has to
         fall on the same of them. Where they hold different tokens instead, it has to be drawn for each."""
         mesh = self.mesh
-        differs = mesh.degrees.tensor > 1 and is_cut_by_tokens(self.model, self.config.tensor)
-        rank = mesh.data_rank + (mesh.data_ranks * mesh.place["tensor"] if differs else 0)
-        return rank + mesh.degrees.world * mesh.place["pipeline"]  # a stage's dropout is not that of another
+        differs = mesh.degrees.tensor > 1 and is_sequence_parallel(self.model, self.config.tensor)
+        rank = mesh.data_rank + (mesh.data_ranks * mesh.coords["tensor"] if differs else 0)
+        return rank + mesh.degrees.world * mesh.coords["pipeline"]  # a stage's dropout is not that of another
 
     def _context(self) -> AbstractContextManager[Any] | None:
         """What the model computes within, for each kind of device that it lies on."""
         precision = self.config.precision
         if not is_spread(self.model):
-            return policy.forward_context(precision, self.world.device)
+            return policies.forward_context(precision, self.world.device)
         kinds = dict.fromkeys(parameter.device.type for parameter in self.model.parameters())
-        return Everywhere([policy.forward_context(precision, torch.device(kind)) for kind in kinds])
+        return MultiContext([policies.forward_context(precision, torch.device(kind)) for kind in kinds])
 
     def _home(self) -> torch.device:
         """Where parameters wait for their turn."""
@@ -159,7 +163,7 @@ class Engine:
         return torch.device("cpu") if waits else self.world.device
 
     def _left_out(self, optimizer: torch.optim.Optimizer) -> None:
-        left_out = build.check_parameters(self.model, optimizer)
+        left_out = factory.check_parameters(self.model, optimizer)
         if left_out:
             self.say(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
 
@@ -171,12 +175,12 @@ class Engine:
         self.optimizer = given or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
         names = names_of(self.model) if given is None else self._given_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self.cut: Cut | None = None
+        self.cut: ShardedParams | None = None
         if not self.layout.degrees.is_replicated or config.fsdp.offload:
             held = bind(self.optimizer, names if staging is None else staging.names_here(), self.model)
             copies = frozenset() if staging is None else frozenset(staging.copies)
             allow_unused = config.unused_parameters == "allow" or self.world.size == 1
-            self.cut = Cut(self.model, held, self.mesh, copies, allow_unused=allow_unused)
+            self.cut = ShardedParams(self.model, held, self.mesh, copies, allow_unused=allow_unused)
         fill_momentum(self.optimizer)
         self.scaler = Scaler(
             self.world.device,
@@ -187,13 +191,13 @@ class Engine:
 
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
-        self.average: Average | None = None
+        self.average: Ema | None = None
         if config.ema is not None:  # after the wrap, which gives every rank the weights of rank 0
-            pieces = {name: piece(parameter) for name, parameter in self.model.named_parameters()}
-            self.average = Average(pieces, config.ema.decay, config.ema.warmup)
-        self.draw = drawing(config.seed)
+            pieces = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
+            self.average = Ema(pieces, config.ema.decay, config.ema.warmup)
+        self.draw = NoiseContext(config.seed)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
-        self.watch = Watch(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
+        self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = judge(config.nonfinite, scaled=self.scaler.is_enabled())
         parts: dict[str, Any] = {
             "mesh": self.mesh,
@@ -202,7 +206,7 @@ class Engine:
             # One rank that holds its weights while others go on is an end; `stop` goes by what all ranks see.
             "watch": self.watch if config.nonfinite == "raise" else None,
         }
-        if isinstance(self.module, StagedLoss):
+        if isinstance(self.module, PipelineLossModule):
             self.stepper: Stepper = PipelineStepper(
                 self.module, self.wrapped, settings=config.pipeline, say=self.say, **parts
             )
@@ -222,10 +226,10 @@ class Engine:
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.say(f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused")
 
-    def on_device(self, micros: Iterator[Micro]) -> Iterator[Micro]:
-        return to_device(micros, self.world.device, policy.input_cast(self.config.precision))
+    def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        return to_device(micros, self.world.device, policies.input_cast(self.config.precision))
 
-    def ready(self, micros: Iterator[Micro]) -> Iterator[Micro]:
+    def ready(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Micro-batches on the device; the first of them decides how the model is called."""
         on_device = self.on_device(micros)
         if self.module.call is not None:
@@ -237,13 +241,13 @@ class Engine:
         return chain([first], on_device)  # rather than a generator: a step pays for each
 
     def choose_call(self, batch: Any) -> None:
-        call = choose_call(self.model, batch, self.task.loss_fn, self.task.criterion)
+        call = infer_call(self.model, batch, self.task.loss_fn, self.task.criterion)
         # Ranks see different batches, and have to come to the same rule.
         weighed = any(collectives.all_gather_object(call.weighed is not None and call.should_weigh))
         self.module.call = call.as_weighed() if weighed else call
         self.say(f"loss: {self.module.call.rule}")
 
-    def check(self, micro: Micro, groups: int, fingerprint: Callable[[], Any]) -> None:
+    def check(self, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
         """The pre-flight, once, before the first step. Needs `drawing` to be entered."""
         if self._checked or not self.config.preflight:
             return
@@ -260,7 +264,7 @@ class Engine:
         )
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
-        group.shorten_timeout(self.config.timeout)  # what compiles has compiled
+        process_group.shorten_timeout(self.config.timeout)  # what compiles has compiled
         if unused and not several and self.config.unused_parameters == "error":
             self.warn(f"the loss does not depend on {', '.join(unused[:8])}: on several ranks this would be an error")
         self.say(
@@ -324,7 +328,7 @@ def one_optimizer(optimizer: Any) -> None:
 def _set_switches(config: Config, device: torch.device) -> None:
     """torch's switches are the process's: there is no narrower place for them."""
     if config.tf32:
-        policy.allow_tf32(True)
+        policies.allow_tf32(True)
     if config.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product

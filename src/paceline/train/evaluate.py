@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data.batches import apply, tensors_in
-from paceline.data.loader import Micro
+from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
-from paceline.parallel.shard import give_back
+from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.noise import drawing
-from paceline.runtime.seeds import mix
-from paceline.train.calling import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
-from paceline.train.pipeline_step import StagedLoss
+from paceline.runtime.noise import NoiseContext
+from paceline.runtime.rng import derive_seed
+from paceline.train.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
+from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.step import LossModule
 from paceline.train.sums import means_over_ranks
 
@@ -51,7 +51,7 @@ class Evaluation(float):
 
 
 def evaluate(
-    module: LossModule, micros: Iterable[Micro], mesh: Mesh, seed: int, metrics: Mapping[str, Any]
+    module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: int, metrics: Mapping[str, Any]
 ) -> Evaluation:
     """The mean loss, and the metrics, over all samples of all ranks."""
     sums = _Sums(mesh.device)
@@ -62,12 +62,12 @@ def evaluate(
     meet = _meets(module, mesh)
     with _evaluating(module, seed) as draw:
         for micro in micros:
-            draw.here, draw.calls = micro, 0
-            if micro.samples and mesh.speaks:
+            draw.samples, draw.draws = micro, 0
+            if micro.samples and mesh.reports_loss:
                 _add(sums, module, micro, metrics)
             elif meet:  # in its forward the ranks wait for each other
                 _run(module, micro.batch, want_outputs=bool(metrics))
-    give_back(module)
+    reshard_all(module)
     values = sums.over_all_ranks()
     for name, metric in collected.items():
         values |= _compute(name, metric)
@@ -81,11 +81,11 @@ def _meets(module: nn.Module, mesh: Mesh) -> bool:
 
 
 @contextmanager
-def _evaluating(module: nn.Module, seed: int) -> Iterator[drawing]:
+def _evaluating(module: nn.Module, seed: int) -> Iterator[NoiseContext]:
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
-        with torch.no_grad(), drawing(mix(seed, _EVALUATION)) as draw:
+        with torch.no_grad(), NoiseContext(derive_seed(seed, _EVALUATION)) as draw:
             yield draw
     finally:
         for part in training:  # one by one: the user may have frozen some
@@ -111,7 +111,7 @@ class _Sums:
         return means_over_ranks({name: pair.tolist() for name, pair in self._sums.items()})
 
 
-def _add(sums: _Sums, module: LossModule, micro: Micro, metrics: Mapping[str, Any]) -> None:
+def _add(sums: _Sums, module: LossModule, micro: MicroBatch, metrics: Mapping[str, Any]) -> None:
     result, outputs = _run(module, micro.batch, want_outputs=bool(metrics))
     value, weight, inner = read_loss(result)
     if weight is None:
@@ -134,7 +134,7 @@ def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, An
     call = module.call
     assert call is not None
     criterion = call.criterion
-    if isinstance(module, StagedLoss):  # on ranks without the last stage there is neither
+    if isinstance(module, PipelineLossModule):  # on ranks without the last stage there is neither
         outputs = module(batch, call.outputs)
         return None if outputs is None else module.made_of(outputs, batch, call.loss), outputs
     if want_outputs and criterion is not None:
@@ -197,7 +197,7 @@ def _fill_empty_lists(metric: Any) -> None:
             setattr(metric, name, [torch.empty((0, *shape), dtype=getattr(torch, dtype), device=metric.device)])
 
 
-def predict(module: LossModule, micros: Iterable[Micro], mesh: Mesh, seed: int) -> Any:
+def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: int) -> Any:
     """The model's outputs for every sample, in the data's order, on the CPU of every rank."""
     own: list[Any] = []
     places: list[int] = []
@@ -208,14 +208,14 @@ def predict(module: LossModule, micros: Iterable[Micro], mesh: Mesh, seed: int) 
             if not micro.samples and not _meets(module, mesh):
                 seen += micro.step_samples * micro.last
                 continue
-            draw.here, draw.calls = micro, 0
+            draw.samples, draw.draws = micro, 0
             call = call or choose_outputs(module.model, micro.batch)
             outputs = module(micro.batch, call)
-            if micro.samples and mesh.speaks:
+            if micro.samples and mesh.reports_loss:
                 own.append(apply(_bare(outputs), Tensor.cpu))
                 places.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.step_samples * micro.last
-    give_back(module)
+    reshard_all(module)
     return _in_order(own, places, mesh.device)
 
 

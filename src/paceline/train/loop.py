@@ -17,30 +17,30 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from paceline.data.loader import Micro
-from paceline.monitor.progress import Display
-from paceline.train.account import Account
+from paceline.data.loader import MicroBatch
+from paceline.monitor.progress_bar import Display
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
-from paceline.train.position import Position
+from paceline.train.checkpointing.position import TrainProgress
+from paceline.train.optimizer_step import Updater
 from paceline.train.recorder import Recorder
 from paceline.train.step import Stepper
-from paceline.train.update import Updater
+from paceline.train.telemetry import Telemetry
 
 
 @dataclass
 class Job:
     """What one call of `train()` runs."""
 
-    micros: Callable[[], Iterator[Micro]]  # called when training begins, so that its errors are training's
+    micros: Callable[[], Iterator[MicroBatch]]  # called when training begins, so that its errors are training's
     stepper: Stepper
     updater: Updater
     recorder: Recorder
     agenda: Agenda
-    position: Position
+    position: TrainProgress
     display: Display
     on_step: Sequence[Callable[[Step], Any]]
-    account: Account
+    account: Telemetry
 
 
 def run(job: Job) -> None:
@@ -71,7 +71,7 @@ def run(job: Job) -> None:
     job.account.finished(position.step)
 
 
-def take_step(job: Job, micro: Micro) -> None:
+def take_step(job: Job, micro: MicroBatch) -> None:
     """The update for the micro-batches that were added, of which `micro` is the last."""
     stepper, updater = job.stepper, job.updater
     norm = updater.apply(micro.step, stepper.factor() if stepper.by_data else None)

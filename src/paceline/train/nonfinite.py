@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.batches import tensors_in
-from paceline.data.loader import Micro
+from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
-from paceline.parallel.pieces import piece
-from paceline.parallel.shard import give_back
+from paceline.parallel.fsdp import reshard_all
+from paceline.parallel.shards import local_shard
 from paceline.runtime import collectives
-from paceline.runtime.noise import drawing
+from paceline.runtime.noise import NoiseContext
 from paceline.train.history import Record
 
 _SHOWN = 16
 
 
-class Watch:
+class NonfiniteGuard:
     """Looks at losses and norms, and once one was not finite keeps the weights as they are until somebody has looked.
 
     On the CPU the number is there anyway. On a GPU nobody waits for it: a flag goes up on the device and stays up, and
@@ -92,7 +92,7 @@ def judge(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
 
 
 def report(
-    record: Record, module: Any, micros: Iterable[Micro] | None, draw: drawing, watch: Watch | None
+    record: Record, module: Any, micros: Iterable[MicroBatch] | None, draw: NoiseContext, watch: NonfiniteGuard | None
 ) -> TrainError:
     """Run the step again on every rank (its collectives need all of them) and say where it went wrong."""
     seen = watch is not None and watch.saw_loss_of(record["step"] - 1)
@@ -132,28 +132,28 @@ def _why(facts: dict[str, Any] | None, *, read_again: bool) -> str:
     return str(facts["where"])
 
 
-def _look(module: Any, micros: list[Micro], draw: drawing) -> dict[str, Any]:
+def _look(module: Any, micros: list[MicroBatch], draw: NoiseContext) -> dict[str, Any]:
     """The first of: the data itself, a weight, a module's output, a module's gradient."""
     where: str | None = None
     samples: list[Any] = []
     for micro in micros:
         here = _in_data(micro) or _in_weights(module.model)
         with _first_bad_output(module.model) as outputs:
-            draw.here, draw.calls = micro, 0
+            draw.samples, draw.draws = micro, 0
             value, _ = module(micro.batch)
         here = here or (outputs[0] if outputs else None)
         if value is not None and not _finite(value):  # None: of a pipeline, another stage has it
             here = here or "every module's output is finite, but the loss made from them is not"
         with _first_bad_gradient(module.model) as gradients:
-            draw.calls = 0
+            draw.draws = 0
             if value is not None and value.requires_grad:  # a pipeline's forward alone has no backward
                 module(micro.batch)[0].backward()
-        draw.here = None
+        draw.samples = None
         here = here or (gradients[0] if gradients else None)
         if here and where is None and micro.samples:
             where, samples = here, [_plain(index) for index in micro.indices]
     module.zero_grad(set_to_none=True)
-    give_back(module)
+    reshard_all(module)
     return {"where": where, "samples": samples}
 
 
@@ -161,7 +161,7 @@ def _plain(index: Any) -> Any:
     return index if isinstance(index, str) else int(index)
 
 
-def _in_data(micro: Micro) -> str | None:
+def _in_data(micro: MicroBatch) -> str | None:
     for tensor in tensors_in(micro.batch):
         if not _finite(tensor):
             rows = [row for row in range(len(tensor)) if not _finite(tensor[row])] if tensor.dim() else []
@@ -172,7 +172,7 @@ def _in_data(micro: Micro) -> str | None:
 
 def _in_weights(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
-        if not _finite(piece(parameter)):
+        if not _finite(local_shard(parameter)):
             return f"the weight {name} is not finite: an earlier update made it so"
     return None
 

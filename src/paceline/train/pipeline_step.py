@@ -16,26 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.config.sections import Pipeline as Settings
-from paceline.config.stages import choose_microbatches
+from paceline.config.sections import PipelineSection as Settings
 from paceline.data.batches import rows_of
-from paceline.data.loader import Micro
+from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
-from paceline.models.parts import Parts
-from paceline.parallel.pipeline import Pipeline
-from paceline.parallel.tensor import whole_logits
+from paceline.models.spec import PipelineSpec
+from paceline.parallel.pipeline.schedule_runner import PipelineRunner
+from paceline.parallel.tensor.apply import whole_logits
+from paceline.plan.pipeline_schedule import choose_microbatches
 from paceline.runtime import collectives
-from paceline.train.calling import ModelCall, choose_outputs, read_loss
+from paceline.train.model_call import ModelCall, choose_outputs, read_loss
 from paceline.train.step import LossModule, Stepper
 
 
-class StagedLoss(LossModule):
+class PipelineLossModule(LossModule):
     """The step's module where no rank holds the whole model: calling it sends a batch through all stages, without
     gradients. What a function would make of the model and the batch, it makes of the outputs; on other ranks than the
     last stage's there are none, and None comes back."""
 
     def __init__(
-        self, model: nn.Module, context: AbstractContextManager[Any] | None, pipeline: Pipeline, parts: Parts | None
+        self,
+        model: nn.Module,
+        context: AbstractContextManager[Any] | None,
+        pipeline: PipelineRunner,
+        parts: PipelineSpec | None,
     ) -> None:
         super().__init__(model, context)
         self.pipeline, self._parts = pipeline, parts
@@ -88,7 +92,7 @@ def _only_argument(*arguments: Any, **named: Any) -> Any:
 class PipelineStepper(Stepper):
     """A Stepper whose micro-batches are cut once more, and go through the stages by a schedule."""
 
-    def __init__(self, module: StagedLoss, *others: Any, settings: Settings, say: Any, **named: Any) -> None:
+    def __init__(self, module: PipelineLossModule, *others: Any, settings: Settings, say: Any, **named: Any) -> None:
         super().__init__(module, *others, **named)
         self._staged, self._pipeline, self._settings, self._say = module, module.pipeline, settings, say
         self._device = next(module.parameters()).device
@@ -97,7 +101,7 @@ class PipelineStepper(Stepper):
         self._counts_samples: bool | None = None  # whether the loss is a mean; the last stage sees it
         self._seen: list[tuple[Tensor, Tensor | float]] = []
 
-    def add(self, micro: Micro) -> Tensor:
+    def add(self, micro: MicroBatch) -> Tensor:
         """Forward and backward of one data rank's micro-batch. Its loss comes back, from the last stage."""
         held = nullcontext() if micro.last or self._no_sync is None else self._no_sync()
         with held:
@@ -111,20 +115,20 @@ class PipelineStepper(Stepper):
             self._pipeline.add_up(self._gradient_of)
         return noted
 
-    def fly(self, micro: Micro) -> Tensor | float | None:
+    def fly(self, micro: MicroBatch) -> Tensor | float | None:
         """A pass of weight zero; how much the micro-batch weighs, None: its samples."""
         self._run(micro, counts=False)
         weight = None if self._counts_samples or not self._seen else sum(weight for _, weight in self._seen)
         self._seen = []
         return weight
 
-    def _run(self, micro: Micro, counts: bool = True) -> None:
+    def _run(self, micro: MicroBatch, counts: bool = True) -> None:
         inputs = self._staged.inputs_of(micro.batch)
         if self._counts_samples is None:
             self._settle_on(len(inputs))
-        self._seen, self._draw.here, self._draw.calls = [], micro, 0
+        self._seen, self._draw.samples, self._draw.draws = [], micro, 0
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
-        self._draw.here = None
+        self._draw.samples = None
         if self._counts_samples is None:
             self._counts_samples = bool(self._pipeline.from_last([float(self._last_is_mean)])[0])
 
@@ -136,7 +140,7 @@ class PipelineStepper(Stepper):
         self._pipeline.microbatches = count
         self._say(f"pipeline: {said}")
 
-    def _loss(self, micro: Micro, rows: int, counts: bool, outputs: Tensor, number: int) -> Tensor:
+    def _loss(self, micro: MicroBatch, rows: int, counts: bool, outputs: Tensor, number: int) -> Tensor:
         """What the backward of one part starts from: its loss, times its share of the step."""
         length = len(outputs)
         start, stop = number * length, min(rows, (number + 1) * length)
@@ -157,7 +161,7 @@ class PipelineStepper(Stepper):
             self.metrics.append((metrics, weighs if micro.samples else 0.0))
         return value * self._seed(factor if counts and micro.samples else 0.0, value)
 
-    def _note(self, micro: Micro) -> Tensor:
+    def _note(self, micro: MicroBatch) -> Tensor:
         """The parts of a micro-batch as one: a mean with its samples, or a sum with its weight."""
         if not self._seen:
             return torch.full((), torch.nan, device=self._device)
@@ -178,7 +182,7 @@ class PipelineStepper(Stepper):
     def _gradient_of(self, name: str) -> Tensor | None:
         return self._module.model.get_parameter(name).grad
 
-    def forward(self, micro: Micro) -> Any:
+    def forward(self, micro: MicroBatch) -> Any:
         raise LayoutError(
             "pipeline-forward",
             "trainer.forward(batch) was called, but the model is cut into stages.",

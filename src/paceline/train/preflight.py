@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
-from paceline.data.loader import Micro
+from paceline.data.loader import MicroBatch
 from paceline.errors import DataError, LayoutError, TrainError
 from paceline.parallel.compose import Wrapped
-from paceline.runtime import agreement, collectives
+from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.noise import drawing
-from paceline.runtime.seeds import KeptRandomState
+from paceline.runtime.noise import NoiseContext
+from paceline.runtime.rng import preserve_rng_state
 from paceline.train.step import LossModule
 
 _SHOWN = 8
@@ -38,32 +38,32 @@ _ROUNDING = 1e-3  # half precision differs between ranks by less, a wrong plan b
 def check(
     module: LossModule,
     wrapped: Wrapped,
-    micro: Micro,
+    micro: MicroBatch,
     mesh: Mesh,
-    draw: drawing,
+    draw: NoiseContext,
     *,
     fingerprint: Any,
     allow_unused: bool,
-    fly: Callable[[Micro], Any] | None = None,
+    fly: Callable[[MicroBatch], Any] | None = None,
 ) -> tuple[float, list[str]]:
     """Fly; the weight of a group of micro-batches over all ranks, and the parameters without a gradient."""
     ranks, value = collectives.world(), None
     if mesh.degrees.tensor * mesh.degrees.pipeline > 1:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
     with _restored(module):
-        draw.here, draw.calls = micro, 0
+        draw.samples, draw.draws = micro, 0
         if fly is not None:  # a pipeline has its own way
             weight = fly(micro)
         else:
             value, weight = wrapped.forward(micro.batch)
             with _named_change_in_place():
                 (value * 0.0).backward()
-        draw.here = None
+        draw.samples = None
     unused = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
     module.zero_grad(set_to_none=True)
     if unused and ranks > 1 and not allow_unused:
         raise unused_error(module.model, unused)
-    counts = micro.samples > 0 and mesh.speaks
+    counts = micro.samples > 0 and mesh.reports_loss
     own = float(micro.samples if weight is None else weight) if counts else 0.0
     facts = {
         "weight": own,
@@ -77,8 +77,8 @@ def check(
     everyone = collectives.all_gather_object(facts)
     if mesh.degrees.tensor > 1:
         _require_one_loss([rank["loss"] for rank in everyone])
-    agreement.require_same_versions([rank["versions"] for rank in everyone])
-    agreement.require_same_weights([rank["weights"] for rank in everyone])
+    consistency.require_same_versions([rank["versions"] for rank in everyone])
+    consistency.require_same_weights([rank["weights"] for rank in everyone])
     _require_same_data([rank["data"] for rank in everyone])
     _require_disjoint([rank["rows"] for rank in everyone])
     return sum(rank["weight"] for rank in everyone), unused
@@ -178,7 +178,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
     ]
     on_gpu = torch.cuda.is_initialized()
     gpu_state = torch.cuda.get_rng_state() if on_gpu else None
-    with KeptRandomState():
+    with preserve_rng_state():
         yield
     if gpu_state is not None:
         torch.cuda.set_rng_state(gpu_state)
@@ -213,7 +213,7 @@ def _require_same_data(fingerprints: list[Any]) -> None:
     if len(set(known)) > 1:
         raise DataError(
             "different-data",
-            "The ranks hold different data (kind, length, checksums):\n" + agreement.by_rank(known),
+            "The ranks hold different data (kind, length, checksums):\n" + consistency.by_rank(known),
             why="each rank takes its part of one dataset by arithmetic; with different datasets samples are lost "
             "and others seen twice",
             fix="build the dataset alike on every rank (a random split needs a seed) and let the Trainer share it "

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import TrainError
-from paceline.monitor.events import RankEvents, process_memory
 from paceline.monitor.loggers import Logger
-from paceline.monitor.metrics import MetricsFile
-from paceline.monitor.progress import Display, Standing
+from paceline.monitor.progress_bar import Display, Standing
+from paceline.monitor.rank_stats import RankStats, process_memory
+from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import History, Record, require_free_names
@@ -34,8 +34,8 @@ Pending = tuple[int, int, float, int, Sequence[tuple[Tensor, Any]], bool, Tensor
 class Sinks:
     """Where records go: rank 0's file and loggers, every rank's own events."""
 
-    metrics: MetricsFile | None = None
-    events: RankEvents | None = None
+    metrics: JsonlWriter | None = None
+    events: RankStats | None = None
     loggers: Sequence[Logger] = ()
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:

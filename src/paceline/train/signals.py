@@ -2,11 +2,11 @@
 
     with Signals() as signals:                     # on every rank, around training
         ...
-        wish = decode(largest over all ranks of encode(signals.wish))     # at step boundaries
-        if wish == "save":
-            signals.take(wish)                     # before the save begins, so that a later signal asks for another one
+        request = decode(largest over all ranks of encode(signals.request))     # at step boundaries
+        if request == "save":
+            signals.take(request)                  # before the save begins, so that a later signal asks for another one
         ...
-        signals.end(wish)                          # when everything is saved and closed, with the wish all agreed on
+        signals.end(request)                       # when everything is saved and closed, with the agreed request
 
 SIGUSR1 asks for a checkpoint, SIGTERM and SIGINT (Ctrl-C) for a checkpoint and the end. A handler does nothing but
 note: Python calls it between any two operations, where weights are half updated and other ranks know nothing of it. A
@@ -23,18 +23,18 @@ import time
 from types import FrameType
 from typing import Any, Literal
 
-Wish = Literal["", "save", "SIGTERM", "SIGINT"]
+SignalRequest = Literal["", "save", "SIGTERM", "SIGINT"]
 
-_WISHES: tuple[Wish, ...] = ("", "save", "SIGTERM", "SIGINT")  # the larger number wins
+_REQUESTS: tuple[SignalRequest, ...] = ("", "save", "SIGTERM", "SIGINT")  # the larger number wins
 
 
-def encode(wish: Wish) -> int:
+def encode(request: SignalRequest) -> int:
     """As a number, for ranks that agree by a maximum."""
-    return _WISHES.index(wish)
+    return _REQUESTS.index(request)
 
 
-def decode(number: int) -> Wish:
-    return _WISHES[number]
+def decode(number: int) -> SignalRequest:
+    return _REQUESTS[number]
 
 
 class Signals:
@@ -45,13 +45,13 @@ class Signals:
 
     def __init__(self) -> None:
         self.since: float | None = None  # time.monotonic() of the first SIGTERM or SIGINT
-        self._ending: Wish = ""
+        self._ending: SignalRequest = ""
         self._save = False  # apart from `_ending`, so that neither `take` nor a handler can undo the other's work
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     @property
-    def wish(self) -> Wish:
+    def request(self) -> SignalRequest:
         """The strongest so far."""
         return self._ending or ("save" if self._save else "")
 
@@ -68,17 +68,17 @@ class Signals:
         for number in list(self._before):
             self._restore(number)
 
-    def take(self, wish: Wish) -> None:
-        """The wish for a save is being granted; an end stays wished."""
-        if wish == "save":
+    def take(self, request: SignalRequest) -> None:
+        """The request for a save is being granted; an end stays wished."""
+        if request == "save":
             self._save = False
 
-    def end(self, wish: Wish) -> None:
+    def end(self, request: SignalRequest) -> None:
         """Go as the signal would have made this process go, also where another rank got it. Returns for other wishes,
         and where the script has a handler of its own for SIGTERM, which has run by then."""
-        if wish == "SIGINT":
+        if request == "SIGINT":
             raise KeyboardInterrupt
-        if wish == "SIGTERM":
+        if request == "SIGTERM":
             self._restore(signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -101,11 +101,11 @@ class Signals:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for the thread that writes
             os.kill(os.getpid(), signal.SIGINT)
         else:
-            self._ending = max(self._ending, _wish(number), key=encode)
+            self._ending = max(self._ending, _request(number), key=encode)
             self.since = time.monotonic() if self.since is None else self.since
 
 
-def _wish(number: int) -> Wish:
+def _request(number: int) -> SignalRequest:
     return "SIGINT" if number == signal.SIGINT else "SIGTERM"
 
 

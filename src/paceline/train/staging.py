@@ -13,13 +13,13 @@ from torch import nn
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
 from paceline.models.blocks import find_blocks
-from paceline.optim.build import build_optimizer
-from paceline.parallel.binding import names_of
-from paceline.parallel.meta import is_meta
-from paceline.parallel.pipeline import Pipeline
-from paceline.parallel.stages import plan, stages_of, take
+from paceline.optim.optimizers import build_optimizer
+from paceline.parallel.meta_init import is_meta
+from paceline.parallel.optimizer_binding import names_of
+from paceline.parallel.pipeline.schedule_runner import PipelineRunner
+from paceline.parallel.pipeline.stage_partition import plan, stages_of, take
 from paceline.runtime.mesh import Mesh
-from paceline.train.pipeline_step import StagedLoss
+from paceline.train.pipeline_step import PipelineLossModule
 
 
 class Staging:
@@ -35,7 +35,7 @@ class Staging:
     ) -> None:
         _require_no_loss_fn(loss_fn)
         self._model, self._mesh, self._settings = model, mesh, config.pipeline
-        self._rank = mesh.place["pipeline"]
+        self._rank = mesh.coords["pipeline"]
         self.cutting = plan(model, config.pipeline, mesh.degrees.pipeline)
         self.optimizer = optimizer or build_optimizer(model, config.optimizer, config.optimizer.lr)
         self.names = names_of(model)
@@ -65,10 +65,10 @@ class Staging:
         }
         return {key: aliases.get(name, name) for key, name in self.names.items()}
 
-    def module(self, context: AbstractContextManager[Any] | None) -> StagedLoss:
+    def module(self, context: AbstractContextManager[Any] | None) -> PipelineLossModule:
         stages = stages_of(self._model, self.cutting, self._rank, context)
-        pipeline = Pipeline(stages, self.cutting, self._mesh, self._settings)
-        return StagedLoss(self._model, context, pipeline, self.cutting.row.parts)
+        pipeline = PipelineRunner(stages, self.cutting, self._mesh, self._settings)
+        return PipelineLossModule(self._model, context, pipeline, self.cutting.row.parts)
 
 
 def _require_no_loss_fn(loss_fn: Callable[[Any, Any], Any] | None) -> None:

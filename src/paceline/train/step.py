@@ -21,13 +21,13 @@ import torch._dynamo
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from paceline.data.loader import Micro
+from paceline.data.loader import MicroBatch
 from paceline.parallel.compose import Wrapped
 from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.noise import drawing
-from paceline.train.calling import Call, read_loss
-from paceline.train.nonfinite import Watch
+from paceline.runtime.noise import NoiseContext
+from paceline.train.model_call import CallRule, read_loss
+from paceline.train.nonfinite import NonfiniteGuard
 
 
 class LossModule(nn.Module):
@@ -41,7 +41,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.context = context
-        self.call: Call | None = None
+        self.call: CallRule | None = None
         self.metrics: Mapping[str, Any] | None = None  # of the last forward, where the model returns any
 
     def forward(self, batch: Any, instead: Callable[[nn.Module, Any], Any] | None = None) -> Any:
@@ -66,10 +66,17 @@ class Stepper:
     """Takes the micro-batches of a step, and keeps what became of them until `finish`."""
 
     def __init__(
-        self, module: LossModule, wrapped: Wrapped, *, mesh: Mesh, draw: drawing, scaler: Scaler, watch: Watch | None
+        self,
+        module: LossModule,
+        wrapped: Wrapped,
+        *,
+        mesh: Mesh,
+        draw: NoiseContext,
+        scaler: Scaler,
+        watch: NonfiniteGuard | None,
     ) -> None:
         self._module, self._draw = module, draw
-        self._ranks, self._world, self._speaks = mesh.data_ranks, mesh.degrees.world, mesh.speaks
+        self._ranks, self._world, self._reports_loss = mesh.data_ranks, mesh.degrees.world, mesh.reports_loss
         self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
         self._scaler = scaler if scaler.is_enabled() else None
         self._watch = watch
@@ -86,24 +93,24 @@ class Stepper:
         self._total: Tensor | None = None
         self._pending: torch_dist.Work | None = None
 
-    def add(self, micro: Micro) -> Tensor:
+    def add(self, micro: MicroBatch) -> Tensor:
         """Forward and backward of one micro-batch, whose loss comes back; the last one reduces the gradients."""
         draw = self._draw
-        draw.here, draw.calls = micro, 0
+        draw.samples, draw.draws = micro, 0
         if micro.last or self._no_sync is None:
             noted = self.backward(micro, *self._forward(micro.batch))
         else:
             with self._no_sync():
                 noted = self.backward(micro, *self._forward(micro.batch))
-        draw.here = None
+        draw.samples = None
         return noted
 
-    def forward(self, micro: Micro) -> tuple[Tensor, Tensor | float | None]:
-        self._draw.here, self._draw.calls = micro, 0
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | None]:
+        self._draw.samples, self._draw.draws = micro, 0
         result: tuple[Tensor, Tensor | float | None] = self._forward(micro.batch)
         return result
 
-    def backward(self, micro: Micro, value: Tensor, weight: Tensor | float | None) -> Tensor:
+    def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | None) -> Tensor:
         """Note the micro-batch's loss and run its backward, seeded with its share of the step."""
         noted = value.detach()
         if weight is None:
@@ -136,7 +143,7 @@ class Stepper:
             seed = self._seeds[factor, value.dtype] = torch.full_like(value.detach(), factor)
         return seed if self._scaler is None else self._scaler.scale(seed)
 
-    def _send_weight(self, micro: Micro, device: torch.device) -> None:
+    def _send_weight(self, micro: MicroBatch, device: torch.device) -> None:
         """Start adding up the weights of all ranks; the answer is needed only after the backward."""
         weight = self.noted[0][1] if len(self.noted) == 1 else sum([weight for _, weight in self.noted])
         if isinstance(weight, Tensor):
@@ -144,12 +151,12 @@ class Stepper:
         else:
             self._total = torch.tensor(weight, dtype=torch.float64, device=device)
         self._nominal = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
-        if not self._speaks:  # another rank has the same samples, and says so
+        if not self._reports_loss:  # another rank has the same samples, and says so
             self._total.zero_()
         if self._world > 1:
             self._pending = torch_dist.all_reduce(self._total, async_op=True)
 
-    def settle(self, micro: Micro) -> None:
+    def settle(self, micro: MicroBatch) -> None:
         """Where the caller decided only now that `micro` was the step's last: add up the weights."""
         if self.by_data and self._total is None:
             self._send_weight(micro, self.noted[0][0].device)

@@ -20,32 +20,32 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from paceline.config import derive, show
 from paceline.config.recipe import Config
 from paceline.data import adopt
-from paceline.data.loader import Loader, Micro
+from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
-from paceline.monitor.profile import Profiler
-from paceline.monitor.progress import Display, Silent, choose_display
-from paceline.parallel.pieces import whole
-from paceline.parallel.replicate import share_buffers
-from paceline.train import build, evaluate, loop, memory, nonfinite, preflight
+from paceline.monitor.profiler import Profiler
+from paceline.monitor.progress_bar import Display, Silent, choose_display
+from paceline.parallel.ddp import broadcast_buffers
+from paceline.parallel.shards import gather_full_tensors
+from paceline.plan import derive, show
+from paceline.train import evaluate, factory, loop, nonfinite, oom, preflight
 from paceline.train.agenda import Agenda
+from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start
-from paceline.train.engine import Engine, Task, one_optimizer
+from paceline.train.checkpointing.restorer import Restorer, existing
+from paceline.train.checkpointing.run_handle import RunHandle
+from paceline.train.checkpointing.saver import Saver
+from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, end_own_loop
+from paceline.train.engine import Engine, UserObjects, one_optimizer
 from paceline.train.evaluate import Evaluation
-from paceline.train.finder import Finder
 from paceline.train.history import History, Record, require_free_names
-from paceline.train.loading import Restorer, existing
-from paceline.train.own_loop import EpochLoader, OwnLoop, StepResult, end_own_loop
-from paceline.train.poll import Poll
-from paceline.train.rates import Rates
+from paceline.train.loaders import Loaders
+from paceline.train.lr import LearningRate
+from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder, Sinks
-from paceline.train.run_folder import RunFolder
-from paceline.train.saving import Saver
-from paceline.train.settings import Settings
-from paceline.train.sharing import Sharing
 from paceline.train.signals import Signals
+from paceline.train.trainer_kwargs import TrainerKwargs
 
 
 class Trainer:
@@ -62,7 +62,7 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] = (),
         device: str | int | torch.device | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[TrainerKwargs],
     ) -> None:
         values: dict[str, Any] = dict(settings)
         if isinstance(optimizer, Mapping):
@@ -71,7 +71,7 @@ class Trainer:
         one_optimizer(optimizer)
         config = Config.from_dict(values, origin="Trainer's keywords")
         require_free_names(metrics or {}, "metrics")
-        task = Task(optimizer, loss_fn, criterion, scheduler, metrics or {})
+        task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
         self._set_up(config, model, task, callbacks, device)
 
     @classmethod
@@ -85,32 +85,32 @@ class Trainer:
     ) -> Trainer:
         """A trainer for a recipe. Its model is the recipe's unless one is given; so is its data in `train()`."""
         trainer = cls.__new__(cls)
-        task = Task(metrics=metrics or {})
-        trainer._set_up(config, model or build.build_model(config), task, callbacks, config.device)
+        task = UserObjects(metrics=metrics or {})
+        trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)
         return trainer
 
     def _set_up(
         self,
         config: Config,
         model: nn.Module,
-        task: Task,
+        task: UserObjects,
         callbacks: Sequence[Any],
         device: str | int | torch.device | None,
     ) -> None:
         self._callbacks = Callbacks(callbacks)
         # Before the engine touches the GPU.
-        finder = Finder(config, model, task, device) if config.micro_batch == "auto" else None
+        finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model, self.optimizer, self.scaler = (
             engine.world, engine.model, engine.optimizer, engine.scaler,
         )  # fmt: skip
-        self._rates = Rates(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
+        self._rates = LearningRate(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
         self._saver = Saver(config, engine, self._rates, self._callbacks)
         self._restorer = Restorer(self._saver)
-        self._folder = RunFolder(engine, self._saver, self._restorer)
-        self._sharing = Sharing(engine, finder)
+        self._folder = RunHandle(engine, self._saver, self._restorer)
+        self._sharing = Loaders(engine, finder)
         self._recorder: Recorder | None = None
-        self._own: OwnLoop | None = None
+        self._own: CustomLoop | None = None
         self._folder.resume()
 
     @property
@@ -136,14 +136,14 @@ class Trainer:
     ) -> History:
         """Train until `epochs` or `max_steps`, both counted from the run's beginning. Data defaults to the recipe's."""
         if data is None:
-            data, val = build.build_data(self.config)
+            data, val = factory.build_data(self.config)
         if epochs is None and max_steps is None:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         data = adopt.look_at(data, self.config.seed)
         val = None if val is None else adopt.look_at(val, self.config.seed)
         self._saver.outcome.require_evaluations(val is not None)
         loader, batch = self._sharing.training(data)
-        self._restorer.meet(self._sharing.position(loader))
+        self._restorer.check_data(self._sharing.position(loader))
         schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._folder.open({**batch.rows(), **self._rates.begin(schedule)}))
         total = derive.total_steps(loader.steps_per_epoch, epochs, max_steps)
@@ -152,33 +152,33 @@ class Trainer:
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
         silent = self.config.quiet or not self.is_main_process
-        sinks = build.open_sinks(self.config, self._saver.run, self.world)
+        sinks = factory.open_sinks(self.config, self._saver.run, self.world)
         self._saver.began_at = self.step_count
         with Signals() as signals:
             try:
                 with choose_display(total, self.step_count, silent=silent) as display, self._engine.draw:
-                    poll = Poll(self._engine, self._saver, signals, self.config.save_minutes, self.step_count)
+                    poll = RankPoll(self._engine, self._saver, signals, self.config.save_minutes, self.step_count)
                     job = self._job(loader, history, sinks, display, val, epochs, max_steps, poll)
                     self._run_job(job, history)
             finally:
                 sinks.close()
                 self._saver.close()
                 self._folder.release()
-            share_buffers(self.model, self._engine.mesh)
-            if poll.wish:
-                signals.end(poll.wish)
+            broadcast_buffers(self.model, self._engine.mesh)
+            if poll.request:
+                signals.end(poll.request)
         return history
 
     def _run_job(self, job: loop.Job, history: History) -> None:
         self._callbacks.call("on_start", Start(self.step_count, history.run))
         try:
-            with memory.explained(self._engine, self._sharing.plan), preflight.named_unused(self.model):
+            with oom.explained(self._engine, self._sharing.plan), preflight.named_unused(self.model):
                 loop.run(job)
         except BaseException as error:
             self._engine.stepper.reset()
             job.recorder.flush_alone()
             if self.config.checkpoint.on_error and not isinstance(error, KeyboardInterrupt):
-                told = self._saver.rescue(error)
+                told = self._saver.save_on_error(error)
                 if told:
                     self._engine.warn(told)
             self._tell_of(error)
@@ -198,27 +198,27 @@ class Trainer:
         """The mean loss over `data`, each sample counted once, and the metrics. A matter of all ranks."""
         loader = self._sharing.whole(data)
         micros = self._engine.ready(loader.micros(0, 1))
-        share_buffers(self.model, self._engine.mesh)
+        broadcast_buffers(self.model, self._engine.mesh)
         metrics = self._engine.task.metrics
         return evaluate.evaluate(self._engine.module, micros, self._engine.mesh, self.config.seed, metrics)
 
     def predict(self, data: Any) -> Any:
         """The model's outputs for every sample of `data`, in order, on every rank's CPU. A matter of all ranks."""
         micros = self._engine.on_device(self._sharing.whole(data).micros(0, 1))
-        share_buffers(self.model, self._engine.mesh)
+        broadcast_buffers(self.model, self._engine.mesh)
         return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 
     def training_step(self, batch: Any) -> StepResult:
         """This rank's micro-batch and, when its group is full, the optimizer step: (local loss, whether it stepped)."""
-        with memory.explained(self._engine, self._sharing.plan):
+        with oom.explained(self._engine, self._sharing.plan):
             return self._own_loop().training_step(batch)
 
     def forward(self, batch: Any) -> Tensor:
-        with memory.explained(self._engine, self._sharing.plan):
+        with oom.explained(self._engine, self._sharing.plan):
             return self._own_loop().forward(batch)
 
     def backward(self, loss: Tensor) -> None:
-        with memory.explained(self._engine, self._sharing.plan):
+        with oom.explained(self._engine, self._sharing.plan):
             self._own_loop().backward(loss)
 
     def step(self) -> None:
@@ -230,7 +230,7 @@ class Trainer:
     def loader(self, data: Any) -> EpochLoader:
         """This rank's micro-batches of `data`, an epoch at a time, for one's own loop."""
         loader, batch = self._sharing.training(adopt.look_at(data, self.config.seed))
-        self._restorer.meet(self._sharing.position(loader))
+        self._restorer.check_data(self._sharing.position(loader))
         return EpochLoader(self._own_loop(), loader, batch.groups)
 
     def enable_gradient_checkpointing(self, kind: str = "full") -> None:
@@ -251,14 +251,14 @@ class Trainer:
         """Within this context the model has the averaged weights."""
         if self._engine.average is None:
             raise TrainError("no-ema", "There are no averaged weights.", fix="Trainer(…, ema=0.999), or ema: 0.999")
-        self._saver.settle()  # a save that is still copying wants the weights as they are
+        self._saver.wait_for_copy()  # a save that is still copying wants the weights as they are
         return self._engine.average.swapped()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's weights, whole, on rank 0; where they are cut over ranks, all ranks have to come and the others
         get nothing."""
         state = self.model.state_dict()
-        return state if self._engine.cut is None else whole(state, self._engine.mesh)
+        return state if self._engine.cut is None else gather_full_tensors(state, self._engine.mesh)
 
     def save_checkpoint(
         self,
@@ -288,11 +288,13 @@ class Trainer:
         val: Any,
         epochs: int | None,
         max_steps: int | None,
-        poll: Poll,
+        poll: RankPoll,
     ) -> loop.Job:
         engine, config = self._engine, self.config
         self._recorder = recorder = self._new_recorder(history, sinks, display)
-        profiler = None if config.profile is None else Profiler(config.profile, self._saver.run, self.world.place.rank)
+        profiler = (
+            None if config.profile is None else Profiler(config.profile, self._saver.run, self.world.rank_info.rank)
+        )
         agenda = Agenda(
             recorder,
             self._callbacks,
@@ -314,20 +316,20 @@ class Trainer:
         nothing_left = max_steps is not None and self.step_count >= max_steps
         on_step = self._callbacks.hooks["on_step"]
 
-        def micros() -> Iterator[Micro]:
+        def micros() -> Iterator[MicroBatch]:
             return iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
 
         parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step, engine.account)
         return loop.Job(micros, *parts)
 
     def _save_last(self, step: int) -> None:
-        share_buffers(self.model, self._engine.mesh)
+        broadcast_buffers(self.model, self._engine.mesh)
         self._saver.last(step)
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
         return Recorder(history, sinks, display, self.world.device, self._callbacks, self._engine.is_bad)
 
-    def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[Micro]:
+    def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[MicroBatch]:
         """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
         micros = self._engine.account.noting_suspects(self._engine.ready(loader.micros(self.step_count, epochs)))
         first = next(micros, None)
@@ -335,7 +337,7 @@ class Trainer:
             return micros
         assert self._sharing.plan is not None
         self._engine.check(first, self._sharing.plan.groups, loader.fingerprint)
-        recorder.tokens_per_sample = build.tokens_per_sample(first.batch)
+        recorder.tokens_per_sample = factory.tokens_per_sample(first.batch)
         recorder.begin()
         return chain([first], micros)
 
@@ -351,26 +353,26 @@ class Trainer:
             self._saver.best(step)
         return verdict.reason
 
-    def _read_again(self, loader: Loader, step: int) -> Iterator[Micro] | None:
+    def _read_again(self, loader: Loader, step: int) -> Iterator[MicroBatch] | None:
         return self._engine.ready(loader.micros(step, None)) if loader.repeatable else None
 
-    def _nonfinite(self, again: Iterator[Micro] | None, record: Record, *, ends: bool = True) -> str | None:
+    def _nonfinite(self, again: Iterator[MicroBatch] | None, record: Record, *, ends: bool = True) -> str | None:
         """The step was not finite: raise, or end training, where that is ours. (`skip` has left such steps out.)"""
         engine = self._engine
-        micros = None if again is None else build.of_one_step(again)
+        micros = None if again is None else factory.of_one_step(again)
         error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch)
         if self.config.nonfinite == "raise" or not ends:
             raise error
         engine.warn(str(error))
         return f"step {record['step']} was not finite (nonfinite: stop)"
 
-    def _own_loop(self) -> OwnLoop:
+    def _own_loop(self) -> CustomLoop:
         if self._own is None:
             if isinstance(self.config.run, str):  # a loop of one's own writes only where it was told to
                 self._folder.open()
             if not self.model.training:
                 self.model.train()
-            sinks = build.open_sinks(self.config, self._saver.run, self.world)
+            sinks = factory.open_sinks(self.config, self._saver.run, self.world)
             display, engine = Silent(self.step_count), self._engine
             recorder = self._new_recorder(History(), sinks, display)
             agenda = Agenda(
@@ -383,7 +385,7 @@ class Trainer:
             )
             hooks = self._callbacks.hooks["on_step"]
             parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks, engine.account)
-            self._own = own = OwnLoop(engine, loop.Job(lambda: iter(()), *parts), self._begin_own_loop)
+            self._own = own = CustomLoop(engine, loop.Job(lambda: iter(()), *parts), self._begin_own_loop)
             weakref.finalize(own, end_own_loop, recorder, sinks)
         return self._own
 

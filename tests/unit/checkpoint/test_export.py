@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from paceline.checkpoint.bring import bring
 from paceline.checkpoint.export import Format, export
+from paceline.checkpoint.external import load_external_weights
 from paceline.errors import CheckpointError, ModelError
 from paceline.models.gpt import GPT
 from small_checkpoints import flip_a_bit, save, write
@@ -68,7 +68,7 @@ def test_what_was_taken_can_be_brought_back(tmp_path: Path, to: Format) -> None:
     model, fresh = gpt(), gpt(seed=1)
     output = tmp_path / f"model.{to}"
     export(of_gpt(tmp_path, model), to, output)
-    fresh.load_state_dict(bring(output).weights, strict=True)
+    fresh.load_state_dict(load_external_weights(output).weights, strict=True)
     assert same(model, fresh)
 
 

@@ -11,12 +11,12 @@ import numpy
 import pytest
 import torch
 
-from paceline.checkpoint import manifest, store
-from paceline.checkpoint.disk import Disk
+from paceline.checkpoint import directory, manifest
+from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.manifest import BLOCK, CODES, DTYPES, FORMAT, Entry, Manifest
-from paceline.checkpoint.plan import Share, narrow
-from paceline.checkpoint.reading import verify
-from paceline.checkpoint.writing import bytes_of, lay_out, write_file
+from paceline.checkpoint.planner import WriteItem, narrow
+from paceline.checkpoint.reader import verify
+from paceline.checkpoint.shard_file import bytes_of, lay_out, write_file
 from small_checkpoints import flip_a_bit, write
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "checkpoint.md").read_text()
@@ -50,13 +50,15 @@ def test_a_tensor_of_many_blocks_that_two_ranks_cut_is_put_together(reader: dict
     whole = torch.arange(3000 * 3000, dtype=torch.float64).reshape(3000, 3000)
     assert BLOCK < whole.nbytes // 4 < 2 * BLOCK
     folder = tmp_path / "step-000012"
-    partial = store.begin(Disk(), folder, 0)
+    partial = directory.begin(Filesystem(), folder, 0)
     quarters = list(product((0, 1500), (0, 1500)))
     files, chunks = {}, []
     for rank, own in enumerate((quarters[:2], quarters[2:])):
-        layout = lay_out([Share("model/w", whole.dtype, (3000, 3000), offsets, (1500, 1500)) for offsets in own])
+        layout = lay_out([WriteItem("model/w", whole.dtype, (3000, 3000), offsets, (1500, 1500)) for offsets in own])
         parts = [narrow(whole, share.offsets, share.sizes).contiguous() for share in layout.shares]
-        written = write_file(Disk(), partial / f"rank-{rank}.safetensors", layout, lambda n, p=parts: bytes_of(p[n]))
+        written = write_file(
+            Filesystem(), partial / f"rank-{rank}.safetensors", layout, lambda n, p=parts: bytes_of(p[n])
+        )
         files[written.name] = written.file
         chunks += [chunk for _, chunk in written.chunks]
     entry = Entry(dtype=CODES[whole.dtype], shape=[3000, 3000], chunks=chunks)
@@ -64,7 +66,7 @@ def test_a_tensor_of_many_blocks_that_two_ranks_cut_is_put_together(reader: dict
         format=FORMAT, step=12, epoch=0, optimizer=False, created="", parent=None, versions={}, layout={}, recipe={},
         data={}, state={}, metadata={}, block=BLOCK, files=files, tensors={"model/w": entry}, aliases={},
     )  # fmt: skip
-    store.commit(Disk(), partial, folder, made)
+    directory.commit(Filesystem(), partial, folder, made)
     verify(folder)
     assert numpy.array_equal(reader["read"](folder)[1]["model/w"], whole.numpy())
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import store
-from paceline.checkpoint.disk import Disk
+from paceline.checkpoint import directory
+from paceline.checkpoint.filesystem import Filesystem
 from paceline.cli import main
 from small_checkpoints import flip_a_bit, write
 
@@ -38,9 +38,9 @@ def checkpoints(in_folder: Path) -> Path:
     for step in (100, 200):
         tensors = {"model/a": torch.full((8, 4), float(step)), "model/b": torch.zeros(3).bfloat16()}
         described = {"step": step, "optimizer": step == 200, "layout": layout, "metadata": {"note": "mine"}}
-        write(folder / store.step_name(step), tensors, aliases={"model/z": "model/a"}, **described)
-    store.point(Disk(), folder, store.LATEST, ["step-000200"])
-    store.point(Disk(), folder, store.BEST, ["step-000100"])
+        write(folder / directory.step_name(step), tensors, aliases={"model/z": "model/a"}, **described)
+    directory.point(Filesystem(), folder, directory.LATEST, ["step-000200"])
+    directory.point(Filesystem(), folder, directory.BEST, ["step-000100"])
     return folder
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import files, show
+from paceline.config import files
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.train.settings import Settings
+from paceline.plan import show
+from paceline.train.trainer_kwargs import TrainerKwargs
 
 
 def code_of(values: object = None, overrides: list[str] | None = None, path: Path | None = None) -> str:
@@ -139,13 +140,13 @@ def test_show_says_where_each_value_came_from(tmp_path: Path) -> None:
 
 
 def test_every_key_that_the_schema_lists_with_a_description_is_json() -> None:
-    assert "batch" in json.loads(json.dumps(Config.model_json_schema()))["properties"]
+    assert "batch" in json.loads(json.dumps(Config.json_schema()))["properties"]
 
 
 def test_the_trainers_keywords_are_the_recipes_top_level_keys() -> None:
     # Left out: sections that a recipe needs and a Trainer is given as objects, and what only a launcher reads.
     not_for_trainer = {"model", "data", "optimizer", "train", "launch", "device", "env", "port"}
-    assert set(Settings.__annotations__) == set(Config.model_fields) - not_for_trainer
+    assert set(TrainerKwargs.__annotations__) == set(Config.model_fields) - not_for_trainer
 
 
 def test_every_shipped_recipe_is_valid() -> None:

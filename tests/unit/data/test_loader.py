@@ -22,9 +22,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.adopt import Wish, adopt, batch_of, look_at
+from paceline.data.adopt import LoaderSpec, adopt, batch_of, look_at
 from paceline.data.batches import apply, rows_of
-from paceline.data.loader import Cut, Micro
+from paceline.data.loader import DataShard, MicroBatch
 from paceline.errors import DataError
 
 
@@ -55,12 +55,12 @@ class Stream(IterableDataset[torch.Tensor]):
         yield from order
 
 
-def wish(batch: int = 10, rank: int = 0, ranks: int = 1, groups: int = 1, **changes: Any) -> Wish:
+def wish(batch: int = 10, rank: int = 0, ranks: int = 1, groups: int = 1, **changes: Any) -> LoaderSpec:
     values = {"seed": 0, "shuffle": True, "workers": 0, "pin_memory": False, **changes}
-    return Wish(batch=batch, part=Cut(rank, ranks, groups), **values)
+    return LoaderSpec(batch=batch, part=DataShard(rank, ranks, groups), **values)
 
 
-def micros(data: Any, wished: Wish, first: int = 0, epochs: int = 1) -> list[Micro]:
+def micros(data: Any, wished: LoaderSpec, first: int = 0, epochs: int = 1) -> list[MicroBatch]:
     return list(adopt(look_at(data, 0), wished, lambda text: None).micros(first, epochs))
 
 

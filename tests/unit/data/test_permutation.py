@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.orders import FormulaOrder
 from paceline.data.permutation import Permutation
+from paceline.data.sample_order import FormulaOrder
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))

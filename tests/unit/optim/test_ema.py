@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import CheckpointError
 from paceline.models.gpt import GPT
-from paceline.optim.ema import Average
+from paceline.optim.ema import Ema
 from paceline.testing import ranks
 
 
@@ -42,7 +42,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 def test_the_average_is_that_of_a_float64_loop(warmup: bool, dtype: torch.dtype, tolerance: float) -> None:
     model = small_model().to(dtype)
     model[0].bias.requires_grad_(False)
-    average = Average(dict(model.named_parameters()), 0.9, warmup)
+    average = Ema(dict(model.named_parameters()), 0.9, warmup)
     expected = {name: value.double() for name, value in weights(model).items()}
     for step in range(1, 101):
         drift(model, step)
@@ -60,7 +60,7 @@ def test_the_average_is_that_of_a_float64_loop(warmup: bool, dtype: torch.dtype,
 def test_a_model_of_several_dtypes_is_averaged() -> None:
     model = small_model()
     model[2].to(torch.bfloat16)
-    average = Average(dict(model.named_parameters()), 0.5, False)
+    average = Ema(dict(model.named_parameters()), 0.5, False)
     start = weights(model)
     drift(model, 1)
     average.update(1)
@@ -70,7 +70,7 @@ def test_a_model_of_several_dtypes_is_averaged() -> None:
 
 def test_inside_swapped_the_model_computes_with_the_averages_and_afterwards_with_its_own_bits() -> None:
     model = small_model().eval()
-    average = Average(dict(model.named_parameters()), 0.5, False)
+    average = Ema(dict(model.named_parameters()), 0.5, False)
     drift(model, 1)
     average.update(1)
     objects, before = [id(parameter) for parameter in model.parameters()], weights(model)
@@ -87,7 +87,7 @@ def test_inside_swapped_the_model_computes_with_the_averages_and_afterwards_with
 
 def test_the_models_own_weights_return_after_an_exception_and_the_averages_stay() -> None:
     model = small_model().to(torch.bfloat16)
-    average = Average(dict(model.named_parameters()), 0.5, False)
+    average = Ema(dict(model.named_parameters()), 0.5, False)
     drift(model, 1)
     average.update(1)
     before, averages = weights(model), {name: value.clone() for name, value in average.state_dict().items()}
@@ -99,7 +99,7 @@ def test_the_models_own_weights_return_after_an_exception_and_the_averages_stay(
 
 def test_buffers_are_the_models_own() -> None:
     model = small_model()
-    average = Average(dict(model.named_parameters()), 0.5, True)
+    average = Ema(dict(model.named_parameters()), 0.5, True)
     assert not any("running" in name for name in average.state_dict())
     model(torch.randn(8, 4))
     with average.swapped():
@@ -109,7 +109,7 @@ def test_buffers_are_the_models_own() -> None:
 def test_tied_parameters_are_averaged_once() -> None:
     model = nn.ModuleDict({"tokens": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
     model["head"].weight = model["tokens"].weight
-    average = Average(dict(model.named_parameters()), 0.5, False)
+    average = Ema(dict(model.named_parameters()), 0.5, False)
     start = model["head"].weight.detach().clone()
     drift(model, 1)
     average.update(1)
@@ -119,12 +119,12 @@ def test_tied_parameters_are_averaged_once() -> None:
 
 def test_a_resumed_average_goes_on_with_the_same_bits() -> None:
     model = small_model()
-    average = Average(dict(model.named_parameters()), 0.9, True)
+    average = Ema(dict(model.named_parameters()), 0.9, True)
     drift(model, 1)
     average.update(1)
     saved = {name: value.clone() for name, value in average.state_dict().items()}
     drift(model, 2)
-    resumed = Average(dict(model.named_parameters()), 0.9, True)
+    resumed = Ema(dict(model.named_parameters()), 0.9, True)
     resumed.load_state_dict(saved)
     average.update(2)
     resumed.update(2)
@@ -134,7 +134,7 @@ def test_a_resumed_average_goes_on_with_the_same_bits() -> None:
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape"])
 def test_averages_of_another_model_have_a_code(change: str) -> None:
-    average = Average(dict(small_model().named_parameters()), 0.9, True)
+    average = Ema(dict(small_model().named_parameters()), 0.9, True)
     state = dict(average.state_dict())
     if change == "missing":
         del state["0.weight"]
@@ -152,7 +152,7 @@ def test_a_model_in_ddp_trains_on_after_a_swap_as_if_there_had_been_none() -> No
         model = GPT(layers=1, width=8, heads=2, vocabulary=11, context=4)
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        average = Average(dict(model.named_parameters()), 0.9, True)
+        average = Ema(dict(model.named_parameters()), 0.9, True)
         tokens = torch.randint(11, (4, 4), generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
         for step in range(1, 6):
             optimizer.zero_grad()

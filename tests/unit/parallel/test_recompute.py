@@ -11,7 +11,7 @@ import paceline
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
 from paceline.parallel.recompute import Recomputed, recompute
-from paceline.runtime.noise import drawing
+from paceline.runtime.noise import NoiseContext
 from saved import Saved, formula, measure
 
 KINDS = ("full", "every-2", "selective")
@@ -48,7 +48,7 @@ class Here:
 def gradients(model: nn.Module, *inputs: Any, autocast: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """Of one backward, which runs outside of the forward's contexts, and the buffers after it."""
     torch.manual_seed(5)
-    with drawing(1, Here()), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with NoiseContext(1, Here()), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(*inputs)
     loss = loss["loss"] if isinstance(loss, dict) else loss
     loss.backward()

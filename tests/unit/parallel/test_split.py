@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import paceline
 import tiny
-from paceline.config.sections import Split
+from paceline.config.sections import SplitSection
 from paceline.errors import PacelineError
 from paceline.models.gpt import GPT
 from paceline.parallel import split as splitting
@@ -72,7 +72,7 @@ def moves(monkeypatch: pytest.MonkeyPatch, model: nn.Module, devices: int, **set
     numbers = [torch.device("cpu", number) for number in range(devices)]
     monkeypatch.setattr(splitting, "devices_of", lambda settings: numbers)
     monkeypatch.setattr(splitting, "_to", lambda tensor, device: called.append(device.index) or tensor)
-    split(model, Split(**settings))
+    split(model, SplitSection(**settings))
     return called
 
 
@@ -110,7 +110,7 @@ def test_cuts_are_where_the_bytes_are_even_and_no_part_is_empty(sizes: list[int]
 
 def test_balance_may_be_counts_or_names() -> None:
     for balance in ([1, 2, 1], ["blocks.1", "blocks.3"], ["blocks.0", "blocks.1", "blocks.3"]):
-        said = split(GPT(layers=4, width=16, heads=2), Split(devices=["cpu", "cpu:0", "cpu"], balance=balance))
+        said = split(GPT(layers=4, width=16, heads=2), SplitSection(devices=["cpu", "cpu:0", "cpu"], balance=balance))
         assert [part.split(" of ")[0][-1] for part in said.split(";")] == ["1", "2", "1"]
 
 

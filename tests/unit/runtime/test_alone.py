@@ -9,8 +9,8 @@ import torch
 
 from paceline import dist, noise
 from paceline.errors import ModelError, WorldError
-from paceline.runtime.environment import Place, read_place
-from paceline.runtime.noise import drawing, own_samples
+from paceline.runtime.environment import RankInfo, read_rank_info
+from paceline.runtime.noise import NoiseContext, own_samples
 
 
 def samples(step: int = 0, *, start: int = 0, own: int, rows: int) -> SimpleNamespace:
@@ -75,22 +75,22 @@ def test_bad_calls_have_codes(call: object, code: str) -> None:
 
 
 def test_a_place_is_read_from_a_launchers_environment() -> None:
-    assert read_place({}) is None
+    assert read_rank_info({}) is None
     full = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert read_place(full) == Place(3, 8, 1, 2)
-    assert read_place({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 1, 2)
+    assert read_rank_info(full) == RankInfo(3, 8, 1, 2)
+    assert read_rank_info({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2)
 
 
 @pytest.mark.parametrize("bad", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
 def test_a_place_that_can_not_be_has_a_code(bad: dict[str, str]) -> None:
     with pytest.raises(WorldError) as caught:
-        read_place(bad)
+        read_rank_info(bad)
     assert caught.value.code == "world.bad-environment"
 
 
 def test_noise_of_a_step_is_the_same_however_it_is_cut() -> None:
     def draw(start: int, rows: int) -> torch.Tensor:
-        with drawing(0, samples(5, start=start, own=rows, rows=6)):
+        with NoiseContext(0, samples(5, start=start, own=rows, rows=6)):
             return torch.cat([noise(torch.empty(rows, 3)), noise(torch.empty(rows, 3))], dim=1)
 
     whole = draw(0, 6)
@@ -100,21 +100,21 @@ def test_noise_of_a_step_is_the_same_however_it_is_cut() -> None:
 
 def test_noise_differs_between_steps_and_seeds() -> None:
     def draw(seed: int, step: int) -> tuple[float, ...]:
-        with drawing(seed, samples(step, own=4, rows=4)):
+        with NoiseContext(seed, samples(step, own=4, rows=4)):
             return tuple(noise(torch.empty(4)).tolist())
 
     assert len({draw(0, 0), draw(1, 0), draw(0, 1)}) == 3
 
 
 def test_noise_whose_rows_are_not_the_samples_has_a_code() -> None:
-    with pytest.raises(ModelError) as caught, drawing(0, samples(own=4, rows=8)):
+    with pytest.raises(ModelError) as caught, NoiseContext(0, samples(own=4, rows=8)):
         noise(torch.empty(12, 3))
     assert caught.value.code == "model.noise-rows"
 
 
 def test_a_stand_in_has_no_samples_of_its_own() -> None:
     assert own_samples() is None
-    with drawing(0, samples(own=0, rows=2)):
+    with NoiseContext(0, samples(own=0, rows=2)):
         assert own_samples() == 0
 
 

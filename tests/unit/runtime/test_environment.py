@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from paceline.errors import WorldError
-from paceline.runtime import group
-from paceline.runtime.environment import Place, master, read_exported, read_place
+from paceline.runtime import process_group
+from paceline.runtime.environment import RankInfo, master, read_exported, read_rank_info
 
 OPEN_MPI = {  # Open MPI 4.1: mpirun -n 2
     "OMPI_COMM_WORLD_RANK": "1",
@@ -48,24 +48,24 @@ ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLUR
 
 @pytest.mark.parametrize(
     ("environment", "place"),
-    [(OPEN_MPI, Place(1, 2, 1, 2, 1)), (HYDRA, Place(1, 2, 1, 2, 1)), (SRUN, Place(5, 6, 1, 2, 2))],
+    [(OPEN_MPI, RankInfo(1, 2, 1, 2, 1)), (HYDRA, RankInfo(1, 2, 1, 2, 1)), (SRUN, RankInfo(5, 6, 1, 2, 2))],
 )
-def test_tasks_of_mpirun_and_srun_are_ranks(environment: dict[str, str], place: Place) -> None:
-    assert read_place(environment) == place
-    assert read_place(environment).nodes == place.told_nodes  # type: ignore[union-attr]
+def test_tasks_of_mpirun_and_srun_are_ranks(environment: dict[str, str], place: RankInfo) -> None:
+    assert read_rank_info(environment) == place
+    assert read_rank_info(environment).nodes == place.told_nodes  # type: ignore[union-attr]
 
 
 def test_what_a_launcher_of_ranks_says_counts_more() -> None:
     told = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert read_place({**OPEN_MPI, **SRUN, **told}) == Place(3, 8, 1, 2)
+    assert read_rank_info({**OPEN_MPI, **SRUN, **told}) == RankInfo(3, 8, 1, 2)
 
 
 def test_mpirun_inside_a_slurm_job_counts_more_than_the_srun_that_it_starts_its_helpers_with() -> None:
-    assert read_place({**SRUN, **OPEN_MPI}) == Place(1, 2, 1, 2, 1)
+    assert read_rank_info({**SRUN, **OPEN_MPI}) == RankInfo(1, 2, 1, 2, 1)
 
 
 def test_srun_that_serves_mpi_programs_is_still_srun() -> None:
-    assert read_place({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "6"}) == Place(5, 6, 1, 2, 2)
+    assert read_rank_info({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "6"}) == RankInfo(5, 6, 1, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_srun_that_serves_mpi_programs_is_still_srun() -> None:
     ],
 )
 def test_a_lone_process_is_one_rank_whatever_the_job_has(environment: dict[str, str]) -> None:
-    assert read_place(environment) is None
+    assert read_rank_info(environment) is None
     assert master(environment) is None
 
 
@@ -89,12 +89,12 @@ def test_machines_with_different_numbers_of_ranks_agree_on_how_many_there_are() 
     def told(local_world: int) -> dict[str, str]:
         return {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(local_world)}
 
-    places = [read_place({**told(number), "GROUP_WORLD_SIZE": "2"}) for number in (4, 2)]
+    places = [read_rank_info({**told(number), "GROUP_WORLD_SIZE": "2"}) for number in (4, 2)]
     assert [place.nodes for place in places if place] == [2, 2]
 
 
 def test_ranks_started_by_hand_are_counted_on_their_machine_where_its_number_is_known() -> None:
-    assert read_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4)
+    assert read_rank_info({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == RankInfo(5, 8, 1, 4)
 
 
 def test_ranks_of_one_machine_meet_on_loopback() -> None:
@@ -157,7 +157,7 @@ def test_an_exported_rank_is_one_that_no_launcher_set() -> None:
 )
 def test_variables_that_make_no_sense_have_a_code(environment: dict[str, str]) -> None:
     with pytest.raises(WorldError) as caught:
-        read_place(environment)
+        read_rank_info(environment)
     assert caught.value.code == "world.bad-environment"
 
 
@@ -165,11 +165,11 @@ def join_and_add(rank: int, environment: dict[str, str], folder: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    world = group.join(timeout=60)
-    tensor = torch.tensor([world.place.rank + 1.0])
+    world = process_group.init_world(timeout=60)
+    tensor = torch.tensor([world.rank_info.rank + 1.0])
     torch.distributed.all_reduce(tensor)
-    (folder / str(rank)).write_text(f"{world.backend} {world.place.local_rank} {tensor.item()}")
-    group.leave()
+    (folder / str(rank)).write_text(f"{world.backend} {world.rank_info.local_rank} {tensor.item()}")
+    process_group.destroy()
 
 
 def test_tasks_of_mpirun_join_one_world(tmp_path: Path) -> None:

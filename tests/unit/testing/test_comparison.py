@@ -12,7 +12,7 @@ import paceline
 import tiny
 from paceline.cli.parity import _read
 from paceline.errors import ConfigError
-from paceline.testing.comparison import Layout, parity
+from paceline.testing.comparison import ParityLayout, parity
 
 
 class RankNoise(nn.Module):
@@ -49,7 +49,7 @@ def test_a_recipe_with_a_strategy_of_its_own_is_compared_under_the_layouts_that_
 @pytest.mark.parametrize("text", ["fspd:2", "shards=2", "ddp:two", ""])
 def test_a_layout_that_does_not_exist_is_an_error_not_a_refusal(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Layout.read(text)
+        ParityLayout.read(text)
     assert caught.value.code == "config.bad-layout"
 
 

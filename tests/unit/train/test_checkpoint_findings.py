@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, Sampler, TensorDataset
 
 import paceline
 import tiny
-from paceline.checkpoint import copying
-from paceline.checkpoint.disk import Disk
+from paceline.checkpoint import host_copy
+from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
 
 
@@ -146,7 +146,7 @@ def test_a_copy_that_is_late_has_the_weights_and_not_the_averages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the save of an epoch's last step comes its evaluation, with the averages in the model's place."""
-    settled, at_once, settle = threading.Event(), copying._copy_all, copying.HostCopy.settle
+    settled, at_once, settle = threading.Event(), host_copy._copy_all, host_copy.HostCopy.wait_for_copy
 
     def late(pairs: Any) -> None:
         settled.wait(60)
@@ -156,9 +156,9 @@ def test_a_copy_that_is_late_has_the_weights_and_not_the_averages(
         settled.set()
         settle(copy)
 
-    monkeypatch.setattr(copying, "_cores_are_busy", lambda: False)
-    monkeypatch.setattr(copying, "_copy_all", late)
-    monkeypatch.setattr(copying.HostCopy, "settle", settling)
+    monkeypatch.setattr(host_copy, "_cores_are_busy", lambda: False)
+    monkeypatch.setattr(host_copy, "_copy_all", late)
+    monkeypatch.setattr(host_copy.HostCopy, "wait_for_copy", settling)
     trainer(ema=0.9, run=str(tmp_path / "r"), save_every=8, keep=None).train(Stream(), points(8), max_steps=10)
     reference, other = trainer(ema=0.9), trainer(ema=0.9)
     reference.train(Stream(), max_steps=8)
@@ -337,15 +337,15 @@ def test_the_best_step_is_saved_again_where_its_first_save_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Epochs of data without a length end behind the save of their last step: the best one is known after it."""
-    create, failures = Disk.create, [1]
+    create, failures = Filesystem.create, [1]
 
-    def fails_once(self: Disk, path: Path) -> int:
+    def fails_once(self: Filesystem, path: Path) -> int:
         if "step-000016" in str(path) and failures:
             failures.pop()
             raise OSError(28, "No space left on device")
         return create(self, path)
 
-    monkeypatch.setattr(Disk, "create", fails_once)
+    monkeypatch.setattr(Filesystem, "create", fails_once)
     one = trainer(run=str(tmp_path / "r"), save_every=8, save_best=True, keep=None)
     one.train(Stream(), points(8), epochs=3)
     checkpoints = tmp_path / "r" / "checkpoints"

@@ -12,7 +12,7 @@ from torch import nn
 import paceline
 import tiny
 from paceline.errors import TrainError
-from paceline.train import finder
+from paceline.train import batch_size_finder
 
 
 class Greedy(nn.Module):
@@ -63,7 +63,7 @@ def test_the_search_finds_the_largest_size_to_an_eighth(limit: int, most: int) -
         tried.append(size)
         return size <= limit
 
-    found = finder.search(fits, most)
+    found = batch_size_finder.search(fits, most)
     best = min(limit, most)
     assert found <= best <= found + max(1, found // 8)
     assert found in tried and len(tried) == len(set(tried))
@@ -71,7 +71,7 @@ def test_the_search_finds_the_largest_size_to_an_eighth(limit: int, most: int) -
 
 def test_where_not_even_one_sample_fits_there_is_a_code() -> None:
     with pytest.raises(TrainError) as caught:
-        finder.search(lambda size: False, 8)
+        batch_size_finder.search(lambda size: False, 8)
     assert caught.value.code == "train.finder-nothing-fits"
 
 

@@ -29,11 +29,11 @@ def test_the_strongest_wish_wins_and_a_save_can_be_taken() -> None:
 with Signals() as signals:
     def after(number):
         os.kill(me, number)
-        return signals.wish
-    assert (signals.wish, signals.since) == ("", None)
+        return signals.request
+    assert (signals.request, signals.since) == ("", None)
     assert after(SIGUSR1) == "save" and signals.since is None
     signals.take("save")
-    assert signals.wish == ""
+    assert signals.request == ""
     assert after(SIGUSR1) == "save"
     before = time.monotonic()
     assert after(SIGTERM) == "SIGTERM"
@@ -76,14 +76,14 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
 
 
-@pytest.mark.parametrize(("wish", "status"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", -signal.SIGINT)])
-def test_the_end_is_that_of_the_signal_also_where_another_rank_got_it(wish: str, status: int) -> None:
+@pytest.mark.parametrize(("asked", "status"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", -signal.SIGINT)])
+def test_the_end_is_that_of_the_signal_also_where_another_rank_got_it(asked: str, status: int) -> None:
     done = run(f"""
 with Signals() as signals:
     signals.end("")
     signals.end("save")
     sys.stdout.write("saved")
-    signals.end("{wish}")
+    signals.end("{asked}")
     print("never")
 """)
     assert (done.returncode, done.stdout) == (status, "saved"), done.stderr
@@ -95,7 +95,7 @@ signal.signal(SIGTERM, lambda *_: print("the user's"))
 with Signals() as signals:
     os.kill(me, SIGTERM)
     print("saved")
-    signals.end(signals.wish)
+    signals.end(signals.request)
     print("returned")
 os.kill(me, SIGTERM)
 """)
@@ -112,7 +112,7 @@ with Signals() as signals:
             print("lives", flush=True)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -SIGTERM
-    assert signals.wish == ""
+    assert signals.request == ""
 """)
     assert (done.returncode, done.stdout) == (0, "lives\nlives\n"), done.stderr
 
@@ -122,7 +122,7 @@ def test_what_was_ignored_stays_ignored() -> None:
 signal.signal(SIGINT, signal.SIG_IGN)
 with Signals() as signals:
     os.kill(me, SIGINT)
-    assert signals.wish == ""
+    assert signals.request == ""
 """)
     assert done.returncode == 0, done.stderr
 
@@ -133,7 +133,7 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
 
     def body() -> None:
         with Signals() as signals:
-            seen.append((signal.getsignal(signal.SIGTERM), signals.wish))
+            seen.append((signal.getsignal(signal.SIGTERM), signals.request))
 
     thread = threading.Thread(target=body)
     thread.start()
@@ -144,4 +144,4 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
 def test_wishes_travel_as_numbers_of_which_the_largest_wins() -> None:
     wishes = ["", "save", "SIGTERM", "SIGINT"]
     assert [decode(number) for number in range(4)] == wishes
-    assert decode(max(encode(wish) for wish in wishes)) == "SIGINT"
+    assert decode(max(encode(request) for request in wishes)) == "SIGINT"

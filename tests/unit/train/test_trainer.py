@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 import tiny
-from paceline.checkpoint.reading import open_checkpoint
+from paceline.checkpoint.reader import open_checkpoint
 from paceline.errors import PacelineError
 
 

@@ -1,0 +1,238 @@
+"""The folder that checkpoints lie in: how one gets there whole, which are there, and which may go.
+
+    checkpoints/
+      step-000100/  step-000200/  step-000300/
+      latest                       the name of the last one, for people and other programs
+      best                         the names of the best ones, best first
+      .step-000400.partial-1f2e/   being written, or left behind by a save that was killed
+
+A folder whose name begins with a dot is not a checkpoint. Every other one got its name when it was whole and on the
+disk, so at any moment, also after a power cut, there is either the old state or the new one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.filesystem import Filesystem, write_new
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.reader import Checkpoint, open_checkpoint, verify
+from paceline.errors import CheckpointError
+
+LATEST, BEST = "latest", "best"
+_SPARE = 1.05  # of the bytes to be written, that have to be free
+_LEFT_BEHIND = (".partial-", ".old-", ".gone-")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def free_name(folder: Path) -> Path:
+    """The folder itself, or with a number behind it: a run that went back and came to the same step again."""
+    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
+
+
+def begin(disk: Filesystem, target: Path, size: int, *, overwrite: bool = False) -> Path:
+    """A folder beside `target` to write `size` bytes into."""
+    if target.exists() and not overwrite:
+        raise CheckpointError(
+            "exists",
+            f"There is already something at {target}.",
+            why="a committed checkpoint is never overwritten unless that is asked for",
+            fix="save under another name, or save_checkpoint(…, overwrite=True)",
+        )
+    if target.exists() and not (target / manifests.NAME).exists():
+        raise CheckpointError(
+            "exists",
+            f"What lies at {target} is no checkpoint, so it is not overwritten.",
+            fix="save under another name, or remove it first",
+        )
+    _make_parents(disk, target.parent)
+    needed, free = int(size * _SPARE), disk.free_bytes(target.parent)
+    if 0 < free < needed:
+        raise CheckpointError(
+            "no-space",
+            f"The checkpoint {target} needs {needed / 1e6:.3g} MB, but the disk has {free / 1e6:.3g} MB left.",
+            fix="make room, or save on another disk; in training, keep: a smaller number",
+        )
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    disk.make_folder(partial)
+    return partial
+
+
+def _make_parents(disk: Filesystem, folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make_parents(disk, folder.parent)
+    disk.make_folder(folder)
+    disk.sync_folder(folder.parent)
+
+
+def commit(disk: Filesystem, partial: Path, target: Path, manifest: Manifest, *, overwrite: bool = False) -> None:
+    """Give a whole folder its name. When this returns, a power cut can't take it away."""
+    try:
+        body, digest = manifests.encode(manifest)
+        _require_readable(len(body), manifest, target)
+        write_new(disk, partial / manifests.NAME, body)
+        write_new(disk, partial / manifests.DIGEST, digest)
+        disk.sync_folder(partial)
+        replaced = _give_name(disk, partial, target, overwrite)
+    except BaseException:
+        try_to_remove(disk, partial)
+        raise
+    disk.sync_folder(target.parent)  # should this fail, the old one stays: the new name may not outlast a power cut
+    if replaced is not None:
+        try_to_remove(disk, replaced)
+
+
+def _require_readable(length: int, manifest: Manifest, target: Path) -> None:
+    limit = manifests.longest(sum(file.bytes for file in manifest.files.values()))
+    if length > limit:
+        raise CheckpointError(
+            "too-much-metadata",
+            f"The manifest of {target} would have {length} bytes; {limit} are the most that is read again.",
+            why="metadata and the states of callbacks are JSON; long lists of numbers do not belong into it",
+            fix="keep them as tensors, which are stored as such",
+        )
+
+
+def _give_name(disk: Filesystem, partial: Path, target: Path, overwrite: bool) -> Path | None:
+    """Where the checkpoint that had the name is now."""
+    if not (overwrite and target.exists()):
+        disk.rename(partial, target)
+        return None
+    if disk.exchange(partial, target):
+        return partial
+    # Between the two renames the old one has another name, under which `candidates` finds it.
+    old = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
+    disk.rename(target, old)
+    try:
+        disk.rename(partial, target)
+    except BaseException:
+        disk.rename(old, target)
+        raise
+    return old
+
+
+def try_to_remove(disk: Filesystem, path: Path) -> None:
+    """What can't be removed now is removed when the run is next opened."""
+    with suppress(OSError):
+        disk.remove(path)
+
+
+def point(disk: Filesystem, folder: Path, pointer: str, names: Collection[str]) -> None:
+    """Write the names into a small file, all at once."""
+    partial = folder / f".{pointer}.partial-{secrets.token_hex(4)}"
+    write_new(disk, partial, "".join(f"{name}\n" for name in names).encode())
+    disk.rename(partial, folder / pointer)
+    disk.sync_folder(folder)
+
+
+def creation_time(folder: Path) -> str:
+    """Now; but later than the latest one's, also where the clock was set back: which is the newest goes by it."""
+    now = datetime.now(UTC)
+    for name in pointed(folder, LATEST)[:1]:
+        try:
+            last = datetime.fromisoformat(open_checkpoint(folder / name).manifest.created)
+            now = max(now, last + timedelta(microseconds=1))
+        except (CheckpointError, ValueError, TypeError):
+            continue
+    return now.isoformat(timespec="microseconds")
+
+
+def pointed(folder: Path, pointer: str) -> list[str]:
+    try:
+        return (folder / pointer).read_text().split()
+    except (OSError, ValueError):
+        return []
+
+
+def prune(disk: Filesystem, folder: Path, keep: int, keep_every: int | None) -> list[str]:
+    """Remove all but the newest `keep`, the best ones, and every `keep_every`-th step; the names that went."""
+    best = set(pointed(folder, BEST))
+    gone = []
+    for found in [each for each in candidates(folder) if each.manifest is not None][keep:]:
+        assert found.manifest is not None
+        spared = keep_every is not None and found.manifest.step % keep_every == 0
+        if found.folder.name not in best and not spared and found.folder.name.startswith("step-"):
+            remove(disk, found.folder)
+            gone.append(found.folder.name)
+    return gone
+
+
+def remove(disk: Filesystem, folder: Path) -> None:
+    """The name goes first, so that a half-removed one is never taken for a damaged one."""
+    gone = folder.with_name(f".{folder.name}.gone-{secrets.token_hex(4)}")
+    disk.rename(folder, gone)
+    disk.sync_folder(folder.parent)
+    disk.remove(gone)
+
+
+def clear_left_behind(disk: Filesystem, folder: Path) -> None:
+    """Remove what killed saves left. Only for the one who holds the run's lock: nobody else may be writing."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if _only_copy(path):
+            disk.rename(path, _own_name(path))
+            disk.sync_folder(folder)
+        elif path.name.startswith(".") and any(mark in path.name for mark in _LEFT_BEHIND):
+            disk.remove(path)
+
+
+def _only_copy(path: Path) -> bool:
+    """An old one that was moved aside, and whose successor never came."""
+    return path.name.startswith(".") and ".old-" in path.name and not _own_name(path).exists()
+
+
+def _own_name(moved: Path) -> Path:
+    return moved.with_name(moved.name[1:].partition(".old-")[0])
+
+
+@dataclass(frozen=True)
+class Found:
+    """What looks like a checkpoint; without a manifest where that can't be read."""
+
+    folder: Path
+    manifest: Manifest | None
+    problem: CheckpointError | None = None
+
+
+def candidates(folder: Path) -> list[Found]:
+    """The checkpoints in a folder, newest first. Sizes are checked, hashes are not. One whose manifest can't be read
+    stands where its files' time puts it."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(".") and not _only_copy(path):
+            continue
+        looks = path.name.startswith("step-") or (path / manifests.NAME).exists()
+        if path.is_dir() and not path.is_symlink() and looks:
+            try:
+                found.append(Found(path, open_checkpoint(path).manifest))
+            except CheckpointError as problem:
+                found.append(Found(path, None, problem))
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(found: Found) -> tuple[str, int]:
+    if found.manifest is not None:
+        return (found.manifest.created, found.manifest.step)
+    # The folder's own time is that of the last file in it; copying may change it, but there is nothing better.
+    return (datetime.fromtimestamp(found.folder.stat().st_mtime, UTC).isoformat(timespec="microseconds"), 0)
+
+
+def good(folder: Path, besides: Path | None = None) -> Iterator[Checkpoint]:
+    """Checkpoints in a folder that are as they were written, newest first, each read from end to end."""
+    for found in candidates(folder):
+        if found.manifest is not None and found.folder != besides:
+            try:
+                yield verify(found.folder)
+            except CheckpointError:
+                continue

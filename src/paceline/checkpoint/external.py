@@ -1,0 +1,184 @@
+"""Weights that another program saved: a torch file (`.pt`, `.pth`, `.bin`) or a safetensors file.
+
+    brought = bring(Path("resnet50.pth"))
+    model.load_state_dict(brought.weights)
+    brought.metadata                       # {"epoch": 90, ...}: the plain values that lay around the weights
+
+A torch file may hold a state dict, or a dict around one: `WRAPPERS` lists the keys that are looked under, in this
+order. What training wrappers add to names is taken away: `_orig_mod` and its like wherever they stand in a name, since
+no model of one's own has them, and `module.` at the front, as long as every name begins with it. Optimizer state and
+what else has tensors in it is left out.
+
+No pickled code is ever run: a file that needs some is refused. Tensors come to the CPU, wherever they were saved, and
+stay in the file until they are used (mmap), where its format allows that.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+
+WRAPPERS = (
+    "model_state_dict", "state_dict", "model_state", "model", "module", "net", "network", "weights", "params",
+    "ema_state_dict", "model_ema", "params_ema", "ema",
+)  # fmt: skip
+_ANYWHERE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # compile, FSDP, recomputation
+_FRONT = "module."  # DDP and DataParallel
+_DEEPEST = 8  # dicts within dicts that are looked into
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ExternalWeights:
+    weights: dict[str, Tensor]
+    metadata: dict[str, Any]
+
+
+def load_external_weights(path: Path) -> ExternalWeights:
+    """Weights and plain values of a file, with names as the bare model has them."""
+    if not path.exists():
+        raise CheckpointError("missing", f"There is no file {path}.", fix="check the path")
+    if not path.is_file():
+        raise _unreadable(path, "it is a folder" if path.is_dir() else "it is not a plain file")
+    if path.suffix == ".safetensors":
+        weights, metadata = _from_safetensors(path)
+    else:
+        weights, metadata = _unwrapped(path, _from_torch(path))
+    return ExternalWeights(_bare_names(path, weights), metadata)
+
+
+def _from_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            notes = dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from None
+    if not weights:
+        raise _no_weights(path, "it is empty")
+    # A weight that has several names lies there once; safetensors notes the other names like this.
+    for name in [name for name, kept in notes.items() if kept in weights and name not in weights]:
+        weights[name] = weights[notes.pop(name)]
+    return weights, notes
+
+
+def _from_torch(path: Path) -> Any:
+    try:
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            _check_archive(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        code = re.search(r"GLOBAL (\S+)", str(error))  # torch's word for what it refuses to import
+        raise (_foreign(path, "no pickle") if code is None else _needs_code(path, code[1])) from None
+    except Exception as error:  # a damaged or made-up file may raise anything
+        first_line = str(error).partition("\n")[0]
+        raise _foreign(path, f"{type(error).__name__}: {first_line[:100]}".removesuffix(": ")) from None
+
+
+def _check_archive(path: Path) -> None:
+    """torch itself compares no checksums, and would give a flipped bit as a weight."""
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        if any(record.filename.endswith("/constants.pkl") for record in records):
+            raise _needs_code(path, "a TorchScript program")
+        for record in records:
+            if record.CRC:  # 0: it was saved without (torch.serialization.set_crc32_options)
+                _read_through(archive, record)
+
+
+def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    """To its end, where the checksum is compared."""
+    with archive.open(record) as content:
+        while content.read(_PIECE):
+            pass
+
+
+def _unwrapped(path: Path, found: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The first state dict that is found, and plain values on the way to it."""
+    metadata: dict[str, Any] = {}
+    for _ in range(_DEEPEST):
+        if not isinstance(found, Mapping):
+            break
+        inner = next((key for key in WRAPPERS if isinstance(found.get(key), Mapping) and found[key]), None)
+        weights = {key: value for key, value in found.items() if isinstance(key, str) and isinstance(value, Tensor)}
+        if inner is None and weights:
+            return weights, metadata | dict(_plain_values(found, besides=weights))
+        if inner is None:
+            raise _no_weights(path, f"its keys are {_listed(found)}")
+        metadata |= dict(_plain_values(found, besides={inner: None}))
+        found = found[inner]
+    raise _no_weights(path, f"it holds a {type(found).__name__}")
+
+
+def _plain_values(found: Mapping[Any, Any], besides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in found.items():
+        if isinstance(value, Tensor) and value.ndim == 0:  # an accuracy, a loss
+            value = value.item()
+        if isinstance(key, str) and key not in besides and _is_plain(value, _DEEPEST):
+            yield key, value
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, Mapping):
+        return depth > 0 and all(_is_plain(part, depth - 1) for pair in value.items() for part in pair)
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _bare_names(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = {name: ".".join(part for part in name.split(".") if part not in _ANYWHERE) for name in weights}
+    while all(name.startswith(_FRONT) and name != _FRONT for name in names.values()):
+        names = {old: name.removeprefix(_FRONT) for old, name in names.items()}
+    if len(set(names.values())) < len(names):
+        raise _no_weights(path, "two of its weights have the same name once wrappers' prefixes are taken away")
+    return {names[old]: tensor for old, tensor in weights.items()}
+
+
+def _listed(found: Mapping[Any, Any]) -> str:
+    keys = [str(key)[:60] for key in found]
+    return ", ".join(keys[:8]) + (f" and {len(keys) - 8} others" if len(keys) > 8 else "") or "none"
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        "unreadable",
+        f"{path} can't be read: {reason}.",
+        fix="copy it again from its source; or give a file that torch.save or safetensors wrote, or a checkpoint",
+    )
+
+
+def _foreign(path: Path, seen: str) -> CheckpointError:
+    return _unreadable(path, f"it is damaged, or no file that torch.save wrote ({seen})")
+
+
+def _needs_code(path: Path, code: str) -> CheckpointError:
+    return CheckpointError(
+        "needs-code",
+        f"To load {path}, {code} would have to be run.",
+        why="it holds more than tensors and plain values, and loading pickled objects runs whatever code they name",
+        fix="where you trust it, load it with torch itself, torch.save the model's state_dict() alone, and give that",
+    )
+
+
+def _no_weights(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        "no-weights",
+        f"No weights were found in {path}: {reason}.",
+        why=f"it should hold a state dict, or a dict with one under one of {', '.join(WRAPPERS[:6])}, …",
+        fix="save the state dict alone: torch.save(loaded['the key'], new_path)",
+    )

@@ -1,0 +1,218 @@
+"""Files for ranks that can't see the run folder: they go to the first rank, or come from it, through the group.
+
+    written = send_file(group, lambda disk: write_file(disk, …))   # on a rank that can't see the folder …
+    receive_file(group, rank, disk, path)                          # … while the first rank writes what it sends
+
+    with fetched(folder, group, without_access) as local:          # on all ranks: a committed checkpoint, where this
+        read_tensors(open_checkpoint(local), wanted)               # rank can read it
+
+Bytes travel in blocks, each after its length; a length that is none says how it ended. A rank that saves in this way
+needs no disk of its own: beside its tensors it holds one block in memory. Ranks are counted in the group, which has to
+be one for CPU tensors (gloo).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.filesystem import Filesystem, write_all
+from paceline.checkpoint.planner import Group
+from paceline.checkpoint.reader import open_checkpoint
+from paceline.checkpoint.telling import capture_error
+from paceline.errors import CheckpointError
+from paceline.runtime import objects
+
+_BLOCK = 16 << 20
+_WHOLE, _BROKEN_OFF = 0, -1  # in place of a length
+_Result = TypeVar("_Result")
+
+
+class _Outgoing(Filesystem):
+    """A disk with a single file, which lies with another rank."""
+
+    def __init__(self, group: Group, target: int) -> None:
+        self._group, self._target = group, target
+        self._block = torch.empty(_BLOCK, dtype=torch.uint8)
+        self._filled = 0
+
+    def create(self, path: Path) -> int:
+        return -1
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        count = min(len(data), _BLOCK - self._filled)
+        self._block.numpy().data[self._filled : self._filled + count] = data[:count].cast("B")
+        self._filled += count
+        if self._filled == _BLOCK:
+            self._send()
+        return count
+
+    def sync(self, descriptor: int) -> None:
+        """The one who receives does that."""
+
+    def close(self, descriptor: int) -> None:
+        """There is no descriptor."""
+
+    def end(self, mark: int) -> None:
+        if mark == _WHOLE and self._filled:
+            self._send()
+        self._send_length(mark)
+
+    def _send(self) -> None:
+        self._send_length(self._filled)
+        torch_dist.send(self._block[: self._filled], group=self._group, group_dst=self._target)
+        self._filled = 0
+
+    def _send_length(self, length: int) -> None:
+        message = torch.tensor([length])
+        torch_dist.send(message, group=self._group, group_dst=self._target)
+        objects.keep(message)
+
+
+def send_file(group: Group, write: Callable[[Filesystem], _Result], target: int = 0) -> _Result:
+    """Let `write` write one file onto the disk it is given; `target` has to call `receive_file` meanwhile."""
+    outgoing = _Outgoing(group, target)
+    try:
+        result = write(outgoing)
+    except BaseException:
+        outgoing.end(_BROKEN_OFF)
+        raise
+    outgoing.end(_WHOLE)
+    return result
+
+
+def receive_file(group: Group, source: int, disk: Filesystem, path: Path) -> None:
+    """Write what `source` sends; on the disk when this returns.
+
+    The sender can't be stopped: where the disk fails, the rest is taken and thrown away before the error is raised.
+    """
+    blocks = _incoming(group, source)
+    try:
+        descriptor = disk.create(path)
+        try:
+            for block in blocks:
+                write_all(disk, descriptor, block)
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
+    finally:
+        for _ in blocks:
+            pass
+
+
+def _incoming(group: Group, source: int) -> Iterator[memoryview]:
+    memory = torch.empty(_BLOCK, dtype=torch.uint8)
+    length = torch.empty(1, dtype=torch.int64)
+    objects.keep(length)
+    while True:
+        torch_dist.recv(length, group=group, group_src=source)
+        size = int(length.item())
+        if size == _BROKEN_OFF:
+            raise OSError(None, f"rank {source} of the group broke off while sending")
+        if size == _WHOLE:
+            return
+        torch_dist.recv(memory[:size], group=group, group_src=source)
+        yield memory.numpy().data[:size]
+
+
+@contextmanager
+def fetched(folder: Path, group: Group, without_access: Collection[int]) -> Iterator[Path]:
+    """A committed checkpoint of the first rank's, for all ranks: itself, or a copy that is gone after the block.
+
+    An error on any rank is raised on all of them, so that none waits for another. Hashes are not compared here: whoever
+    loads from the folder does that.
+    """
+    if group is None or not without_access:
+        yield folder
+        return
+    rank = torch_dist.get_rank(group)
+    begun = capture_error(
+        lambda: _files(folder) if rank == 0 else _scratch(folder) if rank in without_access else {}, "not-fetched"
+    )
+    local = Path(begun.get("copy", folder))
+    try:
+        names = _agreed(group, begun)[0]["names"]
+        if rank == 0:
+            _agreed(group, capture_error(lambda: _send_all(folder, names, group, without_access), "not-fetched"))
+        else:
+            _agreed(
+                group,
+                capture_error(lambda: _receive_all(local, names, group), "not-fetched")
+                if rank in without_access
+                else {},
+            )
+        yield local
+    finally:
+        if "copy" in begun:
+            shutil.rmtree(local.parent)
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    return {"names": [manifests.NAME, manifests.DIGEST, *open_checkpoint(folder).manifest.files]}
+
+
+def _scratch(folder: Path) -> dict[str, Any]:
+    """An empty folder of the same name, by which errors call it."""
+    copy = Path(tempfile.mkdtemp(prefix="paceline-")) / folder.name
+    copy.mkdir()
+    return {"copy": str(copy)}
+
+
+def _send_all(folder: Path, names: list[str], group: Group, without_access: Collection[int]) -> dict[str, Any]:
+    """Each file to each rank, whatever happens: those who receive wait for every one of them."""
+    problems = []
+    for target in without_access:
+        for name in names:
+            try:
+                send_file(group, lambda disk, path=folder / name: _copy(path, disk), target)  # type: ignore[misc]
+            except OSError as error:
+                problems.append(error)
+    if problems:
+        raise problems[0]
+    return {}
+
+
+def _copy(path: Path, disk: Filesystem) -> None:
+    with path.open("rb", buffering=0) as file:
+        while data := os.read(file.fileno(), 1 << 20):
+            write_all(disk, -1, memoryview(data))
+
+
+def _receive_all(copy: Path, names: list[str], group: Group) -> dict[str, Any]:
+    problems = []
+    disk = Filesystem()
+    for name in names:
+        try:
+            receive_file(group, 0, disk, copy / name)
+        except OSError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return {}
+
+
+def _agreed(group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank told; the first error, on all ranks."""
+    everybody = objects.all_gather(own, group)
+    for rank, each in enumerate(everybody):
+        if "error" in each:
+            name, what, why, fix = each["error"]
+            if name != "not-fetched":
+                raise CheckpointError(name, what, why=why, fix=fix)
+            raise CheckpointError(
+                "not-fetched",
+                f"The checkpoint could not be brought to the ranks that can't see its folder: rank {rank}: {what}.",
+                why="such a rank gets a copy, for the time of loading, in its own temporary folder",
+                fix="check free space of the temporary folder there (TMPDIR), or put the run folder on a disk that all "
+                "nodes see",
+            )
+    return everybody

@@ -1,0 +1,30 @@
+"""Datasets by name: what a recipe's `data:` section picks.
+
+    train, val = paceline.get_data("shapes", size=16)
+
+A named dataset is a function that returns (training set, evaluation set or None). Its parameters are the options that
+the recipe may give.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.errors import DataError
+from paceline.registry import Registry
+
+Pair = tuple[Any, Any]
+
+
+def _load_embedded() -> None:
+    from paceline.data import cifar, shapes, stdlib_text  # noqa: F401
+
+
+_registry: Registry[Pair] = Registry("dataset", DataError, _load_embedded, "paceline.register_data")
+register_data = _registry.register
+find_data = _registry.find
+
+
+def get_data(name: str, **options: Any) -> Pair:
+    """The training and evaluation sets of a named dataset."""
+    return find_data(name, options)(**options)

@@ -1,0 +1,58 @@
+"""Micro-batches on their way to the device: one ahead, on a stream of its own, so that copies hide behind compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from paceline.data.batches import apply, tensors_in
+from paceline.data.loader import MicroBatch
+
+
+def to_device(
+    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
+) -> Iterator[MicroBatch]:
+    """Each micro-batch on `device`, in the numbers that `cast` gives (None: those it has)."""
+    if device.type == "cuda":
+        return _prefetched(micros, device, cast)
+    if device.type == "cpu" and cast is None:
+        return micros  # where they are read
+    return _moved(micros, device, cast)
+
+
+def _moved(
+    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
+) -> Iterator[MicroBatch]:
+    for micro in micros:
+        micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), cast))
+        yield micro
+
+
+def _changed(tensor: Tensor, cast: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return tensor if cast is None else cast(tensor)
+
+
+def _prefetched(
+    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
+) -> Iterator[MicroBatch]:
+    side, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    ahead: tuple[MicroBatch, torch.cuda.Event] | None = None
+    for micro in micros:
+        with torch.cuda.stream(side):
+            micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device, non_blocking=True), cast))
+            copied = side.record_event()
+        if ahead is not None:
+            yield _arrived(*ahead, compute)
+        ahead = (micro, copied)
+    if ahead is not None:
+        yield _arrived(*ahead, compute)
+
+
+def _arrived(micro: MicroBatch, copied: torch.cuda.Event, compute: torch.cuda.Stream) -> MicroBatch:
+    """Compute waits for this copy, not for the next, and the allocator learns that compute uses the memory."""
+    compute.wait_event(copied)
+    for tensor in tensors_in(micro.batch):
+        tensor.record_stream(compute)
+    return micro

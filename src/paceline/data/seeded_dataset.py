@@ -1,0 +1,86 @@
+"""Randomness belongs to the sample, not to the worker.
+
+`__getitem__` and augmentation run under generators seeded by (seed, epoch, index): a sample looks the same whichever
+rank or worker reads it, and another way in the next epoch. A collate function that draws is seeded by its batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+from zlib import crc32
+
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from paceline.data.batches import digest
+from paceline.runtime.rng import derive_seed, seed_cpu
+
+Key = tuple[int, Any]
+
+_ROWS = 16  # of a tensor, enough to tell two apart
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset addressed by (epoch, index), which seeds the generators before it reads and before it is collated."""
+
+    def __init__(self, dataset: Any, seed: int, *, own_collate: bool) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._reading_draws = draws_randomness(dataset)
+        self._own_collate = own_collate
+        self.draws = self._reading_draws or own_collate
+
+    def fingerprint(self) -> Any:
+        return fingerprint(self._dataset)
+
+    @property
+    def count(self) -> int | None:
+        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+
+    def __getitem__(self, key: Key) -> Any:
+        if self._reading_draws:
+            seed_cpu(derive_seed(self._seed, *_numbers(key)))
+        return self._dataset[key[1]]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """torch's loader asks for a batch this way, and collates what it gets right afterwards."""
+        samples = [self[key] for key in keys]
+        if self._own_collate:
+            seed_cpu(derive_seed(self._seed, *_numbers(keys[0]), len(keys)))
+        return samples
+
+    def __getattr__(self, name: str) -> Any:
+        """A worker_init_fn looks for the user's own dataset in its worker."""
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _numbers(key: Key) -> tuple[int, int]:
+    epoch, index = key
+    try:
+        return epoch, operator.index(index)
+    except TypeError:  # a name, say
+        return epoch, crc32(repr(index).encode())
+
+
+def fingerprint(dataset: Any) -> Any:
+    """What tells two datasets apart without reading a sample: reading may be slow, or be counted by somebody."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, Subset):
+        return [kind, crc32(repr(list(dataset.indices)).encode()), fingerprint(dataset.dataset)]
+    if isinstance(dataset, ConcatDataset):
+        return [kind, *(fingerprint(part) for part in dataset.datasets)]
+    if isinstance(dataset, TensorDataset):
+        return [kind, len(dataset), *(digest(tensor[:_ROWS]) for tensor in dataset.tensors)]
+    return [kind, len(dataset) if hasattr(dataset, "__len__") else None]
+
+
+def draws_randomness(dataset: Any) -> bool:
+    """Whether reading a sample may draw random numbers. Seeding costs 30 µs a sample: not paid where it can't matter.
+
+    A dataset says so with the attribute `draws_randomness = False`; torch's tensor sets are known not to.
+    """
+    if isinstance(dataset, Subset):
+        return draws_randomness(dataset.dataset)
+    return bool(getattr(dataset, "draws_randomness", not isinstance(dataset, TensorDataset)))

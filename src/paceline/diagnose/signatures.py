@@ -1,0 +1,75 @@
+"""What the words are about that a rank left: its traceback, its error with a code, or the last lines of its log.
+
+The patterns hold the names of torch's own parts where they can. A user's connection to somebody else, say a download
+that breaks off, is an exception like any other.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+About = Literal["gpu-memory", "lost-connection", "port-in-use", "timeout", "version-mismatch"]
+
+_VERSION_CODES = {"world.different-versions", "launch.node-differs"}
+_PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_GPU_MEMORY = re.compile(r"(CUDA|HIP|XPU) out of memory|\bOutOfMemoryError\b")
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms|Timed out after \d+ seconds waiting for clients|timed out after \d+ms"
+    r"|Watchdog caught collective operation timeout|Application timeout caused pair closure"
+    r"|DistStoreError: .*[Tt]ime|wait timeout after \d+ms"
+)
+_LOST = re.compile(
+    r"(gloo/|RuntimeError: |DistBackendError: ).*(Connection (reset|closed) by peer|Broken pipe)"
+    r"|remote process exited or there was a network error|ncclRemoteError"
+    r"|DistNetworkError|failed to recv, got 0 bytes"
+)
+_PEER = re.compile(r"(?:peer|error) (?:\[([\da-fA-F.:]+)\]:|([\w.-]+)<)(\d+)")
+_BLAMED = re.compile(r" failed on rank (\d+): ")
+_CHAIN = re.compile(r"\n(?:The above exception was the direct cause|During handling of the above exception)")
+_TRACEBACK = "Traceback (most recent call last):\n"
+
+
+def classify(text: str, code: str) -> About | None:
+    """What a rank complains of; None for all that is its own affair. Of errors that led to one another, the first
+    counts. `code` is that of an error of paceline, or empty."""
+    text = _without_source(_CHAIN.split(text)[0])
+    if code in _VERSION_CODES:
+        return "version-mismatch"
+    if code.endswith(".port-in-use") or _PORT.search(text):
+        return "port-in-use"
+    if code == "train.out-of-memory" or _GPU_MEMORY.search(text):
+        return "gpu-memory"
+    if code.endswith(".ranks-missing") or _TIMEOUT.search(text):
+        return "timeout"
+    if _LOST.search(text):
+        return "lost-connection"
+    return None
+
+
+def _without_source(text: str) -> str:
+    """A traceback without the lines of code that it quotes: what they hold was not said by an error."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+
+
+def blamed_rank(text: str) -> int | None:
+    """The rank whose error this one only repeats: what fails in one rank's part of a save is raised on all of them."""
+    found = _BLAMED.search(text)
+    return int(found.group(1)) if found else None
+
+
+def has_traceback(text: str) -> bool:
+    return _TRACEBACK in text
+
+
+def exception_name(text: str) -> str:
+    """The class of the exception that a traceback ends with."""
+    after = text.rpartition(_TRACEBACK)[2]
+    last = next((line for line in after.splitlines() if line and not line.startswith(" ")), "")
+    name = re.match(r"[A-Za-z_][\w.]*", last)
+    return name.group() if name else ""
+
+
+def peers(text: str) -> list[str]:
+    """Addresses of those to whom a connection was lost, as gloo and NCCL write them."""
+    return [f"{address or name}:{port}" for address, name, port in _PEER.findall(text)]

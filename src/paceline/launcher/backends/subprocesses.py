@@ -1,0 +1,144 @@
+"""Launchers of other machines, each behind a process of this one: an ssh, an srun.
+
+`ProcessMachines` starts one process for each node. The process gets its order through its standard input, which stays
+open: its end is what tells the other side that the front end is gone. What the other side writes is shown here, and
+its last lines are kept, because they are often all that explains an end ("Permission denied").
+
+Each process has a session of its own, so that a Ctrl-C ends the ranks first, in order, and not the way to them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from paceline.errors import LaunchError
+
+_LAST_LINES = 20
+_LAST_BYTES = 16384
+_DRAIN_SECONDS = 1.0  # for what a dead process left in its pipe; something else may hold that open for ever
+_TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
+
+
+class SubprocessBackend:
+    """Machines that a command reaches, one for each node; `patience` is how long they get to end by themselves."""
+
+    def __init__(self, names: Sequence[str], argv_of: Callable[[int], Sequence[str]], patience: float) -> None:
+        self.names = names
+        self._argv_of = argv_of
+        self._patience = patience
+        self._running: dict[int, _NodeProcess] = {}
+
+    def start(self, node: int, order: bytes) -> None:
+        """Begin that node's launcher; where an old one still runs, it is ended first."""
+        if node in self._running:
+            _end([self._running.pop(node)], self._patience)
+        self._running[node] = _NodeProcess(self._argv_of(node), order)
+
+    def ended(self) -> dict[int, str]:
+        gone = [node for node, way in self._running.items() if way.process.poll() is not None]
+        return {node: self._running.pop(node).last_words() for node in gone}
+
+    def stop(self) -> None:
+        ways = list(self._running.values())
+        self._running.clear()
+        _end(ways, self._patience)
+
+
+class _NodeProcess:
+    """One process that leads to a node, and the thread that gives it the order and shows what it says."""
+
+    def __init__(self, argv: Sequence[str], order: bytes) -> None:
+        try:
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0
+            )
+        except OSError as error:
+            raise LaunchError(
+                "no-program",
+                f"The program {argv[0]!r} can't be run: {error.strerror}.",
+                fix="check its name and rights",
+            ) from None
+        assert self.process.stdin is not None and self.process.stderr is not None
+        self._stdin = self.process.stdin
+        self._stderr = self.process.stderr
+        self._tail = b""
+        self._has_order = threading.Event()
+        self._thread = threading.Thread(target=self._tend, args=(order,), daemon=True)
+        self._thread.start()
+
+    def _tend(self, order: bytes) -> None:
+        # In this thread, because a long order fills the pipe and then waits for the other side to read.
+        with suppress(BrokenPipeError):  # it is gone already, and its last words will say why
+            while order:
+                order = order[os.write(self._stdin.fileno(), order) :]
+        self._has_order.set()
+        part = b""
+        while chunk := os.read(self._stderr.fileno(), 65536):
+            self._tail = (self._tail + chunk)[-_LAST_BYTES:]
+            # Only whole lines, so that those of two nodes do not mix; a progress bar ends its own with \r.
+            whole = max((part + chunk).rfind(b"\n"), (part + chunk).rfind(b"\r")) + 1
+            lines, part = (part + chunk)[:whole], (part + chunk)[whole:]
+            _show(lines)
+        _show(part + b"\n" if part else b"")
+
+    def last_words(self) -> str:
+        """How it ended, and the last lines that came from there."""
+        self.close()
+        status = self.process.returncode
+        how = f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+        return "\n".join([how, *self._tail.decode(errors="replace").splitlines()[-_LAST_LINES:]])
+
+    def let_go(self) -> None:
+        """Tell the other side that nobody is here any more."""
+        if self._has_order.is_set():
+            self._stdin.close()
+        else:  # it never read its order, so it would not notice
+            self.signal(signal.SIGTERM)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def wait(self, until: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """After the process ended: its pipes, once what was in them is shown."""
+        self._thread.join(_DRAIN_SECONDS)
+        if not self._thread.is_alive():
+            self._stdin.close()
+            self._stderr.close()
+
+
+def _end(ways: Sequence[_NodeProcess], patience: float) -> None:
+    """All at once: each gets the same time to end by itself, then a SIGTERM, then a SIGKILL."""
+    for way in ways:
+        way.let_go()
+    _wait(ways, patience)
+    for way in ways:
+        way.signal(signal.SIGTERM)
+    _wait(ways, _TERM_SECONDS)
+    for way in ways:
+        way.signal(signal.SIGKILL)
+        way.process.wait()
+        way.close()
+
+
+def _wait(ways: Sequence[_NodeProcess], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for way in ways:
+        way.wait(until)
+
+
+def _show(words: bytes) -> None:
+    with suppress(OSError):  # the screen is gone
+        while words:
+            words = words[os.write(2, words) :]

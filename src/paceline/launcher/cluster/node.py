@@ -1,0 +1,307 @@
+"""This machine's launcher in a job of several nodes: it goes to the meeting, and does what it is told there."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from paceline.diagnose import exits
+from paceline.diagnose.cause import Cause
+from paceline.errors import LaunchError, PacelineError
+from paceline.launcher.cluster.admission import JoinRequest
+from paceline.launcher.cluster.channel import Channel, Closed, Message, connect
+from paceline.launcher.cluster.coordinator import BEAT, SILENCE
+from paceline.launcher.cluster.fingerprint import identity
+from paceline.launcher.launch import Launch
+from paceline.launcher.local import interrupts, rank_logs
+from paceline.launcher.local import status as local_status
+from paceline.launcher.local.rank_logs import RankLogs
+from paceline.launcher.local.reaper import birth, end_leftovers
+from paceline.launcher.network import interface_of
+from paceline.launcher.workload import ORPHANS, LocalStart, Workload
+from paceline.run import failures, heartbeat
+from paceline.run.folder import short
+from paceline.run.ledger import Ledger
+
+if TYPE_CHECKING:
+    from paceline.launcher.local.agent import LocalResult
+
+_RETRY = 0.2
+_FIRST_WORD = 3.0  # seconds of waiting before a person is told why
+_LEAVE = 4.0  # seconds that ranks have when the meeting is gone
+
+
+class Node:
+    """`addresses`: where the meeting may be reached; `number`: which node this is, None for any. With `orders`, the
+    standard input of a launcher that another one started, its end is the job's end."""
+
+    def __init__(
+        self,
+        work: Workload,
+        launch: Launch,
+        ranks: int,
+        addresses: Sequence[tuple[str, int]],
+        token: str,
+        *,
+        number: int | None = None,
+        orders: int | None = None,
+        is_host: bool = False,
+    ) -> None:
+        self._work, self._launch, self._ranks = work, launch, ranks
+        self._addresses, self._token, self._number, self._orders = addresses, token, number, orders
+        # Nobody can come for the ranks of a launcher that hosts the meeting, or where there are no restarts.
+        self._orphans = ORPHANS if launch.max_restarts and not is_host else 0.0
+        self._is_quiet = orders is not None  # whoever started this one speaks for all
+        self._logs: RankLogs | None = None
+        self._lost_at: float | None = None
+        self._beat_at = 0.0
+        self._where = " or ".join(f"{host}:{port}" for host, port in addresses)
+        self._pending: list[Message] = []
+        self._was_told = False  # to end the ranks that run now: then a signal of theirs is no news
+        self._has_told = False  # of a signal
+        self._was_first = False  # whether rank 0 was here in the last start
+
+    def run(self) -> int:
+        """Until the job is over; the exit status for the shell."""
+        with ExitStack() as stack:
+            self._signals = stack.enter_context(interrupts.noted())
+            self._channel = self._join()
+            stack.callback(self._channel.close)
+            while (status := self._do(self._next(), stack)) is None:
+                pass
+            return status
+
+    def _join(self) -> Channel:
+        begin = time.monotonic()
+        end, speak_at = begin + self._launch.wait, begin + _FIRST_WORD
+        while (channel := connect(self._addresses, self._token)) is None:
+            self._look_for_orders()
+            if self._signals:
+                raise SystemExit(128 + self._signals[0])
+            if time.monotonic() > speak_at:
+                self._say(f"waiting: nobody listens at {self._where} yet")
+                speak_at = time.monotonic() + 10 * _FIRST_WORD
+            if time.monotonic() > end:
+                raise LaunchError(
+                    "no-meeting",
+                    f"Nobody answered at {self._where} within {self._launch.wait:g} s.",
+                    why="the first node was not started, has another address or port, or a firewall is between",
+                    fix="start it with --node-rank 0 and the same --master; try the port by hand: nc -vz HOST PORT",
+                )
+            time.sleep(_RETRY)
+        hello = JoinRequest(
+            socket.gethostname(), self._ranks, self._launch.nodes, self._number,
+            identity(script=self._work.script, recipe=self._work.recipe),
+        )  # fmt: skip
+        try:
+            channel.send(hello.tell())
+        except Closed:
+            raise _refused_token(self._where) from None
+        self._beat_at = time.monotonic()
+        return channel
+
+    def _next(self) -> Message:
+        """The message that comes next."""
+        while not self._pending:
+            self._look_for_orders()
+            self._look_for_signals()
+            select.select([self._channel], [], [], 0.1)
+            self._pending += self._receive()
+            if self._lost_at is not None and not self._pending:
+                raise _lost_meeting()
+        return self._pending.pop(0)
+
+    def _receive(self) -> list[Message]:
+        """What came, and a sign of life to the other side. Remembers when the meeting was lost."""
+        try:
+            messages = [message for message in self._channel.receive() if message["kind"] != "beat"]
+        except Closed:
+            messages = []
+            if not self._channel.is_proven:
+                raise _refused_token(self._where) from None
+            self._lost_at = self._lost_at or time.monotonic()
+        now = time.monotonic()
+        if now - self._beat_at > BEAT:
+            self._beat_at = now
+            self._send({"kind": "beat"})
+        if now - self._channel.heard > SILENCE:
+            self._lost_at = self._lost_at or now
+        return messages
+
+    def _look_for_signals(self) -> None:
+        """Those that come while no ranks run: all nodes end. A second one ends this launcher at once."""
+        if len(self._signals) > 1:
+            raise SystemExit(128 + self._signals[0])
+        if self._signals and not self._has_told:
+            self._has_told = True
+            self._send({"kind": "interrupted", "signal": self._signals[0]})
+
+    def _look_for_orders(self) -> None:
+        if self._orders is not None and is_at_end(self._orders):
+            raise SystemExit(128 + signal.SIGHUP)
+
+    def _do(self, message: Message, stack: ExitStack) -> int | None:
+        match message["kind"]:
+            case "refused":
+                raise failures.error_of(message["error"])
+            case "welcome":
+                self._number = int(message["node"])
+            case "waiting":
+                missing = ", ".join(map(str, message["missing"]))
+                self._say(f"waiting: {message['here']} of {message['of']} nodes are here; missing: {missing}")
+            case "notice":
+                self._say(message["words"])
+            case "open":
+                self._open(message["folder"], stack)
+            case "start":
+                self._start(message, stack)
+            case "again":
+                if self._was_first and self._logs is not None:
+                    local_status.note_failure(Cause(**message["cause"]), self._logs)
+                self._say(local_status.again(message))
+            case "end":
+                self._finish(message)
+                return int(message["status"])
+        return None
+
+    def _open(self, folder: str | None, stack: ExitStack) -> None:
+        """The run folder, which is a matter of the first node; also of one that took the place of another."""
+        try:
+            if self._logs is None:
+                opened = rank_logs.opened(self._launch) if folder is None else rank_logs.shared(folder)
+                self._logs = stack.enter_context(opened)
+        except PacelineError as error:
+            self._send({"kind": "error", "error": failures.parts_of(error)})
+            return
+        self._channel.send({"kind": "opened", "folder": None if self._logs.run is None else str(self._logs.run)})
+
+    def _start(self, order: Message, stack: ExitStack) -> None:
+        if self._logs is None or (order["folder"] is not None and str(self._logs.run) != order["folder"]):
+            self._logs = stack.enter_context(rank_logs.shared(order["folder"]))
+        end_leftovers({int(pid): born for pid, born in order["leftovers"].items()})
+        first, last = order["first_rank"], order["first_rank"] + order["ranks"] - 1
+        of = f"ranks {first} to {last}" if last > first else f"rank {first}"
+        where = f"; logs in {short(self._logs.path)}" if self._logs.run else ""
+        self._say(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}{where}")
+        interface = self._launch.interface or interface_of(order["address"] or self._channel.own_address)
+        start = LocalStart(
+            ranks=order["ranks"],
+            logs=self._logs.path,
+            grace=self._launch.patience,
+            generation=order["generation"],
+            max_restarts=self._launch.max_restarts,
+            fresh=self._launch.fresh,
+            node=order["node"],
+            nodes=order["nodes"],
+            first_rank=first,
+            world=order["world"],
+            store=(self._store_host(), order["store_port"]),
+            interface=interface,
+            orphans=self._orphans,
+            environment={**self._logs.environment, **local_status.suspect(order["suspect"])},
+        )
+        self._was_first, self._was_told = order["node"] == 0, False
+        ledger = Ledger(self._logs.run if self._was_first else None)
+        facts = {key: order[key] for key in ("nodes", "generation")}
+        resumed = 0 < order["generation"] == self._launch.restarted
+        ledger.note("launched", ranks=order["world"], resumed=resumed, **facts)
+        outcome = local_status.run_shown(self._work, start, self._launch, self)
+        if self._lost_at is not None:
+            raise _lost_meeting()
+        self._report(outcome)
+
+    def _store_host(self) -> str:
+        """The store is where the meeting is, by the name that led there."""
+        return self._channel.peer_address
+
+    def _report(self, outcome: LocalResult) -> None:
+        assert self._logs is not None
+        suspects = heartbeat.read_suspects(self._logs.path)
+        own = {end.rank for end in outcome.ends}
+        self._send(
+            {
+                "kind": "ended",
+                "now": time.time(),
+                "ends": [exits.rank_exit_to_json(end) for end in outcome.ends],
+                "oom_killed": outcome.oom_killed,
+                "suspects": {rank: list(each.samples) for rank, each in suspects.items() if rank in own},
+            }
+        )
+
+    def _finish(self, message: Message) -> None:
+        if self._logs is not None and self._was_first:
+            local_status.show_ledger(self._logs, int(message["status"]))
+        if not self._is_quiet:
+            local_status.show_end(message, self._logs)
+
+    # What the agent asks while ranks run
+
+    def started(self, pids: Collection[int]) -> None:
+        self._send({"kind": "running", "pids": {pid: birth(pid) for pid in pids}})
+
+    def failing(self) -> None:
+        self._send({"kind": "failing"})
+
+    def interrupted(self, number: int) -> None:
+        if not self._was_told:
+            self._send({"kind": "interrupted", "signal": number})
+
+    def order(self) -> int | None:
+        if self._orders is not None and is_at_end(self._orders):
+            self._lost_at = self._lost_at or time.monotonic()
+        if self._lost_at is None:
+            self._pending += self._receive()
+            for message in self._pending:
+                if message["kind"] == "notice":
+                    self._say(message["words"])
+                elif message["kind"] == "stop":
+                    self._pending.remove(message)
+                    return self._stop(int(message["signal"]))
+        if self._lost_at is None:
+            return None
+        return signal.SIGKILL if time.monotonic() > self._lost_at + _LEAVE else signal.SIGTERM
+
+    def _stop(self, number: int) -> int:
+        self._was_told = self._was_told or number not in (0, signal.SIGUSR1)
+        return number
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except Closed:
+            self._lost_at = self._lost_at or time.monotonic()
+
+    def _say(self, text: str) -> None:
+        if not self._is_quiet:
+            print(text, file=sys.stderr, flush=True)
+
+
+def is_at_end(descriptor: int) -> bool:
+    """Whether a descriptor that nobody writes to any more was closed on the other side."""
+    ready, _, _ = select.select([descriptor], [], [], 0)
+    return bool(ready) and os.read(descriptor, 1) == b""
+
+
+def _refused_token(where: str) -> LaunchError:
+    return LaunchError(
+        "wrong-token",
+        f"The meeting at {where} did not accept this launcher.",
+        why="its job has another token, or what listens there is no launcher of paceline",
+        fix="copy ~/.paceline/token from the first node, or export the same PACELINE_TOKEN on all nodes",
+    )
+
+
+def _lost_meeting() -> LaunchError:
+    return LaunchError(
+        "meeting-lost",
+        "The connection to the first node was lost, and with it the store that ranks meet in.",
+        why="its launcher was killed, or the machine or the network failed",
+        fix="start all nodes again with resume=auto: what was saved is gone on with",
+    )

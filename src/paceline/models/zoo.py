@@ -1,0 +1,55 @@
+"""Models by name.
+
+    @register_model("mine")
+    class Mine(torch.nn.Module):
+        def __init__(self, width: int = 64): ...
+
+    model = get_model("mine")(config)      # config.model holds the options
+    model = get_model("mine")(width=32)
+
+The parameters of a model's `__init__` are the options that a recipe's `model:` section may give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from paceline.config.recipe import Config
+from paceline.errors import ModelError
+from paceline.registry import Registry
+
+
+def _load_embedded() -> None:
+    from paceline.models import gpt, mlp, resnet, vae  # noqa: F401
+
+
+_registry: Registry[nn.Module] = Registry("model", ModelError, _load_embedded, "@paceline.register_model")
+register_model = _registry.register
+find_model = _registry.find
+
+
+def get_model(name: str) -> Callable[..., nn.Module]:
+    """A builder for the model of that name: call it with a Config, or with the model's own options."""
+    find_model(name, {})
+
+    def build(config: Config | None = None, **options: Any) -> nn.Module:
+        options = {**_from_config(name, config), **options}
+        return find_model(name, options)(**options)
+
+    return build
+
+
+def _from_config(name: str, config: Config | None) -> dict[str, Any]:
+    if config is None or config.model is None:
+        return {}
+    if config.model.name != name:
+        raise ModelError(
+            "other-model",
+            f"The model {name!r} was asked for, but the recipe describes {config.model.name!r}.",
+            why="the recipe's options belong to another model",
+            fix=f"use get_model({config.model.name!r}), or set model.name={name}",
+        )
+    return config.model.options()

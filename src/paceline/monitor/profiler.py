@@ -1,0 +1,141 @@
+"""Tracing some steps: what takes the time, and does communication hide behind compute?
+
+    profiler = Profiler(config.profile, run_folder, rank)
+    profiler.step(0)                        # before the loop, so that step 1 can be traced
+    for …: text = profiler.step(finished)   # after each step; a text when the last of them is done
+    text = profiler.close()                 # when training may have ended earlier
+
+The trace is `profile/rank-00000.json` in the run folder, for ui.perfetto.dev or chrome://tracing. Tracing slows small
+steps down, so the shares are to be trusted more than the milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.config.sections import ProfileSection
+from paceline.monitor import trace as monitor_trace
+
+_ROWS = 12
+_NAME_WIDTH = 50
+# Calls of CUDA and of its tracer; the work that they start stands under the operation's name.
+_RUNTIME = ("cuda", "cuLaunch", "Activity Buffer Request", "INVALID")
+
+
+class Profiler:
+    def __init__(self, settings: ProfileSection, folder: Path | None, rank: int) -> None:
+        self._settings, self._rank = settings, rank
+        self._path = None if folder is None else folder / "profile" / f"rank-{rank:05d}.json"
+        self._trace: profile | None = None
+        self._begin = self._end = self._finished = 0
+        self._done = False
+        self.split: monitor_trace.TimeSplit | None = (
+            None  # the text's last line as numbers, for all traced steps together
+        )
+
+    def step(self, finished: int) -> str | None:
+        """Say how many steps are finished. Gives the text after the last one that is traced."""
+        self._finished = finished
+        first, after = self._settings.steps
+        if self._trace is not None:
+            return self.close() if finished >= self._end else None
+        if not self._done and finished >= first - 1:
+            # A run that goes on behind these steps traces as many of those that come.
+            self._begin, self._end = finished, after - 1 if finished < after - 1 else finished + after - first
+            self._start()
+        return None
+
+    def close(self) -> str | None:
+        """End tracing, with what there is; nothing if it never began or has ended."""
+        if self._trace is None:
+            return None
+        trace, self._trace, self._done = self._trace, None, True
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        with record_function(monitor_trace.END):
+            pass
+        trace.stop()
+        steps = self._finished - self._begin
+        if not steps:
+            return None
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(self._path))
+        self.split = monitor_trace.split(monitor_trace.spans(trace.events()))
+        return self._text(trace, self.split, steps)
+
+    def _start(self) -> None:
+        # is_initialized, because asking for GPUs in another way opens them.
+        gpu = torch.cuda.is_initialized()
+        self._trace = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])],
+            record_shapes=self._settings.shapes,
+            profile_memory=self._settings.memory,
+            acc_events=True,
+        )
+        if gpu:
+            torch.cuda.synchronize()
+        with _quiet_kineto():
+            self._trace.start()
+        with record_function(monitor_trace.BEGIN):
+            pass
+
+    def _text(self, trace: profile, split: monitor_trace.TimeSplit, steps: int) -> str:
+        title = f"profile of steps {self._begin + 1} to {self._finished}, rank {self._rank}"
+        where = [] if self._path is None else [f"trace: {self._path}"]
+        return "\n".join([title, *_table(trace, steps), _line(split, steps), *where])
+
+
+def _table(trace: profile, steps: int) -> list[str]:
+    """The operations with the most time of their own: on the GPU where there is one, else on the CPU."""
+    rows = [row for row in trace.key_averages() if _is_operation(row)]
+    clock = "self_device_time_total" if any(row.self_device_time_total for row in rows) else "self_cpu_time_total"
+    own_time = attrgetter(clock)
+    whole = sum(map(own_time, rows)) or 1.0
+    lines = [f"{'operation':{_NAME_WIDTH}} {'ms/step':>9} {'%':>5} {'calls/step':>10}"]
+    for row in sorted(rows, key=own_time, reverse=True)[:_ROWS]:
+        name = row.key if len(row.key) <= _NAME_WIDTH else row.key[: _NAME_WIDTH - 1] + "…"
+        milliseconds, share = own_time(row) / 1e3 / steps, own_time(row) / whole
+        lines.append(f"{name:{_NAME_WIDTH}} {milliseconds:9.3f} {share:5.0%} {row.count / steps:10.3g}")
+    return lines
+
+
+def _is_operation(row: Any) -> bool:
+    """Kernels have the name of the operation that started them beside them; annotations are nobody's work."""
+    if row.device_type != DeviceType.CPU or row.key.startswith(_RUNTIME):
+        return False
+    return not row.is_user_annotation or monitor_trace.is_collective(row.key)
+
+
+def _line(split: monitor_trace.TimeSplit, steps: int) -> str:
+    def part(name: str, time: float) -> str:
+        return f"{name} {time / 1e3 / steps:.2f} ms ({time / split.whole:.0%})"
+
+    return (
+        f"a step of {split.whole / 1e3 / steps:.2f} ms: {part('compute', split.compute)}, "
+        f"{part('communication (exposed)', split.exposed)}, {part('idle', split.idle)}; "
+        f"hidden or not, {part('communication', split.communication)}"
+    )
+
+
+@contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """torch's tracer writes its beginning and end to stderr unless this variable is set when it first starts."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]

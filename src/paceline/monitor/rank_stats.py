@@ -1,0 +1,70 @@
+"""What each rank says about itself: `rank-00003.jsonl`, one record at each log point.
+
+    {"time": 1760000000.123, "step": 40, "samples_per_second": 812.5, "data_wait": 0.03, "memory": …, "peak_memory": …}
+
+At most ten a second are written, the last one always. A rank writes its own file and reads nobody's, so no rank waits
+for another. Whoever compares ranks (which one is slow,
+which one waits for data, which one fills up) reads the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from paceline.run.jsonl import JsonlWriter
+
+
+class RankStats:
+    SECONDS_BETWEEN = 0.1
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = JsonlWriter(folder / f"rank-{rank:05d}.jsonl")
+        self._held: dict[str, float] | None = None
+        self._next = 0.0
+
+    def log_point(self, step: int, samples_per_second: float, data_wait: float, memory: int, peak_memory: int) -> None:
+        """`data_wait` is the fraction of the time since the last log point; memory is in bytes."""
+        now = time.time()
+        self._held = {
+            "time": round(now, 3),
+            "step": step,
+            "samples_per_second": round(samples_per_second, 2),
+            "data_wait": round(data_wait, 4),
+            "memory": memory,
+            "peak_memory": peak_memory,
+        }
+        if now >= self._next:
+            self._write()
+            self._next = now + self.SECONDS_BETWEEN
+
+    def _write(self) -> None:
+        if self._held is not None:
+            self._file.append([self._held])
+            self._held = None
+
+    def close(self) -> None:
+        self._write()
+        self._file.close()
+
+
+def process_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes now and at most so far: of tensors on a GPU, of the whole process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        statm = os.open("/proc/self/statm", os.O_RDONLY)  # not through Path: this is read at every log point
+        pages = int(os.read(statm, 100).split()[1])
+        os.close(statm)
+    except OSError:  # macOS has no /proc; the peak is what can be known
+        return peak, peak
+    resident = pages * os.sysconf("SC_PAGE_SIZE")
+    return resident, max(peak, resident)  # the kernel brings the peak up to date a little later

@@ -1,0 +1,45 @@
+"""The effective recipe as text, with where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from paceline.config import files
+from paceline.config.recipe import Config
+from paceline.plan.derive import Derived
+
+
+def effective(config: Config) -> str:
+    """YAML that reads back as the same config; a comment behind each line says where the value came from."""
+    lines = [(text, origin) for text, origin in _lines(config.to_dict(), config)]
+    width = max(len(text) for text, origin in lines if origin)
+    return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
+
+
+def _lines(values: Mapping[str, Any], config: Config, path: str = "") -> Iterator[tuple[str, str]]:
+    indent = "  " * path.count(".")
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{_scalar(key)}:", ""
+            yield from _lines(value, config, f"{path}{key}.")
+        else:
+            yield f"{indent}{_scalar(key)}: {_scalar(value)}", config.origin(f"{path}{key}")
+
+
+def _scalar(value: Any) -> str:
+    text = yaml.dump(value, Dumper=files.Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
+
+
+def table(rows: Mapping[str, Derived]) -> str:
+    """Derived values in three columns: name, value, reason."""
+    names = max(len(name) for name in rows)
+    values = max(len(_value(row.value)) for row in rows.values())
+    return "\n".join(f"  {name:<{names}}  {_value(row.value):<{values}}  {row.reason}" for name, row in rows.items())
+
+
+def _value(value: int | float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

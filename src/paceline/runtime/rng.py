@@ -1,0 +1,107 @@
+"""Random state from coordinates: a seed for (seed, epoch, sample) or (seed, step) by arithmetic alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from math import isnan, nan
+from typing import Any
+
+import numpy
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(*parts: int) -> int:
+    """64 well-spread bits from whole numbers, the same on every machine (splitmix64's finalizer, chained)."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, numpy's and torch's global generators, on the CPU and every GPU."""
+    seed_cpu(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def seed_cpu(seed: int) -> None:
+    """The generators that data code draws from. `default_generator` skips torch.manual_seed's walk over devices."""
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+class RandomStream:
+    """Random numbers of one's own: inside the context the CPU generators are this stream's, outside everybody's.
+
+    It may be entered again and again, and goes on where it left off.
+    """
+
+    def __init__(self, seed: int) -> None:
+        with preserve_rng_state():
+            seed_cpu(seed)
+            self._own = _state()
+
+    def __enter__(self) -> None:
+        self._others = _state()
+        _set_state(self._own)
+
+    def __exit__(self, *exc: object) -> None:
+        self._own = _state()
+        _set_state(self._others)
+
+
+class preserve_rng_state:
+    """The CPU generators as they were, given back at the end."""
+
+    def __enter__(self) -> None:
+        self._before = _state()
+
+    def __exit__(self, *exc: object) -> None:
+        _set_state(self._before)
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Where every global generator stands, as tensors."""
+    _, numbers, gauss = random.getstate()
+    legacy: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, cached = legacy
+    state = {
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python-gauss": torch.tensor(nan if gauss is None else gauss, dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "numpy-gauss": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.default_generator.get_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Go on from where `random_state` was taken."""
+    gauss = float(state["python-gauss"])
+    random.setstate((3, tuple(state["python"].tolist()), None if isnan(gauss) else gauss))
+    position, has_gauss, cached = state["numpy-gauss"].tolist()
+    keys = state["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    torch.default_generator.set_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _state() -> tuple[Any, Any, Any]:
+    return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+
+
+def _set_state(state: tuple[Any, Any, Any]) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+    torch.default_generator.set_state(state[2])

@@ -1,0 +1,257 @@
+"""Checkpoints back into a training, on any layout; and which one a resumed run goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.checkpoint import directory, external
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.reader import Checkpoint, open_checkpoint
+from paceline.checkpoint.transfer import fetched
+from paceline.errors import CheckpointError, did_you_mean
+from paceline.optim.optimizers import reset_state
+from paceline.parallel.shards import copy_shard_, local_shard
+from paceline.run.folder import short
+from paceline.runtime import collectives
+from paceline.runtime.consistency import flatten
+from paceline.runtime.rank_errors import run_on_all_ranks
+from paceline.runtime.serialization import from_json
+from paceline.train.checkpointing import restore
+from paceline.train.checkpointing.saver import FOLDER, Saver, require_own_weights
+
+# Where and how ranks run, and where a run lies, is no change of the training.
+_ELSEWHERE = {"resume", "run", "quiet", "port", "device", "workers"}
+_ALL_LOAD = "all ranks load together: one that kept its own state would train another model"
+
+
+class Restorer:
+    """Loads for one training. `position` is what a loaded checkpoint said of the data, until training goes on."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver, self._parts, self._engine = saver, saver.parts, saver.parts.engine
+        self._position: dict[str, Any] | None = None
+
+    def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """A checkpoint's folder, the folder of a run (its newest good one), or a file of weights; its metadata comes
+        back. A matter of all ranks. Nothing is changed unless every rank has read its part and found it good."""
+        with self._engine.account.loading(self._engine.position):
+            return self._load_any(path, weights_only)
+
+    def _load_any(self, path: Path, weights_only: bool) -> dict[str, Any]:
+        require_own_weights(self._engine)
+        self._saver.wait_for_copy()
+        self._saver.finish()
+        # As long as for anything else: rank 0 may still be writing it.
+        self._saver.presence.require(self._engine.config.timeout, "load_checkpoint", _ALL_LOAD)
+        kind = collectives.broadcast_object(_kind(path))
+        if kind == "file":
+            return self._load_file(path)
+        if kind == "run":
+            return self._newest(_checkpoints_in(path), weights_only)[1]
+        try:
+            return self._load(path, weights_only)
+        except CheckpointError as error:
+            if error.code != "checkpoint.damaged":
+                raise
+            good = self._newest_good_beside(path)
+            raise CheckpointError("damaged", error.what, why=error.why, fix=good) from None
+
+    def _newest_good_beside(self, path: Path) -> str:
+        found = None
+        if self._engine.world.is_main:
+            found = next((str(each.folder) for each in directory.good(path.parent, besides=path)), None)
+        found = collectives.broadcast_object(found)
+        return f"the newest good one beside it is {found}" if found else "there is no good one beside it"
+
+    def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
+        with fetched(path, self._saver.channel(), self._blind_to(path)) as here:
+            read = run_on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
+        manifest = read.checkpoint.manifest
+        _require_same(path, read.checkpoint)
+        restore.apply(self._parts, read.checkpoint, read.tensors, read.values, weights_only=weights_only)
+        self._begin_from(None if weights_only else path.name, {} if weights_only else manifest.data)
+        if not weights_only:
+            self._tell_of_changes(manifest.recipe)
+        return read.metadata
+
+    def _begin_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
+        """The training stands elsewhere now."""
+        self._saver.forget()
+        self._saver.parent, self._position = parent, dict(position)
+        if self._engine.watch is not None:
+            self._engine.watch.reset()
+
+    def _tell_of_changes(self, recipe: Mapping[str, Any]) -> None:
+        """A resumed run follows today's recipe, not yesterday's: what differs is said."""
+        before, now = flatten(recipe), flatten(self._engine.config.to_dict())
+        kept = [key for key in now if key in before and key not in _ELSEWHERE and not key.startswith("launch.")]
+        changed = [key for key in kept if before[key] != now[key]]
+        if changed:
+            told = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
+            self._engine.say(f"recipe: changed since this checkpoint: {told}")
+
+    def _blind_to(self, path: Path) -> list[int]:
+        """Ranks that can't see a checkpoint which rank 0 sees: it is sent to them."""
+        if self._engine.config.checkpoint.unshared == "refuse":
+            return []
+        seen = collectives.all_gather_object((path / manifests.NAME).exists())
+        return [rank for rank, sees in enumerate(seen) if not sees] if seen[0] else []
+
+    def _read(self, path: Path, weights_only: bool) -> _Read:
+        checkpoint = open_checkpoint(path)
+        tensors = restore.read(self._parts, checkpoint, weights_only=weights_only)
+        values = restore.plain_values(checkpoint, tensors, weights_only=weights_only)
+        return _Read(checkpoint, tensors, values, from_json(checkpoint.manifest.metadata, tensors.__getitem__))
+
+    def _load_file(self, path: Path) -> dict[str, Any]:
+        """Weights from elsewhere: training begins at its beginning with them."""
+        brought = run_on_all_ranks(lambda: self._brought(path), f"Loading {path}")
+        for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and name in brought.weights:  # else it is another one's twin
+                copy_shard_(tensor, brought.weights[name])
+        reset_state(self._engine.optimizer)
+        self._engine.position.reset()
+        self._begin_from(None, {})
+        average = self._engine.average
+        if average is not None:
+            parameters = dict(self._engine.model.named_parameters())
+            average.load_state_dict({name: local_shard(parameters[name]) for name in average.state_dict()})
+        return brought.metadata
+
+    def _brought(self, path: Path) -> external.ExternalWeights:
+        brought = external.load_external_weights(path)
+        try:
+            self._require_names(path, brought)
+        except CheckpointError as error:
+            raise CheckpointError("other-model", error.what, fix=self._advice(brought.weights)) from None
+        return brought
+
+    def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
+        own = self._engine.model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        fitting = sum(1 for name, tensor in own.items() if shapes.get(name) == tensor.shape)
+        first = next(iter(weights), "")
+        prefixes = [first[: at + 1] for at, letter in enumerate(first) if letter == "."]
+        common = [each for each in prefixes if all(name.startswith(each) for name in weights)]
+        told = f"{fitting} of the model's {len(own)} tensors fit"
+        if common and first.removeprefix(common[-1]) in own:
+            told = f"every name in the file begins with {common[-1]!r}, which has to go"
+        return (
+            f"{told}; load the file with paceline.checkpoint.external.load_external_weights, change the "
+            "names, and give them to model.load_state_dict(…, strict=False) before the Trainer is made"
+        )
+
+    def _require_names(self, path: Path, brought: external.ExternalWeights) -> None:
+        own = self._engine.model.state_dict(keep_vars=True)
+        there = {id(tensor) for name, tensor in own.items() if name in brought.weights}
+        for name, tensor in own.items():
+            if not isinstance(tensor, torch.Tensor) or (name not in brought.weights and id(tensor) in there):
+                continue  # of weights that are one tensor, one name is enough
+            if name not in brought.weights:
+                raise restore.other_model(str(path), f"it has no {name}, which the model has")
+            shape = tuple(brought.weights[name].shape)
+            if shape != tuple(tensor.shape):
+                raise restore.other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
+        foreign = [name for name in brought.weights if name not in own]
+        if foreign and self._engine.mesh.degrees.pipeline == 1:
+            raise restore.other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
+
+    def resume(self, run: Path, why: str = "resume") -> bool:
+        """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
+        folder = run / FOLDER
+        if self._engine.world.is_main:
+            directory.clear_left_behind(Filesystem(), folder)
+        collectives.barrier()
+        if not collectives.broadcast_object(bool(directory.candidates(folder))):
+            self._engine.say(f"{why}: {short(run)} has no checkpoint yet: it begins at its beginning")
+            return False
+        with self._engine.account.loading(self._engine.position):
+            name, _ = self._newest(folder)
+        self._engine.say(f"{why}: {short(run)} goes on from {name}, after step {self._engine.position.step}")
+        return True
+
+    def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
+        """Load the newest good one. A damaged one is passed over, and said so."""
+        found = directory.candidates(folder) if self._engine.world.is_main else []
+        # One without the optimizer's state is newer perhaps, but training would not go on as it was.
+        found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
+        passed = []
+        for name in collectives.broadcast_object([each.folder.name for each in found]):
+            try:
+                metadata = self._load(folder / name, weights_only)
+            except CheckpointError as error:
+                if error.code != "checkpoint.damaged":
+                    raise
+                passed.append(name)
+                self._engine.warn(f"{error.what} It is passed over.")
+                continue
+            return name, metadata
+        raise CheckpointError(
+            "nothing-good",
+            f"All {len(passed)} checkpoints in {folder} are damaged: {', '.join(passed)}.",
+            why="going on from the beginning would look like a resumed run and be none",
+            fix="paceline checkpoint verify shows what is wrong with each; a new run: name starts over",
+        )
+
+    def check_data(self, data: dict[str, Any]) -> None:
+        """Training is about to go on with this data: a position in other data would repeat or skip samples."""
+        self._saver.data = data
+        position, self._position = self._position, None
+        if not position or not self._engine.position.step:
+            return
+        differing = [key for key, value in data.items() if key in position and position[key] != value]
+        if differing:
+            told = "; ".join(f"{key} was {position[key]}, and is {data[key]}" for key in differing)
+            raise CheckpointError(
+                "other-data",
+                f"The checkpoint's position in the data means something else now: {told}.",
+                why="its step stands for a number of samples in one order: others would be repeated or left out",
+                fix="set it as it was (the run's config.yaml has it); or load_checkpoint(…, weights_only=True), which "
+                "begins at the beginning of the data",
+            )
+
+
+class _Read(NamedTuple):
+    checkpoint: Checkpoint
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+def _kind(path: Path) -> str:
+    if path.is_file():
+        return "file"
+    is_run = not (path / manifests.NAME).exists() and directory.candidates(_checkpoints_in(path))
+    return "run" if is_run else "checkpoint"
+
+
+def _require_same(path: Path, checkpoint: Checkpoint) -> None:
+    """A path may mean something else on every node."""
+    manifest = checkpoint.manifest
+    of_ranks = collectives.all_gather_object([manifest.created, manifest.step, str(path)])
+    for rank, (*made, where) in enumerate(of_ranks):
+        if made != of_ranks[0][:2]:
+            raise CheckpointError(
+                "ranks-differ",
+                f"Rank {rank} loads another checkpoint ({where}, step {made[1]}) than rank 0 "
+                f"({of_ranks[0][2]}, step {of_ranks[0][1]}).",
+                why="ranks of one training hold parts or copies of one model",
+                fix="give the same path on all ranks; where that lies on each node's own disk, copy one over the other",
+            )
+
+
+def _checkpoints_in(path: Path) -> Path:
+    return path / FOLDER if (path / FOLDER).is_dir() else path
+
+
+def existing(path: str | Path) -> Path:
+    """What was given, if it names anything: an empty name would be the working folder."""
+    if str(path) and (Path(path).exists() or not Path(path).suffix):
+        return Path(path)
+    known = [str(each) for each in Path(path).parent.glob("*")]
+    raise CheckpointError("missing", f"There is nothing at {str(path)!r}.", fix=did_you_mean(str(path), known))

@@ -1,0 +1,78 @@
+"""How data is shared out: the plan of a batch, and this rank's loader for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.data import adopt
+from paceline.data.loader import DataShard, Loader
+from paceline.plan import derive
+from paceline.runtime import collectives
+from paceline.train.batch_size_finder import BatchSizeFinder
+from paceline.train.engine import Engine
+
+
+class Loaders:
+    """For one trainer. `plan` is that of the training data, once that is known."""
+
+    def __init__(self, engine: Engine, finder: BatchSizeFinder | None) -> None:
+        self._engine, self._finder = engine, finder
+        self.plan: derive.BatchPlan | None = None
+
+    def training(self, data: Any) -> tuple[Loader, derive.BatchPlan]:
+        """The loader of training data, and how its batches are made up."""
+        mesh = self._engine.mesh
+        adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data, mesh.data_rank)), mesh.data_ranks)
+        batch = self._batch_plan(data)
+        if self._finder is not None:
+            batch = self._find_micro_batch(self._finder, data, batch)
+        self.plan = batch
+        return self._loader(data, batch.size, batch.groups), batch
+
+    def position(self, loader: Loader) -> dict[str, Any]:
+        """What a step means in terms of the data's samples: the same numbers mean the same samples."""
+        assert self.plan is not None
+        config = self._engine.config
+        return {
+            "batch": self.plan.size,
+            "samples": loader.samples,
+            "steps_per_epoch": loader.steps_per_epoch,
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+        }
+
+    def whole(self, data: Any) -> Loader:
+        """All of `data` once, in micro-batches no larger than training's."""
+        data = adopt.look_at(data, self._engine.config.seed)
+        ranks = self._engine.mesh.data_ranks
+        batch = adopt.batch_of(data, ranks) or derive.derive_batch(self._engine.config, self._engine.layout).size
+        groups = -(-batch // (int(self.plan.micro_batch.value) * ranks)) if self.plan else 1
+        return self._loader(data, batch, groups, evaluating=True)
+
+    def _batch_plan(self, data: Any) -> derive.BatchPlan:
+        layout = self._engine.layout
+        return derive.derive_batch(self._engine.config, layout, adopt.batch_of(data, layout.degrees.data_ranks))
+
+    def _find_micro_batch(self, finder: BatchSizeFinder, data: Any, batch: derive.BatchPlan) -> derive.BatchPlan:
+        """Try sizes up to this rank's part of the batch, with the model out of the way."""
+        one_by_one = self._loader(data, batch.size, batch.size)
+        sample = next(one_by_one.micros(0, 1)).batch
+        with self._engine.off_the_device():
+            found = finder.find(sample, int(batch.micro_batch.value))
+        self._finder = None
+        self._engine.config = self._engine.config.model_copy(update={"micro_batch": found})
+        self._engine.say(f"micro_batch: {found} samples fit (auto)")
+        return self._batch_plan(data)
+
+    def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:
+        engine = self._engine
+        spec = adopt.LoaderSpec(
+            batch=batch,
+            part=DataShard(engine.mesh.data_rank, engine.mesh.data_ranks, groups),
+            seed=engine.config.seed,
+            shuffle=engine.config.shuffle and not evaluating,
+            workers=engine.config.workers,
+            pin_memory=engine.world.device.type == "cuda",
+            training=not evaluating,
+        )
+        return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.say)

@@ -1,0 +1,95 @@
+"""Out of memory, in words: what was asked, what was free, what the batch was, and what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config.recipe import Config
+from paceline.errors import TrainError
+from paceline.parallel.shards import local_shard
+from paceline.plan.derive import BatchPlan
+from paceline.train.engine import Engine
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has a class for GPUs; the CPU's allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+@contextmanager
+def explained(engine: Engine, plan: BatchPlan | None) -> Iterator[None]:
+    """Memory that runs out in here becomes an error that says what to do; others pass as they are."""
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            raise explain(error, engine, plan) from error
+        raise
+
+
+def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> TrainError:
+    """`plan` is None in a loop of the user's own."""
+    asked, device = _ASKED.search(str(error)), engine.world.device
+    parameters = sum(_bytes(parameter) for parameter in engine.model.parameters())
+    gradients = sum(_bytes(parameter) for parameter in engine.model.parameters() if parameter.requires_grad)
+    states = sum(_bytes(value) for state in engine.optimizer.state.values() for value in state.values())
+    samples = f"{plan.micro_batch.value} samples" if plan else "unknown size"
+    return TrainError(
+        "out-of-memory",
+        f"Out of memory on rank {engine.world.rank_info.rank} ({device}): "
+        f"{_size(asked.group(1) if asked else None)} more was asked for; {_free(device)}.",
+        why=f"the model holds {_gib(parameters)}, its gradients {_gib(gradients)}, the optimizer {_gib(states)}; "
+        f"the rest are activations of a micro-batch of {samples}",
+        fix=_advice(engine.config, plan, engine.world.size, gradients + states),
+    )
+
+
+def _bytes(value: Any) -> int:
+    return local_shard(value).numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _free(device: torch.device) -> str:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return f"{_gib(free)} of {_gib(total)} was free"
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(facts[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
+    return f"{_gib(free)} of {_gib(total)} was free"
+
+
+def _size(text: str | None) -> str:
+    """torch says `20.00 GiB` for GPUs and bytes for the CPU."""
+    if text is None:
+        return "some"
+    number = text.removesuffix("bytes").strip()
+    return _gib(int(number)) if number.isdigit() else text
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def _advice(config: Config, plan: BatchPlan | None, ranks: int, shardable: int) -> str:
+    """What helps, most first, with the numbers worked out."""
+    advice = []
+    if plan is not None and int(plan.micro_batch.value) > 1:
+        smaller = int(plan.micro_batch.value) // 2
+        groups = -(-plan.size // (smaller * ranks))
+        advice.append(f"micro_batch: {smaller} (accumulate {groups}; the same training with half the activations)")
+    if config.precision in ("fp32", "fp64"):
+        advice.append("precision: bf16 (activations at half the size)")
+    if ranks > 1:
+        saved = _gib(shardable * (ranks - 1) // ranks)
+        advice.append(f"sharding gradients and optimizer over the {ranks} ranks would free {saved} on each")
+    advice.append("recomputing activations (torch.utils.checkpoint) in the model's blocks")
+    return "; ".join(advice)

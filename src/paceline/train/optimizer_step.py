@@ -1,0 +1,146 @@
+"""One optimizer step, second half: from reduced gradients to new weights.
+
+In this order: the exact factor of a data-dependent weight, fp16's scale off, clipping, the learning rate of the step,
+the optimizer, the moving average. Nothing here waits for a GPU, but for `nonfinite: skip` with an optimizer that is
+not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.optim.clip import clip, total_norm
+from paceline.optim.ema import Ema
+from paceline.parallel.optimizer_binding import refuse_mixed
+from paceline.parallel.shards import local_shard
+from paceline.precision.scaler import Scaler
+from paceline.train.nonfinite import NonfiniteGuard, is_fused
+from paceline.train.sharded_params import ShardedParams
+
+
+class Updater:
+    """Updates the weights. `skipped` is the last step's flag (1.0: not taken), on the device or as a number."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        *,
+        scaler: Scaler,
+        average: Ema | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        nonfinite: str = "raise",
+        watch: NonfiniteGuard | None = None,
+        cut: ShardedParams | None = None,
+    ) -> None:
+        self.optimizer, self.average, self._cut = optimizer, average, cut
+        self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None leaves the rate alone
+        self.scheduler: Any = None  # of the user's, where it steps with the optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
+        self._scaler = scaler if scaler.is_enabled() else None
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._skip = nonfinite == "skip" and self._scaler is None  # the scaler skips by itself
+        self._judges_norm = nonfinite != "raise" and self._scaler is None
+        self._touches_gradients = clip_norm is not None or clip_value is not None or self._judges_norm
+        # A forward over NaN leaves it in a batch norm's memory, whether or not the step is taken.
+        kept = [buffer for buffer in module.buffers() if buffer.is_floating_point()] if nonfinite != "raise" else []
+        self._buffers = [(buffer, buffer.clone()) for buffer in kept]
+        self._on_device = self._everything[0].device.type != "cpu" and is_fused(optimizer)
+        self._watch = watch
+        self.lr = 0.0  # of the last step, in the first group
+        self.skipped: Tensor | float | None = None
+        self.before_change: Callable[[], None] | None = None  # somebody still copies the weights
+        self.is_changing = False  # else weights, optimizer and averages are those of one and the same step
+
+    def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
+        """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out."""
+        norm = None
+        if self._cut is not None:
+            self._cut.hand_over_gradients()
+        if factor is not None or self._touches_gradients or (self._cut is not None and self._scaler is not None):
+            norm = self._shape(factor)
+        if self.learning_rate is not None:
+            rate = self.learning_rate(step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        held = self._watch is not None and self._watch.tripped
+        if not held and not (self._skip and norm is not None and self._skipped(norm)):
+            if self.before_change is not None:
+                self.before_change()
+            self.is_changing = True
+            self._take_step()
+            if self.average is not None:
+                self.average.update(step + 1)
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.is_changing = False
+        for parameter in self._everything:
+            parameter.grad = None
+        if self._buffers:
+            self._mend_buffers()
+        return norm
+
+    @torch.no_grad()
+    def keep_buffers(self) -> None:
+        """The buffers are good as they are now: they were just loaded."""
+        for buffer, before in self._buffers:
+            before.copy_(buffer)
+
+    @torch.no_grad()
+    def _mend_buffers(self) -> None:
+        for buffer, before in self._buffers:
+            buffer.copy_(torch.where(torch.isfinite(buffer), buffer, before))
+            before.copy_(buffer)
+
+    def _take_step(self) -> None:
+        try:
+            if self._scaler is None:
+                self.optimizer.step()
+                return
+            self._scaler.step(self.optimizer)
+        except RuntimeError as error:
+            refuse_mixed(error, self.optimizer)
+            raise
+        self._scaler.update()
+        self.skipped = self._scaler.overflowed
+
+    def _shape(self, factor: Tensor | float | None) -> Tensor | None:
+        held = [p for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in held] if self._cut is None else [local_shard(p.grad) for p in held]
+        norm_of = total_norm if self._cut is None else self._cut.norm_of(held)
+        if isinstance(factor, float):
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+        elif factor is not None:
+            for device, dtype in {(gradient.device, gradient.dtype) for gradient in gradients}:
+                same = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == (device, dtype)]
+                torch._foreach_mul_(same, factor.to(device, dtype))
+        if not self._touches_gradients and (self._scaler is None or self._cut is None):
+            return None
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        # Clipping by value would hide what is infinite.
+        whole = norm_of(gradients) if self._judges_norm or self._clip_norm is not None else None
+        if whole is not None and self._watch is not None:
+            self._watch.look_at_norm(whole)
+        known = None if self._clip_value is not None else whole
+        clipped = clip(gradients, self._clip_norm, self._clip_value, known, norm_of)
+        return whole if self._clip_value is not None or clipped is None else clipped
+
+    def _skipped(self, norm: Tensor) -> bool:
+        """Whether the host has to leave the step out; a fused optimizer on a GPU does so itself."""
+        if self._on_device:
+            self.skipped = (~torch.isfinite(norm)).float()
+            self.optimizer.found_inf = self.skipped  # type: ignore[attr-defined]
+            return False
+        skip = not isfinite(norm.item())
+        self.skipped = float(skip)
+        return skip

@@ -1,0 +1,61 @@
+"""What a step has to know of parameters that are cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from paceline.optim.clip import total_norm
+from paceline.parallel.optimizer_binding import assign_shard_gradients
+from paceline.parallel.shards import is_primary_shard
+from paceline.runtime.mesh import Mesh
+from paceline.train.preflight import unused_error
+
+
+class ShardedParams:
+    """The model's cut parameters beside what the optimizer holds of each."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Mapping[Tensor, Tensor],
+        mesh: Mesh,
+        copies: frozenset[str],
+        *,
+        allow_unused: bool = True,
+    ) -> None:
+        self._model, self._held, self._device = model, held, mesh.device
+        self._allow_unused = allow_unused
+        self._counted = {
+            held.get(parameter, parameter)
+            for name, parameter in model.named_parameters()
+            if name not in copies and is_primary_shard(parameter, mesh)
+        }
+
+    def held_of(self, parameter: Tensor) -> Tensor:
+        """What the optimizer holds in its place."""
+        return self._held.get(parameter, parameter)
+
+    def hand_over_gradients(self) -> None:
+        """A parameter that only this rank's loss did not use is an error: FSDP2 would have reduced the gradients of
+        different parameters into each other, and said nothing."""
+        if not assign_shard_gradients(self._held) and not self._allow_unused:
+            names = [n for n, p in self._model.named_parameters() if p in self._held and p.requires_grad]
+            raise unused_error(self._model, [n for n in names if self._model.get_parameter(n).grad is None])
+
+    def norm_of(self, parameters: list[Tensor]) -> Callable[[list[Tensor]], Tensor]:
+        """For gradients of these parameters: every rank's pieces, each of them once, put together."""
+        counted = [parameter in self._counted for parameter in parameters]
+
+        def norm(gradients: list[Tensor]) -> Tensor:
+            own = total_norm([gradient for gradient, counts in zip(gradients, counted, strict=True) if counts])
+            square = own.to(self._device, torch.float64).square()
+            torch_dist.all_reduce(square)
+            # Not own's dtype: a rank that counts nothing has to come to the same bits as the others.
+            dtypes = [gradient.dtype for gradient in gradients]
+            return square.sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32)
+
+        return norm

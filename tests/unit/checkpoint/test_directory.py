@@ -1,0 +1,106 @@
+"""The folder of checkpoints: names, order, pointers, and which of them go. Crashes are in tests/faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faults import saves
+from paceline.checkpoint import directory
+from paceline.checkpoint.filesystem import Filesystem
+from paceline.errors import CheckpointError
+
+
+def fill(folder: Path, *steps: int) -> None:
+    for step in steps:
+        saves.save(folder, step, saves.values(step, rows=2))
+
+
+def names(folder: Path) -> list[str]:
+    return [found.folder.name for found in directory.candidates(folder)]
+
+
+def test_the_newest_comes_first_by_when_it_was_saved(tmp_path: Path) -> None:
+    """A run that went back to an earlier step is newer than what it left."""
+    fill(tmp_path, 10, 20, 15)
+    assert names(tmp_path) == ["step-000015", "step-000020", "step-000010"]
+
+
+def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
+    assert directory.candidates(tmp_path / "none") == [] and list(directory.good(tmp_path / "none")) == []
+    directory.clear_left_behind(Filesystem(), tmp_path / "none")
+
+
+def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "latest").write_text("step-000001\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "step-000001")
+    (tmp_path / ".step-000002.partial-12").mkdir()
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_damaged_one_is_listed_in_its_place_with_its_problem_and_is_not_good(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2)
+    (tmp_path / "step-000002" / "rank-0.safetensors").unlink()
+    found = directory.candidates(tmp_path)
+    assert [each.folder.name for each in found] == ["step-000002", "step-000001"]
+    assert found[0].manifest is None and found[0].problem is not None
+    assert [each.manifest.step for each in directory.good(tmp_path)] == [1]
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    assert saves.save(tmp_path, 1, saves.values(5), another_name=True).name == "step-000001-2"
+    assert saves.save(tmp_path, 1, saves.values(6), another_name=True).name == "step-000001-3"
+
+
+def test_a_committed_one_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    before = (tmp_path / "step-000001" / "manifest.json").read_bytes()
+    with pytest.raises(CheckpointError) as caught:
+        fill(tmp_path, 1)
+    assert caught.value.code == "checkpoint.exists"
+    assert (tmp_path / "step-000001" / "manifest.json").read_bytes() == before
+
+
+def test_what_is_no_checkpoint_is_not_overwritten_even_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        saves.save(tmp_path, 1, saves.values(1), overwrite=True)
+    assert (tmp_path / "step-000001" / "thesis.tex").exists()
+
+
+def test_a_pointer_is_read_back_and_replaced(tmp_path: Path) -> None:
+    assert directory.pointed(tmp_path, directory.BEST) == []
+    directory.point(Filesystem(), tmp_path, directory.BEST, ["a", "b"])
+    directory.point(Filesystem(), tmp_path, directory.BEST, ["c"])
+    assert directory.pointed(tmp_path, directory.BEST) == ["c"]
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_pruning_spares_the_newest_the_best_and_every_so_many(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 15, 20, 25, 30)
+    saves.save(tmp_path / "other", 1, saves.values(1, rows=2)).rename(tmp_path / "by-hand")
+    directory.point(Filesystem(), tmp_path, directory.BEST, ["step-000015"])
+    gone = directory.prune(Filesystem(), tmp_path, 2, 10)
+    assert gone == ["step-000025"]
+    assert sorted(names(tmp_path)) == ["by-hand", "step-000010", "step-000015", "step-000020", "step-000030"]
+
+
+def test_one_that_was_moved_aside_without_a_successor_gets_its_name_back(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    (tmp_path / "step-000001").rename(tmp_path / ".step-000001.old-12ab")
+    assert names(tmp_path) == [".step-000001.old-12ab"]
+    directory.clear_left_behind(Filesystem(), tmp_path)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_one_that_was_being_removed_is_no_candidate_and_is_cleared(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2)
+    (tmp_path / "step-000001").rename(tmp_path / ".step-000001.gone-12ab")
+    assert names(tmp_path) == ["step-000002"]
+    directory.clear_left_behind(Filesystem(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]

@@ -1,0 +1,260 @@
+"""SLURM's request, batch script, environment and answers, without a SLURM; tests/system has the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.launcher.backends import slurm_allocation, slurm_job, slurm_script
+from paceline.launcher.backends.subprocesses import SubprocessBackend
+
+BATCH = {  # as a batch script finds it; SLURM_PROCID is there too
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GPUS_ON_NODE": "4",
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "time"),
+    [("2h", "02:00:00"), ("90m", "01:30:00"), ("1d12h", "1-12:00:00"), ("02:00:00", "02:00:00")],
+)
+def test_a_request_is_read(written: str, time: str) -> None:
+    request = slurm_script.parse(
+        f"nodes=2,gpus=a100:4,time={written},partition=x,account=y,qos=z,cpus=8,mem=64G,signal=60"
+    )
+    assert request == slurm_script.SbatchOptions(2, "a100:4", time, "x", "y", "z", "8", "64G", 60)
+
+
+NO_REQUESTS = [
+    *("", "nodes", "nodes=0", "nodes=2,nodes=3", "node=2", "time=", "time=2", "time=30s", "time=1m,signal=60"),
+    *("signal=9,time=0m", "gpus=4 --wrap=x", "mem=lots", "cpus=٣"),
+    *("partition=a\n#SBATCH --x", "account=a b", "qos=$(id)"),
+]
+
+
+@pytest.mark.parametrize("text", NO_REQUESTS)
+def test_a_request_that_can_not_be_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"launch\.bad-slurm"):
+        slurm_script.parse(text)
+
+
+def test_a_wrong_key_gets_the_right_one_offered() -> None:
+    with pytest.raises(LaunchError, match="did you mean 'partition'"):
+        slurm_script.parse("partitoin=x")
+
+
+def test_a_short_job_is_warned_at_half_time() -> None:
+    assert slurm_script.parse("time=1m").signal == 30
+
+
+def _script(command: list[str], **changes: object) -> str:
+    rest: dict[str, object] = {"name": "run", "workdir": "/data/a folder", "log": "/data/run-%j.log", "env": {}}
+    return slurm_script.batch_script(slurm_script.parse("nodes=2,time=1h"), command, **{**rest, **changes})  # type: ignore[arg-type]
+
+
+def test_the_batch_script_is_what_people_would_write() -> None:
+    assert _script(["python", "-m", "paceline", "launch", "train.py", "--name", "a b"], env={"A": "it's"}) == (
+        """#!/bin/bash
+#SBATCH --job-name=run
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:USR2@90
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output="/data/run-%j.log"
+#SBATCH --chdir="/data/a folder"
+#SBATCH --time=01:00:00
+export A='it'"'"'s'
+exec python -m paceline launch train.py --name 'a b'
+"""
+    )
+
+
+def test_hostile_arguments_arrive_as_they_are(tmp_path: Path) -> None:
+    """One script with many arguments: each case would take a shell of its own otherwise."""
+    generator = random.Random(0)
+    pieces = [
+        "$(touch x)",
+        "`touch x`",
+        "; touch x",
+        "\n#SBATCH --wrap=x\n",
+        "'",
+        '"',
+        "\\",
+        "|",
+        "&",
+        "*",
+        "~",
+        "!",
+        "é",
+        " ",
+    ]
+    args = ["".join(generator.choices(pieces, k=generator.randint(1, 6))) for _ in range(1000)]
+    show = [sys.executable, "-c", "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['A']]))"]
+    script = _script([*show, *args], env={"A": args[0]})
+    ran = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(ran.stdout) == [args, args[0]]
+    assert not list(tmp_path.iterdir())
+    options = script.split("export", 1)[0]
+    assert all(line.startswith("#") for line in options.splitlines())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"name": "a b"}, {"name": ""}, {"workdir": '/a" --wrap="x'}),
+        *({"log": "/a\n#SBATCH x"}, {"log": "/a%u"}, {"log": "/a\\"}, {"env": {"A B": "1"}}, {"env": {"A": "\0"}}),
+    ],
+)
+def test_what_could_leave_its_line_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(LaunchError, match=r"launch\.bad-slurm"):
+        _script(["true"], **changes)
+
+
+def test_outside_of_a_job_there_is_no_allocation() -> None:
+    assert slurm_allocation.allocation({}) is None
+
+
+def test_a_batch_script_is_the_front_end() -> None:
+    found = slurm_allocation.allocation({**BATCH, "SLURM_RESTART_COUNT": "2"})
+    assert found == slurm_allocation.Allocation("12", ("n1", "n2"), is_front_end=True, gpus=4, restarts=2)
+
+
+def test_the_shell_of_salloc_is_the_front_end() -> None:
+    shell = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_PER_NODE": "a100:4"}
+    for more in ({}, {"SLURM_STEP_ID": str(0xFFFFFFFA)}, {"SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "1"}):
+        found = slurm_allocation.allocation({**shell, **more})
+        assert found is not None and found.is_front_end and found.gpus == 4
+
+
+def test_a_task_of_srun_is_no_front_end() -> None:
+    found = slurm_allocation.allocation({**BATCH, "SLURM_STEP_ID": "3"})
+    assert found is not None and not found.is_front_end
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which `scontrol` shows the files 1, 2, ... one after the other, the last for ever."""
+    command = tmp_path / "scontrol"
+    command.write_text(
+        '#!/bin/sh\ncd "$(dirname "$0")"\nn=$(cat count 2>/dev/null || echo 1)\ncat "$n"\n'
+        "[ -e $((n + 1)) ] && echo $((n + 1)) >count\nexit 0\n"
+    )
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_job, "_LOOK_SECONDS", 0.0)
+    return tmp_path
+
+
+def test_a_job_is_followed_through_a_requeue_to_its_exit_status(
+    answers: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    states = [
+        "JobState=PENDING Reason=Resources NodeList=(null) Restarts=0 ExitCode=0:0",
+        "JobState=RUNNING Reason=None ReqNodeList=x NodeList=a,b Restarts=0 ExitCode=0:0 Command=JobState=FAILED",
+        "JobState=PENDING Reason=BeginTime NodeList=(null) Restarts=1 ExitCode=0:0",
+        "JobState=FAILED Reason=NonZeroExitCode NodeList=a,b Restarts=1 ExitCode=3:0",
+    ]
+    for number, state in enumerate(states, start=1):
+        (answers / str(number)).write_text(f"JobId=7 JobName=run {state}\n")
+    (answers / "log").write_text("step 1\n")
+    assert slurm_job.follow("7", answers / "log") == 3
+    shown = capfd.readouterr()
+    assert shown.out == "step 1\n"
+    assert shown.err.splitlines() == [
+        "job 7: pending (Resources)",
+        "job 7: running on a,b",
+        "job 7: pending (BeginTime), to start again",
+        "job 7: failed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("COMPLETED ExitCode=0:0", 0), ("CANCELLED ExitCode=0:0", 1), ("TIMEOUT ExitCode=0:15", 143)],
+)
+def test_a_job_that_slurm_ended_does_not_count_as_done(answers: Path, state: str, status: int) -> None:
+    (answers / "1").write_text(f"JobId=7 JobState={state}\n")
+    assert slurm_job.follow("7", answers / "no log") == status
+
+
+def test_an_interrupt_leaves_the_job_running_and_says_how_to_end_it(
+    answers: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    (answers / "1").write_text("JobId=7 JobState=RUNNING NodeList=a\n")
+    monkeypatch.setattr(slurm_job.time, "sleep", interrupt)
+    assert slurm_job.follow("7", answers / "log") == 130
+    assert "scancel 7" in capfd.readouterr().err
+
+
+def test_a_machine_without_slurm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"launch\.no-slurm"):
+        slurm_job.submit("#!/bin/bash\n")
+
+
+def test_a_signal_to_the_front_end_is_never_answered_with_a_requeue() -> None:
+    found = slurm_allocation.allocation(BATCH)
+    assert found is not None
+    assert slurm_allocation.wants_requeue(found, warned=True, told_to_end=False)
+    assert not slurm_allocation.wants_requeue(found, warned=True, told_to_end=True)
+
+
+NODE = """
+import sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+(folder / "order").write_text(sys.stdin.readline())
+sys.stdin.read()
+(folder / "end").touch()
+"""
+
+
+def test_a_process_gets_a_long_order_and_ends_with_its_standard_input(tmp_path: Path) -> None:
+    machines = SubprocessBackend(["a"], lambda node: [sys.executable, "-c", NODE, str(tmp_path)], patience=60)
+    order = "x" * 300_000 + "\n"
+    machines.start(0, order.encode())
+    written = tmp_path / "order"
+    while not (written.exists() and written.read_text() == order):
+        os.sched_yield()
+    assert machines.ended() == {}
+    machines.stop()
+    assert (tmp_path / "end").exists()
+
+
+def test_the_last_words_of_a_process_are_told_once() -> None:
+    die = [sys.executable, "-c", "import sys; print('a\\nno key', file=sys.stderr); sys.exit(5)"]
+    machines = SubprocessBackend(["a"], lambda node: die, patience=60)
+    machines.start(0, b"{}\n")
+    while not (told := machines.ended()):
+        os.sched_yield()
+    assert told == {0: "exit status 5\na\nno key"}
+    assert machines.ended() == {}
+
+
+def test_a_process_that_does_not_listen_is_ended() -> None:
+    deaf = [sys.executable, "-c", "import signal; signal.pause()"]
+    machines = SubprocessBackend(["a"], lambda node: deaf, patience=0.1)
+    machines.start(0, b"{}\n")
+    machines.start(0, b"{}\n")  # again, while the first one runs
+    machines.stop()
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    machines = SubprocessBackend(["a"], lambda node: ["no-such-command"], patience=1)
+    with pytest.raises(LaunchError, match=r"launch\.no-program"):
+        machines.start(0, b"{}\n")

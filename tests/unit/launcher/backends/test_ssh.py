@@ -1,0 +1,44 @@
+"""The ssh command. What hosts do with it is in tests/system; what is hostile in tests/faults/test_hostile_launch.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.launcher.backends.hostfile import Host
+from paceline.launcher.backends.ssh import SshBackend, node_command, read_ssh, ssh_argv
+
+
+def test_the_command_of_a_node() -> None:
+    command = node_command("/home/me/my code", "/opt/venv/bin/python")
+    assert command == "cd '/home/me/my code' && exec '/opt/venv/bin/python' '-P' '-m' 'paceline' 'node'"
+
+
+def test_the_users_options_come_first_and_none_after_the_host() -> None:
+    argv = ssh_argv(Host("me@a"), "true", read_ssh("ssh -p 2222 -i 'my key' -o ConnectTimeout=60"))
+    assert argv[:7] == ["ssh", "-p", "2222", "-i", "my key", "-o", "ConnectTimeout=60"]
+    assert argv.index("ConnectTimeout=60") < argv.index("ConnectTimeout=10")
+    assert argv[-3:] == ["--", "me@a", "true"]
+
+
+@pytest.mark.parametrize("text", ["", "  ", "ssh 'key", "ssh\0"])
+def test_what_is_no_ssh_command_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_ssh(text)
+    assert caught.value.code == "launch.no-ssh"
+
+
+def test_a_missing_ssh_program_is_named_before_anything_starts() -> None:
+    with pytest.raises(LaunchError) as caught:
+        SshBackend([Host("a")], "true", ssh=("no-such-ssh",), patience=1.0)
+    assert caught.value.code == "launch.no-ssh"
+    assert "no-such-ssh" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("folder", "python"), [("runs", "python"), ("/runs", "-python"), ("/a\\b", "python"), ("", "x")]
+)
+def test_a_path_that_shells_might_read_differently_is_refused(folder: str, python: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        node_command(folder, python)
+    assert caught.value.code == "launch.unsafe-path"

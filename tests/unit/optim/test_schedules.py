@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config.recipe import Config
+from paceline.optim.schedules import Schedule, from_plan
+from paceline.plan.derive import derive_schedule
+
+
+def schedule(steps_per_epoch: int | None = 10, epochs: int = 10, **settings: Any) -> Schedule:
+    config = Config.from_dict({"schedule": settings})
+    return from_plan(config.schedule, derive_schedule(config, 8, steps_per_epoch, epochs, None))
+
+
+def rates(kind: Any, count: int, **options: Any) -> list[float]:
+    """What one of torch's schedulers gives for a highest rate of 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = kind(optimizer, **options)
+    values = []
+    for _ in range(count):
+        values.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+def factors(of: Schedule, count: int) -> list[float]:
+    return [of.factor(step) for step in range(count)]
+
+
+def test_constant_stays() -> None:
+    assert set(factors(schedule(name="constant"), 120)) == {1.0}
+
+
+def test_cosine_is_torchs() -> None:
+    expected = rates(torch.optim.lr_scheduler.CosineAnnealingLR, 101, T_max=100, eta_min=0.1)
+    assert factors(schedule(name="cosine", floor=0.1), 101) == pytest.approx(expected)
+
+
+def test_linear_is_torchs() -> None:
+    expected = rates(torch.optim.lr_scheduler.LinearLR, 120, start_factor=1.0, end_factor=0.2, total_iters=100)
+    assert factors(schedule(name="linear", floor=0.2), 120) == pytest.approx(expected)
+
+
+def test_step_is_torchs() -> None:
+    every = rates(torch.optim.lr_scheduler.StepLR, 100, step_size=30, gamma=0.5)
+    assert factors(schedule(name="step", every=30, factor=0.5), 100) == pytest.approx(every)
+    at = rates(torch.optim.lr_scheduler.MultiStepLR, 100, milestones=[30, 45], gamma=0.1)
+    assert factors(schedule(name="step", at=[45, 30]), 100) == pytest.approx(at)
+
+
+def test_step_does_not_fall_below_the_floor() -> None:
+    assert schedule(name="step", every=10, floor=0.05).factor(99) == 0.05
+
+
+def test_epochs_are_converted_to_steps() -> None:
+    assert factors(schedule(name="step", unit="epochs", at=[3, 6]), 100) == factors(
+        schedule(name="step", at=[30, 60]), 100
+    )
+    assert factors(schedule(name="step", unit="epochs", every=2, warmup=1), 100) == factors(
+        schedule(name="step", every=20, warmup=10), 100
+    )
+    assert factors(schedule(name="cosine", unit="epochs", steps=4), 100) == factors(
+        schedule(name="cosine", steps=40), 100
+    )
+
+
+def test_wsd_stays_and_then_falls_to_the_floor_at_the_horizon() -> None:
+    wsd = schedule(name="wsd", warmup=10, decay=0.2, floor=0.1)
+    assert set(factors(wsd, 81)[10:]) == {1.0}
+    assert wsd.factor(90) == pytest.approx(0.55)
+    assert wsd.factor(99) == pytest.approx(0.1 + 0.9 / 20)
+    assert (wsd.factor(100), wsd.factor(500)) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_wsd_whose_warmup_reaches_into_the_fall_begins_to_fall_after_it() -> None:
+    wsd = schedule(name="wsd", warmup=90, decay=0.2)
+    assert wsd.factor(89) == wsd.factor(90) == 1.0
+    assert wsd.factor(95) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd", "plateau"])
+def test_warmup_rises_evenly_from_its_start_to_the_highest(name: str) -> None:
+    warm = factors(schedule(name=name, warmup=4, warmup_from=0.2), 6)
+    assert warm[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert warm[4] == 1.0
+    assert factors(schedule(name=name, warmup=0.05), 5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_after_the_warmup_cosine_covers_the_rest() -> None:
+    cosine = schedule(name="cosine", warmup=20)
+    assert cosine.factor(60) == pytest.approx(0.5)
+    assert cosine.factor(40) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_a_warmup_longer_than_the_run_just_rises() -> None:
+    assert factors(schedule(name="cosine", warmup=200), 100) == sorted(factors(schedule(warmup=200), 100))
+
+
+def test_step_and_plateau_need_no_horizon() -> None:
+    assert schedule(None, name="step", every=3).factor(7) == pytest.approx(0.01)
+    assert schedule(None, name="plateau").factor(7) == 1.0

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from paceline.errors import LayoutError
+from paceline.models.gpt import GPT
+from paceline.parallel.compile import compile_model, keep_cache, require_compiler
+from paceline.parallel.recompute import recompute
+
+
+@pytest.fixture(autouse=True)
+def no_real_compiler(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was handed to torch.compile."""
+    handed: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, *args, **kwargs: handed.append(function) or function)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    return handed
+
+
+@pytest.mark.parametrize(("how", "count"), [(True, 3 + 1), ("blocks", 3 + 1), ("model", 1)])
+def test_blocks_or_the_model_are_compiled(how: bool | str, count: int, no_real_compiler: list[Any]) -> None:
+    model = GPT(layers=3, width=16, heads=2)
+    names = list(model.state_dict())
+    compile_model(model, how)
+    assert len(no_real_compiler) == count and list(model.state_dict()) == names
+
+
+def test_a_model_without_blocks_is_compiled_as_a_whole(no_real_compiler: list[Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert "as a whole" in compile_model(model, True)
+    assert [function.__self__ for function in no_real_compiler] == [model]
+
+
+def test_what_is_recomputed_is_compiled_inside_so_that_both_forwards_are_the_compiled_one(
+    no_real_compiler: list[Any],
+) -> None:
+    model = GPT(layers=2, width=16, heads=2)
+    recompute(model, "full")
+    compile_model(model, True)
+    assert [function.__name__ for function in no_real_compiler] == ["forward", "forward", "finish"]
+    recompute(model, "selective")
+    compile_model(model, True)
+    assert [function.__name__ for function in no_real_compiler[3:]] == ["_call_impl", "_call_impl", "finish"]
+
+
+def test_no_compiler_is_found_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(LayoutError) as caught:
+        require_compiler(torch.device("cpu"))
+    assert caught.value.code == "layout.no-compiler"
+    require_compiler(torch.device("cuda"))
+
+
+def test_the_cache_is_the_users_own_folder_unless_one_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    assert keep_cache() == "/nowhere"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # which torch sets by itself
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert keep_cache() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "paceline" / "inductor")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert keep_cache() == str(tmp_path / ".cache" / "paceline" / "inductor")

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.run.jsonl import JsonlWriter, forget_after
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line, parse_constant=lambda word: f"not JSON: {word}") for line in path.read_text().splitlines()]
+
+
+def test_a_record_is_a_line_that_is_there_before_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = JsonlWriter(tmp_path / "metrics.jsonl")
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    file.append([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}])
+    assert lines(file.path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+    file.append([{"step": 3, "name": "é"}])
+    assert len(lines(file.path)) == 2  # held: the last write was just now
+    now[0] += 0.2
+    file.append([{'odd "% name': 4}])
+    assert lines(file.path)[2:] == [{"step": 3, "name": "é"}, {'odd "% name': 4}]
+    file.append([{"step": 5}])
+    file.close()
+    assert lines(file.path)[4:] == [{"step": 5}]
+
+
+def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:
+    file = JsonlWriter(tmp_path / "metrics.jsonl")
+    file.append([{"loss": float("nan"), "parts": {"a": float("inf"), "b": [1.0, float("-inf")]}}, {"loss": 1.0}])
+    file.close()
+    assert lines(file.path) == [{"loss": None, "parts": {"a": None, "b": [1.0, None]}}, {"loss": 1.0}]
+
+
+def test_a_second_run_in_the_same_file_goes_on_behind_the_first(tmp_path: Path) -> None:
+    for step in (1, 2):
+        file = JsonlWriter(tmp_path / "metrics.jsonl")
+        file.append([{"step": step}])
+        file.close()
+        file.close()
+    file.append([{"step": 3}])
+    file.close()
+    assert lines(file.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_the_half_line_of_a_killed_writer_spoils_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    file = JsonlWriter(path)
+    file.append([{"step": 3}])
+    file.close()
+    first, torn, third = path.read_text().splitlines()
+    assert (json.loads(first), torn, json.loads(third)) == ({"step": 1}, '{"step": 2, "lo', {"step": 3})
+
+
+def test_what_came_after_a_step_is_forgotten_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = ['{"step": 1}', '{"step": 2}', '{"evaluation": true, "step": 2}']
+    later = ['{"step": 3}', '{"evaluation": true, "step": 4}']
+    path.write_text("\n".join([*kept[:2], later[0], '{"torn', kept[2], later[1], '{"step": 4, "lo']))
+    assert forget_after(path, 2) == 2
+    assert path.read_text().splitlines() == kept
+    assert forget_after(path, 2) == 0
+    assert forget_after(path, 0) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"] and path.read_text() == ""
+
+
+def test_without_a_metrics_file_there_is_nothing_to_forget(tmp_path: Path) -> None:
+    assert forget_after(tmp_path / "metrics.jsonl", 2) == 0
+    assert list(tmp_path.iterdir()) == []
