@@ -12,7 +12,7 @@ from pathlib import Path
 import paceline
 from paceline import errors
 from paceline.diagnose import catalog
-from paceline.plan.layout import INCOMPATIBLE
+from paceline.plan.passes import INCOMPATIBLE
 
 SOURCE = Path(paceline.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))

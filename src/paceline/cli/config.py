@@ -20,7 +20,7 @@ def show(
     ] = None,
 ) -> None:
     """Print the effective recipe with where each value came from, then what follows from it."""
-    from paceline.plan import derive, layout
+    from paceline.plan import derive, layout, passes
     from paceline.plan import show as text
 
     config, _ = recipe.read(arguments, ranks)
@@ -28,10 +28,11 @@ def show(
     number = recipe.ranks_of(config) or recipe.DEFAULT_CPU_RANKS
     print(f"\n# derived, for {number} rank{'s' if number > 1 else ''}:")
     plan = layout.derive_layout(config, number)
+    passes.require_allowed(config, plan)
     batch = derive.derive_batch(config, plan)
     rows = {**batch.rows(), "learning rate": derive.learning_rate(config, batch.size)}
     print("\n".join("# " + line for line in text.table(rows).splitlines()))
-    applied = layout.passes_for(config, plan.degrees)
+    applied = passes.passes_for(config, plan.degrees)
     if applied:
         print("\n# applied to the model, in this order:")
     for part in applied:

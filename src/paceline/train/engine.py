@@ -28,7 +28,8 @@ from paceline.parallel.shards import broadcast_weights, local_shard
 from paceline.parallel.split import MultiContext, devices_of, is_spread
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
 from paceline.parallel.tensor.apply import check_plan, is_sequence_parallel
-from paceline.plan.layout import AXES, derive_layout, require_allowed
+from paceline.plan.layout import AXES, derive_layout
+from paceline.plan.passes import require_allowed
 from paceline.precision import policies
 from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives, consistency, process_group, rng
@@ -72,6 +73,7 @@ class Engine:
         )
         self.account.joined(self.world)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
+        require_allowed(config, plan)
         if plan.degrees.tensor > 1:
             check_plan(unwrap(model)[0], config.tensor, plan.degrees.tensor)
         if plan.degrees.pipeline > 1:

@@ -29,6 +29,7 @@ from paceline.plan import derive, show
 from paceline.plan.derive import Derived
 from paceline.plan.layout import derive_layout
 from paceline.plan.memory import MachineFacts
+from paceline.plan.passes import require_allowed
 from paceline.run import folder
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives, environment, rng
@@ -72,6 +73,7 @@ def check(config: Config, ranks: int) -> None:
     find_model(model.name, model.options())
     find_data(data.name, data.options())
     plan = derive_layout(config, ranks)
+    require_allowed(config, plan)
     derive.derive_batch(config, plan)
     shape = shape_of_model(config)
     if plan.degrees.tensor > 1:

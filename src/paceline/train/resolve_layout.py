@@ -11,8 +11,9 @@ from paceline.errors import LayoutError
 from paceline.models.size import size_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import memory as plan_memory
-from paceline.plan.layout import LayoutPlan, require_allowed
+from paceline.plan.layout import LayoutPlan
 from paceline.plan.memory import MachineFacts
+from paceline.plan.passes import require_allowed
 from paceline.runtime import collectives
 from paceline.runtime.device import memory_of
 from paceline.runtime.process_group import World

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
-from paceline.plan.layout import INCOMPATIBLE, PASSES, Degrees, derive_layout, passes_for
+from paceline.plan.layout import Degrees, derive_layout
 
 
 def degrees(world: int, nodes: int = 1, **keys: Any) -> Degrees:
@@ -46,12 +45,6 @@ def test_auto_takes_the_rest_of_the_world() -> None:
         ({"layout": {"shard": 3, "replicate": "auto"}}, "layout.degrees-and-world"),
         ({"layout": {"shard": "auto", "replicate": "auto"}}, "layout.two-autos"),
         ({"layout": {"shard": 4}, "strategy": "fsdp"}, "layout.strategy-and-layout"),
-        ({"strategy": "fsdp", "micro_batch": "auto"}, "layout.finder-and-layout"),
-        ({"strategy": "pp", "compile": "model"}, "layout.pipeline-and-compile"),
-        (
-            {"strategy": "pp", "compile": True, "pipeline": {"schedule": "zero-bubble"}},
-            "layout.zero-bubble-and-compile",
-        ),
     ],
 )
 def test_what_can_not_be_is_refused_before_ranks_start(keys: dict[str, Any], code: str) -> None:
@@ -66,27 +59,8 @@ def test_one_process_strategies_are_refused_in_a_larger_world() -> None:
             degrees(2, strategy=strategy)
 
 
-def test_the_order_of_application_is_the_written_one() -> None:
-    config = Config.from_dict({"layout": {"pipeline": 2, "shard": 2, "tensor": 2}, "recompute": "full"})
-    plan = derive_layout(config, 8)
-    assert [applied.name for applied in passes_for(config, plan.degrees)] == [
-        "pipeline",
-        "tensor",
-        "recompute",
-        "shard",
-    ]
-    assert len({applied.name for applied in PASSES}) == len(PASSES)
-    assert len({refused.code for refused in INCOMPATIBLE}) == len(INCOMPATIBLE)
-
-
 def test_ranks_along_tensor_and_pipeline_read_the_same_data() -> None:
     assert degrees(16, layout={"pipeline": 2, "replicate": 2, "shard": 2, "tensor": 2}).data_ranks == 4
-
-
-def test_the_guide_has_the_order_and_what_is_refused() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "guides" / "layouts.md").read_text()
-    assert [applied.name for applied in PASSES if f"`{applied.name}` | {applied.reason} |" not in guide] == []
-    assert [refused.code for refused in INCOMPATIBLE if f"`layout.{refused.code}`" not in guide] == []
 
 
 def test_hsdp_wants_as_many_ranks_on_each_node() -> None:
