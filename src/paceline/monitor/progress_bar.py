@@ -17,6 +17,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from paceline.log import Log
+
 
 @dataclass(slots=True)
 class Standing:
@@ -39,13 +41,12 @@ class Display(Protocol):
     def __enter__(self) -> Display: ...
     def __exit__(self, *exc: object) -> None: ...
     def show(self, standing: Standing) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
-def choose_display(total: int | None, done: int, *, silent: bool) -> Display:
+def choose_display(total: int | None, done: int, log: Log, *, silent: bool) -> Display:
     if silent:
         return Silent(done)
-    return Bar(total, done) if sys.stdout.isatty() else Lines(total, done)
+    return Bar(total, done) if sys.stdout.isatty() else Lines(total, done, log)
 
 
 class Silent:
@@ -63,17 +64,15 @@ class Silent:
     def show(self, standing: Standing) -> None:
         pass
 
-    def note(self, text: str) -> None:
-        pass
-
 
 class Lines:
     """A line at the first log point, one at the last, and at most one every few seconds between them."""
 
     SECONDS = 5.0
 
-    def __init__(self, total: int | None, done: int) -> None:
+    def __init__(self, total: int | None, done: int, log: Log) -> None:
         self.completed = done
+        self._log = log
         self._pace = _Pace(total, done)
         self._next = 0.0
         self._held_back: Standing | None = None
@@ -93,15 +92,12 @@ class Lines:
         self._next = time.monotonic() + self.SECONDS
         self._print(standing)
 
-    def note(self, text: str) -> None:
-        print(text, flush=True)
-
     def _print(self, standing: Standing) -> None:
         self._held_back = None
         facts = {"steps": f"step {self._pace.steps(standing.step)}", **_facts(standing)}
         if self._pace.total:
             facts["left"] = f"left {self._pace.left(standing.step)}"
-        print("  ".join(facts.values()), flush=True)
+        self._log.info("  ".join(facts.values()))
 
 
 class Bar:
@@ -128,9 +124,6 @@ class Bar:
 
     def show(self, standing: Standing) -> None:
         self._standing = standing
-
-    def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         completed = self.completed  # the loop may move on while this is drawn

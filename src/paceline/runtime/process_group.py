@@ -7,7 +7,6 @@ opens is closed when the process ends, on an error too.
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.distributed as torch_dist
 from torch._C._distributed_c10d import HashStore
 
 from paceline.errors import WorldError
+from paceline.log import Log
 from paceline.runtime import device as devices
 from paceline.runtime import environment
 from paceline.runtime.environment import RankInfo
@@ -125,7 +125,7 @@ def _fall_back(backend: str, place: RankInfo, device: torch.device, timeout: flo
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
     if backend != "gloo":
-        _say(f"fallback: {backend} could not start ({_first_line(error)}); going on with gloo", place)
+        _warn(f"fallback: {backend} could not start ({_first_line(error)}); going on with gloo", place)
         try:
             _open("gloo", place, timeout)
         except Exception as second:
@@ -133,16 +133,16 @@ def _fall_back(backend: str, place: RankInfo, device: torch.device, timeout: flo
         else:
             return World(place, device, "gloo")
     if not place.is_main:
-        _say("fallback: the distributed start failed; rank 0 goes on alone, this rank ends", place)
+        _warn("fallback: the distributed start failed; rank 0 goes on alone, this rank ends", place)
         raise SystemExit(0)
-    _say(f"fallback: the distributed start failed ({_first_line(error)}); going on as one rank", place)
+    _warn(f"fallback: the distributed start failed ({_first_line(error)}); going on as one rank", place)
     global _alone
     _alone = True
     return World(RankInfo(), device, "")
 
 
-def _say(text: str, place: RankInfo) -> None:
-    print(f"[rank {place.rank}] {text}", file=sys.stderr, flush=True)
+def _warn(text: str, place: RankInfo) -> None:
+    Log(place.rank, every_rank=True).warning(f"[rank {place.rank}] {text}")
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
+from paceline.log import rank_log
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
@@ -71,6 +72,7 @@ class Engine:
         self.world = process_group.init_world(
             device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
         )
+        self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
         self.account.joined(self.world)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
@@ -82,7 +84,7 @@ class Engine:
         self.model, wrapper = unwrap(model)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
         if wrapper:
-            self.say(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
+            self.log.info(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
         _set_switches(config, self.world.device)
         self.mesh = Mesh.build(self.layout.degrees, self.world, wanted=config.fsdp.offload)
         self._given_names = names_of(self.model)
@@ -114,25 +116,25 @@ class Engine:
                 materialize(self.model, self.model, self._home(), config.seed)
             where = compose.place(self.model, device, config)
             if where is not None:
-                self.say(where)
+                self.log.info(where)
         else:  # block by block, as it is cut
             broadcast_weights(self.model, device)
         self.staging: Staging | None = None
         if self.mesh.degrees.pipeline > 1:
             self.staging = Staging(self.model, config, self.mesh, self.task.optimizer, self.task.loss_fn)
             config = self.staging.config
-            self.say(f"pipeline: {len(self.staging.cutting.stages)} stages, layers: {self.staging.cutting}")
+            self.log.info(f"pipeline: {len(self.staging.cutting.stages)} stages, layers: {self.staging.cutting}")
         if self.mesh.data_ranks > 1 and config.sync_batchnorm:
             changed = convert_sync_batchnorm(self.model, self.mesh.data_group)
             if changed:
-                self.say(f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)")
+                self.log.info(f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)")
             others = left_alone(self.model)
             if others:
-                self.warn(
+                self.log.warning(
                     f"{', '.join(others[:4])}: a batch norm with a forward of its own counts each rank's samples only"
                 )
         for line in compose.change(self.model, self.mesh, config):
-            self.say(line)
+            self.log.info(line)
 
     def seed_drawing(self, step: int) -> None:
         """From here on data ranks draw differently (dropout), the model being the same on all of them."""
@@ -167,7 +169,7 @@ class Engine:
     def _left_out(self, optimizer: torch.optim.Optimizer) -> None:
         left_out = factory.check_parameters(self.model, optimizer)
         if left_out:
-            self.say(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
+            self.log.info(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
 
     def _build_optimizer(self) -> None:
         """After the layout: what it holds are the parameters that the layout left on this rank."""
@@ -210,7 +212,7 @@ class Engine:
         }
         if isinstance(self.module, PipelineLossModule):
             self.stepper: Stepper = PipelineStepper(
-                self.module, self.wrapped, settings=config.pipeline, say=self.say, **parts
+                self.module, self.wrapped, settings=config.pipeline, say=self.log.info, **parts
             )
         else:
             self.stepper = Stepper(self.module, self.wrapped, **parts)
@@ -226,7 +228,9 @@ class Engine:
             cut=self.cut,
         )
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
-            self.say(f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused")
+            self.log.info(
+                f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused"
+            )
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return to_device(micros, self.world.device, policies.input_cast(self.config.precision))
@@ -247,7 +251,7 @@ class Engine:
         # Ranks see different batches, and have to come to the same rule.
         weighed = any(collectives.all_gather_object(call.weighed is not None and call.should_weigh))
         self.module.call = call.as_weighed() if weighed else call
-        self.say(f"loss: {self.module.call.rule}")
+        self.log.info(f"loss: {self.module.call.rule}")
 
     def check(self, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
         """The pre-flight, once, before the first step. Needs `drawing` to be entered."""
@@ -268,8 +272,10 @@ class Engine:
         self.stepper.nominal = preflight.nominal(weight, groups)
         process_group.shorten_timeout(self.config.timeout)  # what compiles has compiled
         if unused and not several and self.config.unused_parameters == "error":
-            self.warn(f"the loss does not depend on {', '.join(unused[:8])}: on several ranks this would be an error")
-        self.say(
+            self.log.warning(
+                f"the loss does not depend on {', '.join(unused[:8])}: on several ranks this would be an error"
+            )
+        self.log.info(
             f"pre-flight: {self.world.size} rank{'s' if several else ''} ready; the first micro-batch weighs {weight:g}"
         )
 
@@ -279,7 +285,7 @@ class Engine:
         require_allowed(config, self.layout)
         here = config if self.staging is None else config.model_copy(update={"blocks": self.staging.config.blocks})
         for line in compose.recompute_from_now(self.model, here):
-            self.say(line)
+            self.log.info(line)
         self.config = config
 
     @contextmanager
@@ -291,14 +297,6 @@ class Engine:
             yield
         finally:
             self.model.to(self.world.device)
-
-    def say(self, text: str) -> None:
-        if self.world.is_main and not self.config.quiet:
-            print(text, flush=True)
-
-    def warn(self, text: str) -> None:
-        if self.world.is_main:
-            print(f"warning: {text}", flush=True)
 
 
 def one_optimizer(optimizer: Any) -> None:

@@ -61,7 +61,7 @@ class Loaders:
             found = finder.find(sample, int(batch.micro_batch.value))
         self._finder = None
         self._engine.config = self._engine.config.model_copy(update={"micro_batch": found})
-        self._engine.say(f"micro_batch: {found} samples fit (auto)")
+        self._engine.log.info(f"micro_batch: {found} samples fit (auto)")
         return self._batch_plan(data)
 
     def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:
@@ -75,4 +75,4 @@ class Loaders:
             pin_memory=engine.world.device.type == "cuda",
             training=not evaluating,
         )
-        return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.say)
+        return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)

@@ -66,7 +66,7 @@ class RankPoll:
             return request
         self._signals.take("save")
         if request == "save" and self._saver.run is not None:
-            self._engine.say(f"SIGUSR1: step {step} is being saved")
+            self._engine.log.info(f"SIGUSR1: step {step} is being saved")
         self._saver.step(step)
         self._saved_at = monotonic()
         return None
@@ -80,10 +80,10 @@ class RankPoll:
             self._saver.last(step)
             if self._saver.run is not None:
                 where = short(self._saver.run)
-                self._engine.say(f"{self.request}: step {step} is saved; resume={where} goes on with it")
+                self._engine.log.info(f"{self.request}: step {step} is saved; resume={where} goes on with it")
             return
         self._saver.finish()
-        self._engine.warn(
+        self._engine.log.warning(
             f"step {step} is not saved: that took {cost.seconds['all'] if cost else 0:.1f} s last time, and "
             f"{left or 0:.1f} s are left (checkpoint.grace)"
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import TrainError
+from paceline.log import Log
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, Standing
 from paceline.monitor.rank_stats import RankStats, process_memory
@@ -74,9 +75,10 @@ class Recorder:
         device: torch.device,
         callbacks: Callbacks,
         is_bad: Callable[[Record], bool],
+        log: Log,
     ) -> None:
         self._history, self._sinks, self._display, self._device = history, sinks, display, device
-        self._callbacks, self._is_bad = callbacks, is_bad
+        self._callbacks, self._is_bad, self._log = callbacks, is_bad, log
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
@@ -172,14 +174,14 @@ class Recorder:
         others = "".join(
             f", {name} {value:.4f}" for name, value in record.items() if name not in ("step", "epoch", "loss")
         )
-        self._display.note(f"step {record['step']}: evaluation loss {record['loss']:.4f}{others}")
+        self._log.info(f"step {record['step']}: evaluation loss {record['loss']:.4f}{others}")
         self._callbacks.call("on_evaluate", record)
 
     def release(self) -> None:
         self._sinks.release()
 
     def note(self, text: str) -> None:
-        self._display.note(text)
+        self._log.info(text)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -148,15 +148,15 @@ class Trainer:
         history = History(run=self._folder.open({**batch.rows(), **self._rates.begin(schedule)}))
         total = derive.total_steps(loader.steps_per_epoch, epochs, max_steps)
         if total is not None and self.step_count >= total:
-            self._engine.say(f"nothing to do: {self.step_count} steps are done, and {total} were asked for")
+            self._engine.log.info(f"nothing to do: {self.step_count} steps are done, and {total} were asked for")
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
-        silent = self.config.quiet or not self.is_main_process
+        silent, log = self.config.quiet or not self.is_main_process, self._engine.log
         sinks = factory.open_sinks(self.config, self._saver.run, self.world)
         self._saver.began_at = self.step_count
         with Signals() as signals:
             try:
-                with choose_display(total, self.step_count, silent=silent) as display, self._engine.draw:
+                with choose_display(total, self.step_count, log, silent=silent) as display, self._engine.draw:
                     poll = RankPoll(self._engine, self._saver, signals, self.config.save_minutes, self.step_count)
                     job = self._job(loader, history, sinks, display, val, epochs, max_steps, poll)
                     self._run_job(job, history)
@@ -180,7 +180,7 @@ class Trainer:
             if self.config.checkpoint.on_error and not isinstance(error, KeyboardInterrupt):
                 told = self._saver.save_on_error(error)
                 if told:
-                    self._engine.warn(told)
+                    self._engine.log.warning(told)
             self._tell_of(error)
             raise
         finally:
@@ -192,7 +192,7 @@ class Trainer:
         try:
             self._callbacks.call("on_error", Failed(self.step_count, error))
         except Exception as second:  # the first one is what the user has to read
-            self._engine.warn(f"a callback's on_error failed: {type(second).__name__}: {second}")
+            self._engine.log.warning(f"a callback's on_error failed: {type(second).__name__}: {second}")
 
     def evaluate(self, data: Any) -> Evaluation:
         """The mean loss over `data`, each sample counted once, and the metrics. A matter of all ranks."""
@@ -327,7 +327,8 @@ class Trainer:
         self._saver.last(step)
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
-        return Recorder(history, sinks, display, self.world.device, self._callbacks, self._engine.is_bad)
+        engine = self._engine
+        return Recorder(history, sinks, display, self.world.device, self._callbacks, engine.is_bad, engine.log)
 
     def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[MicroBatch]:
         """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
@@ -363,7 +364,7 @@ class Trainer:
         error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch)
         if self.config.nonfinite == "raise" or not ends:
             raise error
-        engine.warn(str(error))
+        engine.log.warning(str(error))
         return f"step {record['step']} was not finite (nonfinite: stop)"
 
     def _own_loop(self) -> CustomLoop:
@@ -396,4 +397,4 @@ class Trainer:
         ends = (config.train.epochs, config.train.max_steps)
         plan = derive.derive_schedule(config, size, steps_per_epoch, *ends, endless=True)
         rows = {**(self._sharing.plan.rows() if self._sharing.plan else {}), **self._rates.begin(plan)}
-        self._folder.open(rows) if self._saver.run is not None else self._engine.say(show.table(rows))
+        self._folder.open(rows) if self._saver.run is not None else self._engine.log.info(show.table(rows))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from paceline.log import rank_log
 from paceline.monitor.progress_bar import Bar, Display, Lines, Silent, Standing, choose_display
 
 STANDING = Standing(
@@ -29,7 +30,7 @@ def played(width: int, total: int | None = 5000, standing: Standing | None = STA
         bar.completed = 1200
         if standing is not None:
             bar.show(standing)
-        bar.note("step 1200: evaluation [loss] 1.2")
+        rank_log(0).info("step 1200: evaluation [loss] 1.2")
         bar.completed = 1500
     return screen.getvalue()
 
@@ -63,7 +64,7 @@ def test_eighty_columns_hold_what_matters_most() -> None:
     assert "accuracy" not in line
 
 
-def test_a_note_stands_above_the_bar_as_it_was_written() -> None:
+def test_a_log_line_stands_above_the_bar_as_it_was_written() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", played(80))
     assert "step 1200: evaluation [loss] 1.2\n" in text
     assert text.rindex("evaluation [loss]") < text.rindex("1500/5000")
@@ -105,18 +106,17 @@ def test_time_left_at_the_end_is_none() -> None:
 
 
 def test_lines_print_the_first_and_the_last_standing_and_few_between(capsys: pytest.CaptureFixture[str]) -> None:
-    with Lines(100, 0) as display:
+    with Lines(100, 0, rank_log(0)) as display:
         for step in range(10, 60, 10):
             display.completed = step
             display.show(Standing(step, 0, 0.5, 0.1, 5.0))
-        display.note("stopped early")
     printed = capsys.readouterr().out.splitlines()
-    assert [line[:11] for line in printed] == ["step 10/100", "stopped ear", "step 50/100"]
+    assert [line[:11] for line in printed] == ["step 10/100", "step 50/100"]
     assert "epoch 1  loss 0.5000  lr 0.1  5.0 samples/s  data wait 0%" in printed[0]
 
 
 def test_lines_print_the_last_step_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with Lines(30, 0) as display:
+    with Lines(30, 0, rank_log(0)) as display:
         for step in (10, 20, 30):
             display.completed = step
             display.show(Standing(step, 0, 0.5, 0.1, 5.0, extras={"accuracy": 0.25}))
@@ -126,18 +126,20 @@ def test_lines_print_the_last_step_once(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_silence_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with choose_display(10, 0, silent=True) as display:
+    with choose_display(10, 0, rank_log(0), silent=True) as display:
         display.completed = 3
         display.show(STANDING)
-        display.note("no")
     assert capsys.readouterr().out == ""
 
 
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
-    displays: list[Display] = [choose_display(10, 2, silent=False), choose_display(10, 2, silent=True)]
+    displays: list[Display] = [
+        choose_display(10, 2, rank_log(0), silent=False),
+        choose_display(10, 2, rank_log(0), silent=True),
+    ]
     with (tmp_path / "log").open("w") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        displays.append(choose_display(10, 2, silent=False))
+        displays.append(choose_display(10, 2, rank_log(0), silent=False))
     assert [type(display) for display in displays] == [Bar, Silent, Lines]
     assert [display.completed for display in displays] == [2, 2, 2]

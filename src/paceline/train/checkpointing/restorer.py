@@ -93,7 +93,7 @@ class Restorer:
         changed = [key for key in kept if before[key] != now[key]]
         if changed:
             told = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
-            self._engine.say(f"recipe: changed since this checkpoint: {told}")
+            self._engine.log.info(f"recipe: changed since this checkpoint: {told}")
 
     def _blind_to(self, path: Path) -> list[int]:
         """Ranks that can't see a checkpoint which rank 0 sees: it is sent to them."""
@@ -168,11 +168,11 @@ class Restorer:
             directory.clear_left_behind(Filesystem(), folder)
         collectives.barrier()
         if not collectives.broadcast_object(bool(directory.candidates(folder))):
-            self._engine.say(f"{why}: {short(run)} has no checkpoint yet: it begins at its beginning")
+            self._engine.log.info(f"{why}: {short(run)} has no checkpoint yet: it begins at its beginning")
             return False
         with self._engine.account.loading(self._engine.position):
             name, _ = self._newest(folder)
-        self._engine.say(f"{why}: {short(run)} goes on from {name}, after step {self._engine.position.step}")
+        self._engine.log.info(f"{why}: {short(run)} goes on from {name}, after step {self._engine.position.step}")
         return True
 
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
@@ -188,7 +188,7 @@ class Restorer:
                 if error.code != "checkpoint.damaged":
                     raise
                 passed.append(name)
-                self._engine.warn(f"{error.what} It is passed over.")
+                self._engine.log.warning(f"{error.what} It is passed over.")
                 continue
             return name, metadata
         raise CheckpointError(

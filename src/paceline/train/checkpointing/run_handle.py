@@ -75,7 +75,7 @@ class RunHandle:
         if not (path / manifests.NAME).exists() and not path.is_file():
             return False
         self._restorer.load(path)
-        self._engine.say(f"resume: begins from {folder.short(path)}, after step {self._engine.position.step}")
+        self._engine.log.info(f"resume: begins from {folder.short(path)}, after step {self._engine.position.step}")
         return True
 
     def _resume_newest(self) -> None:
@@ -92,7 +92,7 @@ class RunHandle:
         found = folder.newest(name) if engine.world.is_main else None
         run = collectives.broadcast_object(None if found is None else str(found))
         if run is None:
-            engine.say(f"resume: there is no run called {Path(name).name} yet: it begins at its beginning")
+            engine.log.info(f"resume: there is no run called {Path(name).name} yet: it begins at its beginning")
         else:
             self._go_on(Path(run))
 
@@ -126,13 +126,13 @@ class RunHandle:
                 fix="put it on a disk that all nodes share; or checkpoint: {unshared: gather}",
             )
         if blind:
-            engine.warn(f"{named} can't see {run}: what they hold is sent to rank 0, which writes it")
+            engine.log.warning(f"{named} can't see {run}: what they hold is sent to rank 0, which writes it")
 
     def open(self, rows: dict[str, Derived] | None = None) -> str | None:
         """The folder, made if there is none yet, with the recipe and `rows` written into it."""
         engine, saver = self._engine, self._saver
         if rows is not None:
-            engine.say(show.table(rows))
+            engine.log.info(show.table(rows))
         if saver.run is None:
             made = factory.open_run(engine.config, engine.model, engine.world.is_main)
             if made is not None:
@@ -140,7 +140,7 @@ class RunHandle:
                     Filesystem().sync_folder(made.parent)
                 self._take(made)
             if rows is not None and engine.world.size == 1 and not environment.was_launched():
-                engine.say(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
+                engine.log.info(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
         elif self._lock is None:
             self._lock_it(saver.run)
         run = saver.run

@@ -144,7 +144,7 @@ class Saver:
                     Filesystem(), self.checkpoints, directory.BEST, [name, *before][: self._config.keep_best]
                 )
             except OSError as error:  # the checkpoint is there; other ranks know nothing of pointers
-                self._engine.warn(
+                self._engine.log.warning(
                     f"{name} is the best one, but {directory.BEST} can't say so: {error.strerror or error}"
                 )
 
@@ -177,14 +177,14 @@ class Saver:
         except CheckpointError as error:
             if error.code == "checkpoint.not-tidied":  # it is there, and good
                 account.saved(self._saving_step)
-                self._engine.warn(str(error))
+                self._engine.log.warning(str(error))
                 return
             account.saved(self._saving_step, good=False)
             self._saved = None
             self._failures += 1
             if not bear or self._failures > _FAILURES_BORNE:
                 raise
-            self._engine.warn(f"{error}\n  Training goes on.")
+            self._engine.log.warning(f"{error}\n  Training goes on.")
             return
         self._failures = 0
         account.saved(self._saving_step)
