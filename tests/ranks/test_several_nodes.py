@@ -79,7 +79,7 @@ def test_without_the_first_node_the_others_end_and_the_run_can_be_resumed(job: J
     lost_at = time.monotonic()
     assert second.end() == 78, second.said
     assert time.monotonic() - lost_at < 10
-    assert second.said.count("[launch.meeting-lost]") == 1 and "Traceback" not in second.said
+    assert second.said.count("[launch.coordinator-lost]") == 1 and "Traceback" not in second.said
     assert ended(*job.both(options=("--resume",))) == [0, 0]
     job.assert_same(unbroken, began=range(8, 9))
 

@@ -62,7 +62,7 @@ def test_a_machine_that_is_cut_off_is_missed_and_the_other_goes_on(
     machines[1].cut_off()
     assert ended(first, second) == [0, 78], first.said + second.said
     assert "restart 1 of 1: node 1 was lost (node-lost)" in first.said
-    assert "[launch.meeting-lost]" in second.said
+    assert "[launch.coordinator-lost]" in second.said
     job.assert_same(unbroken, began=range(8, 9), world=2)
 
 

@@ -17,7 +17,7 @@ def node() -> None:
     from paceline.config.recipe import Config
     from paceline.errors import LaunchError
     from paceline.launcher.cluster import orders
-    from paceline.launcher.cluster.manual import MEETING_LOST
+    from paceline.launcher.cluster.manual import COORDINATOR_LOST
     from paceline.launcher.cluster.node import Node
     from paceline.launcher.launch import prepare_environment
     from paceline.launcher.rank_count import choose_ranks
@@ -46,9 +46,9 @@ def node() -> None:
     try:
         raise SystemExit(launcher.run())
     except LaunchError as error:
-        if error.code != "launch.meeting-lost":
+        if error.code != "launch.coordinator-lost":
             raise
-        raise SystemExit(MEETING_LOST) from None
+        raise SystemExit(COORDINATOR_LOST) from None
 
 
 def _enter(folder: str) -> None:

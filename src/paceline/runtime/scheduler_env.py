@@ -42,7 +42,7 @@ class SchedulerTask:
         if self.hosts:
             return expand(self.hosts)[0], self._port()
         raise WorldError(
-            "no-meeting-place",
+            "no-rendezvous",
             f"{self.starter} started {self.world} ranks on several machines, and nothing says where they meet.",
             why="its variables do not name the machine of rank 0",
             fix=f"mpirun -x MASTER_ADDR=HOST (Open MPI) or mpiexec -genv MASTER_ADDR HOST (MPICH, Intel MPI), where "

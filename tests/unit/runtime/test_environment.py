@@ -126,7 +126,7 @@ def test_mpi_ranks_on_several_machines_without_an_address_are_told_how_to_give_o
     several = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(WorldError, match="mpirun -x MASTER_ADDR=") as caught:
         master(several)
-    assert caught.value.code == "world.no-meeting-place"
+    assert caught.value.code == "world.no-rendezvous"
     assert master({**several, "MASTER_ADDR": "head"}) == "head:29500"
 
 

@@ -32,7 +32,7 @@ from paceline.launcher.network import LOOPBACK, is_loopback, listen, own_address
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
 
-MEETING_LOST = 78  # the exit status
+COORDINATOR_LOST = 78  # the exit status
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def launch_manual(work: Workload, launch: Launch, place: ManualNode) -> int:
         try:
             return Node(work, launch, ranks, [address], token, number=place.node, is_host=listener is not None).run()
         except LaunchError as error:
-            if error.code != "launch.meeting-lost":
+            if error.code != "launch.coordinator-lost":
                 raise
             print(error, file=sys.stderr, flush=True)
-            return MEETING_LOST
+            return COORDINATOR_LOST
 
 
 def _listen(place: ManualNode, token: str) -> socket.socket | None:

@@ -90,8 +90,8 @@ class Node:
                 speak_at = time.monotonic() + 10 * _FIRST_WORD
             if time.monotonic() > end:
                 raise LaunchError(
-                    "no-meeting",
-                    f"Nobody answered at {self._where} within {self._launch.wait:g} s.",
+                    "no-coordinator",
+                    f"No coordinator reachable at {self._where} after {self._launch.wait:g} s.",
                     why="the first node was not started, has another address or port, or a firewall is between",
                     fix="start it with --node-rank 0 and the same --master; try the port by hand: nc -vz HOST PORT",
                 )
@@ -115,7 +115,7 @@ class Node:
             select.select([self._channel], [], [], 0.1)
             self._pending += self._receive()
             if self._lost_at is not None and not self._pending:
-                raise _lost_meeting()
+                raise _coordinator_lost()
         return self._pending.pop(0)
 
     def _receive(self) -> list[Message]:
@@ -214,7 +214,7 @@ class Node:
         ledger.note("launched", ranks=order["world"], resumed=resumed, **facts)
         outcome = local_status.run_shown(self._work, start, self._launch, self)
         if self._lost_at is not None:
-            raise _lost_meeting()
+            raise _coordinator_lost()
         self._report(outcome)
 
     def _store_host(self) -> str:
@@ -292,16 +292,16 @@ def is_at_end(descriptor: int) -> bool:
 def _refused_token(where: str) -> LaunchError:
     return LaunchError(
         "wrong-token",
-        f"The meeting at {where} did not accept this launcher.",
-        why="its job has another token, or what listens there is no launcher of paceline",
+        f"The coordinator at {where} rejected this launcher.",
+        why="its job has another token, or the program listening there is not a paceline launcher",
         fix="copy ~/.paceline/token from the first node, or export the same PACELINE_TOKEN on all nodes",
     )
 
 
-def _lost_meeting() -> LaunchError:
+def _coordinator_lost() -> LaunchError:
     return LaunchError(
-        "meeting-lost",
-        "The connection to the first node was lost, and with it the store that ranks meet in.",
+        "coordinator-lost",
+        "Lost the connection to the coordinator on the first node.",
         why="its launcher was killed, or the machine or the network failed",
-        fix="start all nodes again with resume=auto: what was saved is gone on with",
+        fix="start all nodes again with resume=auto: training resumes from the last checkpoint",
     )
