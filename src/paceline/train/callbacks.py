@@ -100,12 +100,12 @@ class Callbacks:
             each for each in callbacks if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
         ]
 
-    def state_dicts(self) -> list[Any]:
-        """What those callbacks remember that can tell."""
+    def state_dict(self) -> list[Any]:
+        """The states of the callbacks that have one."""
         return [callback.state_dict() for callback in self._stateful]
 
-    def load_state_dicts(self, states: Sequence[Any]) -> None:
-        """In the order in which they were given; a callback that is new has nothing to take over."""
+    def load_state_dict(self, states: Sequence[Any]) -> None:
+        """In the order in which they were given; a callback that is new keeps its own."""
         for callback, state in zip(self._stateful, states, strict=False):
             callback.load_state_dict(state)
 

@@ -91,6 +91,12 @@ class LearningRate:
             return "after each evaluation"
         return "once an epoch" if self._config.scheduler_interval == "epoch" else "once an optimizer step"
 
+    def from_scheduler(self) -> None:
+        """Give the optimizer the rates that the user's scheduler has, if there is one."""
+        if self.scheduler is not None:
+            for group, rate in zip(self._updater.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
     def epoch_ended(self) -> None:
         if self.scheduler is not None and self.interval == "once an epoch":
             self.scheduler.step()

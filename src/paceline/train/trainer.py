@@ -106,7 +106,7 @@ class Trainer:
         )  # fmt: skip
         self._rates = LearningRate(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
         self._saver = Saver(config, engine, self._rates, self._callbacks)
-        self._restorer = Restorer(self._saver)
+        self._restorer = Restorer(self._saver, engine, self._rates)
         self._folder = RunHandle(engine, self._saver, self._restorer)
         self._sharing = Loaders(engine, finder)
         self._recorder: Recorder | None = None

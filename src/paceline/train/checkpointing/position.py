@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -13,6 +14,13 @@ class TrainProgress:
     epoch: int = 0
     evaluated: int = 0  # the step after which an evaluation was last made that was due
     epochs_ended: int = 0  # epochs whose end was attended to
+
+    def state_dict(self) -> dict[str, int]:
+        """Without step and epoch, which the manifest has itself."""
+        return {"evaluated": self.evaluated, "epochs_ended": self.epochs_ended}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.evaluated, self.epochs_ended = state["evaluated"], state["epochs_ended"]
 
     def reset(self) -> None:
         """To the beginning."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,6 +12,7 @@ from paceline.checkpoint import directory, external
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
+from paceline.checkpoint.state import LoadedState
 from paceline.checkpoint.transfer import fetched
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
@@ -20,9 +21,10 @@ from paceline.run.folder import short
 from paceline.runtime import collectives
 from paceline.runtime.consistency import flatten
 from paceline.runtime.rank_errors import run_on_all_ranks
-from paceline.runtime.serialization import from_json
-from paceline.train.checkpointing import restore
+from paceline.train.checkpointing.model_state import other_model
 from paceline.train.checkpointing.saver import FOLDER, Saver, require_own_weights
+from paceline.train.engine import Engine
+from paceline.train.lr import LearningRate
 
 # Where and how ranks run, and where a run lies, is no change of the training.
 _ELSEWHERE = {"resume", "run", "quiet", "port", "device", "workers"}
@@ -32,8 +34,8 @@ _ALL_LOAD = "all ranks load together: one that kept its own state would train an
 class Restorer:
     """Loads for one training. `position` is what a loaded checkpoint said of the data, until training goes on."""
 
-    def __init__(self, saver: Saver) -> None:
-        self._saver, self._parts, self._engine = saver, saver.parts, saver.parts.engine
+    def __init__(self, saver: Saver, engine: Engine, rates: LearningRate) -> None:
+        self._saver, self._engine, self._rates = saver, engine, rates
         self._position: dict[str, Any] | None = None
 
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -70,14 +72,14 @@ class Restorer:
 
     def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
         with fetched(path, self._saver.channel(), self._blind_to(path)) as here:
-            read = run_on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
-        manifest = read.checkpoint.manifest
-        _require_same(path, read.checkpoint)
-        restore.apply(self._parts, read.checkpoint, read.tensors, read.values, weights_only=weights_only)
+            loaded = run_on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
+        _require_same(path, loaded.checkpoint)
+        self._apply(loaded, weights_only)
+        manifest = loaded.checkpoint.manifest
         self._begin_from(None if weights_only else path.name, {} if weights_only else manifest.data)
         if not weights_only:
             self._tell_of_changes(manifest.recipe)
-        return read.metadata
+        return loaded.metadata
 
     def _begin_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
         """The training stands elsewhere now."""
@@ -102,11 +104,29 @@ class Restorer:
         seen = collectives.all_gather_object((path / manifests.NAME).exists())
         return [rank for rank, sees in enumerate(seen) if not sees] if seen[0] else []
 
-    def _read(self, path: Path, weights_only: bool) -> _Read:
+    def _read(self, path: Path, weights_only: bool) -> LoadedState:
         checkpoint = open_checkpoint(path)
-        tensors = restore.read(self._parts, checkpoint, weights_only=weights_only)
-        values = restore.plain_values(checkpoint, tensors, weights_only=weights_only)
-        return _Read(checkpoint, tensors, values, from_json(checkpoint.manifest.metadata, tensors.__getitem__))
+        without = () if checkpoint.manifest.optimizer else ("optimizer",)
+        return self._saver.state.read(checkpoint, weights_only=weights_only, without=without)
+
+    def _apply(self, loaded: LoadedState, weights_only: bool) -> None:
+        engine, manifest = self._engine, loaded.checkpoint.manifest
+        if weights_only:
+            self._saver.state.apply(loaded)
+            self._start_over()
+            return
+        engine.position.step, engine.position.epoch = manifest.step, manifest.epoch
+        self._saver.state.apply(loaded)
+        engine.updater.keep_buffers()
+        if not manifest.optimizer:
+            reset_state(engine.optimizer)
+            if loaded.values["scheduler"]:  # whose rates the new optimizer does not have yet
+                self._rates.from_scheduler()
+
+    def _start_over(self) -> None:
+        """Training begins with the weights that were loaded."""
+        reset_state(self._engine.optimizer)
+        self._engine.position.reset()
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Weights from elsewhere: training begins at its beginning with them."""
@@ -114,8 +134,7 @@ class Restorer:
         for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and name in brought.weights:  # else it is another one's twin
                 copy_shard_(tensor, brought.weights[name])
-        reset_state(self._engine.optimizer)
-        self._engine.position.reset()
+        self._start_over()
         self._begin_from(None, {})
         average = self._engine.average
         if average is not None:
@@ -153,13 +172,13 @@ class Restorer:
             if not isinstance(tensor, torch.Tensor) or (name not in brought.weights and id(tensor) in there):
                 continue  # of weights that are one tensor, one name is enough
             if name not in brought.weights:
-                raise restore.other_model(str(path), f"it has no {name}, which the model has")
+                raise other_model(str(path), f"it has no {name}, which the model has")
             shape = tuple(brought.weights[name].shape)
             if shape != tuple(tensor.shape):
-                raise restore.other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
+                raise other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
         foreign = [name for name in brought.weights if name not in own]
         if foreign and self._engine.mesh.degrees.pipeline == 1:
-            raise restore.other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
+            raise other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
 
     def resume(self, run: Path, why: str = "resume") -> bool:
         """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
@@ -214,13 +233,6 @@ class Restorer:
                 fix="set it as it was (the run's config.yaml has it); or load_checkpoint(…, weights_only=True), which "
                 "begins at the beginning of the data",
             )
-
-
-class _Read(NamedTuple):
-    checkpoint: Checkpoint
-    tensors: dict[str, torch.Tensor]
-    values: dict[str, Any]
-    metadata: dict[str, Any]
 
 
 def _kind(path: Path) -> str:

@@ -12,13 +12,14 @@ from typing import Any
 
 from paceline.checkpoint import directory
 from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.state import Snapshot
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.runtime import process_group
 from paceline.runtime.rank_errors import StoreBarrier, run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
-from paceline.train.checkpointing.capture import Snapshot, StateParts, capture
+from paceline.train.checkpointing.entries import training_state
 from paceline.train.engine import Engine
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.lr import LearningRate
@@ -35,7 +36,7 @@ class Saver:
     def __init__(self, config: Config, engine: Engine, rates: LearningRate, callbacks: Callbacks) -> None:
         self._config, self._engine, self._callbacks = config, engine, callbacks
         self.outcome = EvaluationPolicy(config, rates, engine.position)
-        self.parts = StateParts(engine, rates, self.outcome, callbacks)
+        self.state = training_state(engine, rates, self.outcome, callbacks)
         self.run: Path | None = None
         self.without_access: list[int] = []  # ranks that can't see the run folder
         self.parent: str | None = None  # the checkpoint that the next one follows
@@ -94,14 +95,14 @@ class Saver:
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
         assert self.checkpoints is not None
         with self._engine.account.saving():
-            captured = run_on_all_ranks(lambda: capture(self.parts), "Saving")
+            captured = run_on_all_ranks(self.state.capture, "Saving")
             if self._writer is None:
                 self._writer = Writer(self.channel(), without_access=self.without_access)
             self._saving = self._writer.begin(
                 self.checkpoints / directory.step_name(step),
                 captured.tensors,
                 self._describe(captured, True),
-                at_once=captured.changing,
+                at_once=captured.volatile,
                 background=background,
                 another_name=True,
                 after=lambda folder: self._committed(folder, best),
@@ -111,7 +112,6 @@ class Saver:
 
     def _describe(self, captured: Snapshot, include_optimizer: bool) -> Description:
         engine = self._engine
-        metadata = captured.values.pop("metadata")
         return Description(
             step=engine.position.step,
             epoch=engine.position.epoch,
@@ -122,7 +122,7 @@ class Saver:
             recipe=engine.config.to_dict(),
             data=self.data,
             state=captured.values,
-            metadata=metadata,
+            metadata=captured.metadata,
             aliases=captured.aliases,
         )
 
@@ -210,7 +210,7 @@ class Saver:
             self.finish()  # two saves at a time would mix their messages
         writer = Writer(self._group if engine.cut is not None else None)
         with engine.account.saving():
-            captured = capture(self.parts, include_optimizer, metadata)
+            captured = self.state.capture(metadata, without=() if include_optimizer else ("optimizer",))
             description = self._describe(captured, include_optimizer)
             writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
         engine.account.saved(engine.position.step)

@@ -1,0 +1,226 @@
+"""What a checkpoint holds: one list of entries, each saved and restored under its key.
+
+    state = TrainingState([StateEntry("model", …), StateEntry("scaler", …)], rank=0, layout={"ranks": 1})
+    snapshot = state.capture()           # on every rank: references, not copies
+    loaded = state.read(checkpoint)      # every entry read and verified; nothing has changed yet
+    state.apply(loaded)
+
+An entry's key is its name in the manifest's `state` and the prefix of its tensors (`<key>/…`), so adding an entry is
+all it takes to checkpoint another part of a training.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.planner import LocalShard
+from paceline.checkpoint.reader import Checkpoint, read_tensors
+from paceline.checkpoint.shard_file import require_dtype
+from paceline.errors import CheckpointError
+from paceline.runtime.serialization import from_json, to_json
+
+_METADATA = "metadata"  # the user's own values, saved and read like an entry
+
+
+class Stateful(Protocol):
+    """A part with plain values and full tensors, the same on every rank: rank 0 saves it."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@dataclass
+class ShardedState:
+    """What a sharded part saves on this rank."""
+
+    tensors: dict[str, LocalShard] = field(default_factory=dict)  # by path: below `<key>/` or `<key>-<kind>/`
+    volatile: set[str] = field(default_factory=set)  # paths, where the entry as a whole is not volatile
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of tensors, by path
+    values: Any = None  # as JSON, saved under `value_key`
+
+
+class ShardedStateful(ABC):
+    """A part with tensors that may be sharded. They go by the full model's names, so any layout finds its shards."""
+
+    value_key: str | None = None  # its name in the manifest's `state`; None if it has tensors only
+
+    @abstractmethod
+    def sharded_state(self) -> ShardedState: ...
+
+    @abstractmethod
+    def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+        """The tensors to read, by path, each sharded as it is on this rank. Raises if the checkpoint does not fit."""
+
+    @abstractmethod
+    def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One part of a training's state.
+
+    A `per_rank` part's `state_dict` holds tensors only. It is loaded on the layout that it was saved on; on any other,
+    the part is given an empty dict.
+    """
+
+    key: str
+    part: Stateful | ShardedStateful
+    scope: Literal["weights", "training"] = "training"  # "weights": also loaded with weights_only
+    per_rank: bool = False  # every rank saves its own
+    volatile: bool = True  # a forward may change its tensors: they are copied before the save returns
+    if_absent: Literal["error", "keep"] = "error"  # "keep": a checkpoint without it leaves the part as it is
+
+
+@dataclass
+class Snapshot:
+    """A training's state on this rank, for a `Writer`."""
+
+    tensors: dict[str, LocalShard] = field(default_factory=dict)
+    volatile: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    metadata: Any = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What was read of a checkpoint and compared with its hashes."""
+
+    checkpoint: Checkpoint
+    entries: Sequence[StateEntry]
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]  # by the entries' keys
+    metadata: dict[str, Any]
+
+
+class TrainingState:
+    """The entries in the order in which they are saved and applied, on one rank of a layout."""
+
+    def __init__(self, entries: Iterable[StateEntry], *, rank: int, layout: Mapping[str, Any]) -> None:
+        self.entries = tuple(entries)
+        self._rank, self._layout = rank, dict(layout)
+        keys = [entry.key for entry in self.entries]
+        assert len({*keys, _METADATA}) == len(keys) + 1, f"two entries have the same key: {keys}"
+
+    def capture(self, metadata: Mapping[str, Any] | None = None, *, without: Collection[str] = ()) -> Snapshot:
+        """References, not copies. `without` names keys to leave out."""
+        snapshot, found = Snapshot(), dict[str, Tensor]()
+        chosen = [entry for entry in self.entries if entry.key not in without]
+        for entry in (entry for entry in chosen if not entry.per_rank):
+            self._capture(entry, snapshot)
+        snapshot.metadata = to_json(dict(metadata or {}), _METADATA, found)
+        self._add(snapshot, found)
+        for entry in (entry for entry in chosen if entry.per_rank):  # behind what ranks have in common
+            self._capture(entry, snapshot)
+        for path, shard in snapshot.tensors.items():
+            require_dtype(path, shard.local.dtype)
+        return snapshot
+
+    def _capture(self, entry: StateEntry, snapshot: Snapshot) -> None:
+        part, tensors = entry.part, dict[str, Tensor]()
+        if isinstance(part, ShardedStateful):
+            state = part.sharded_state()
+            snapshot.tensors |= state.tensors
+            snapshot.volatile |= set(state.tensors) if entry.volatile else state.volatile
+            snapshot.aliases |= state.aliases
+            if part.value_key is not None:
+                snapshot.values[part.value_key] = state.values
+        elif entry.per_rank:
+            prefix = self._own_prefix(entry)
+            self._add(snapshot, {prefix + name: each for name, each in part.state_dict().items()}, entry)
+        else:
+            snapshot.values[entry.key] = to_json(part.state_dict(), entry.key, tensors)
+            self._add(snapshot, tensors, entry)
+
+    def _add(self, snapshot: Snapshot, tensors: Mapping[str, Tensor], entry: StateEntry | None = None) -> None:
+        if self._rank and not (entry is not None and entry.per_rank):
+            return  # rank 0's count for all
+        snapshot.tensors |= {path: LocalShard(tensor) for path, tensor in tensors.items()}
+        if entry is None or entry.volatile:
+            snapshot.volatile |= set(tensors)
+
+    def _own_prefix(self, entry: StateEntry) -> str:
+        return f"{entry.key}/rank-{self._rank}/"
+
+    def read(self, checkpoint: Checkpoint, *, weights_only: bool = False, without: Collection[str] = ()) -> LoadedState:
+        """Read and verify this rank's share of every entry. Apply it only once every rank has returned from here."""
+        manifest = checkpoint.manifest
+        chosen = [entry for entry in self.entries if entry.scope == "weights" or not weights_only]
+        entries = [entry for entry in chosen if entry.key not in without and _is_in(checkpoint, entry)]
+        targets: dict[str, Tensor] = {}
+        for entry in entries:
+            targets = {**self._targets(entry, checkpoint), **targets}  # an earlier entry's count
+        targets |= targets_below(manifest, _METADATA)
+        tensors = read_tensors(checkpoint, targets)
+        values = {
+            entry.key: from_json(manifest.state.get(key), tensors.__getitem__)
+            for entry in entries
+            if (key := _value_key(entry)) is not None
+        }
+        metadata = from_json(manifest.metadata, tensors.__getitem__)
+        return LoadedState(checkpoint, entries, tensors, values, metadata)
+
+    def _targets(self, entry: StateEntry, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+        if isinstance(entry.part, ShardedStateful):
+            return entry.part.read_targets(checkpoint)
+        # Rank 0 verifies those of ranks that do not exist any more, too.
+        own_only = entry.per_rank and self._rank != 0
+        return targets_below(checkpoint.manifest, self._own_prefix(entry)[:-1] if own_only else entry.key)
+
+    @torch.no_grad()
+    def apply(self, loaded: LoadedState) -> None:
+        """Put what `read` returned into the parts."""
+        for entry in loaded.entries:
+            part = entry.part
+            if isinstance(part, ShardedStateful):
+                part.load_sharded_state(loaded.checkpoint, loaded.tensors, loaded.values.get(entry.key))
+            elif entry.per_rank:
+                part.load_state_dict(self._own(entry, loaded))
+            else:
+                part.load_state_dict(loaded.values[entry.key])
+
+    def _own(self, entry: StateEntry, loaded: LoadedState) -> dict[str, Tensor]:
+        if loaded.checkpoint.manifest.layout != self._layout:
+            return {}
+        prefix = self._own_prefix(entry)
+        return {path.removeprefix(prefix): each for path, each in loaded.tensors.items() if path.startswith(prefix)}
+
+
+def targets_below(manifest: Manifest, key: str) -> dict[str, Tensor]:
+    """Every tensor of a key, in full."""
+    return {
+        path: torch.empty(entry.shape, device="meta")
+        for path, entry in manifest.tensors.items()
+        if path == key or path.startswith(f"{key}/")
+    }
+
+
+def _value_key(entry: StateEntry) -> str | None:
+    if isinstance(entry.part, ShardedStateful):
+        return entry.part.value_key
+    return None if entry.per_rank else entry.key
+
+
+def _is_in(checkpoint: Checkpoint, entry: StateEntry) -> bool:
+    """Whether a checkpoint has an entry; raises if it must. A part with sharded tensors only decides for itself."""
+    key = _value_key(entry)
+    manifest = checkpoint.manifest
+    if key in manifest.state if key is not None else targets_below(manifest, entry.key):
+        return True
+    if entry.if_absent == "keep":
+        return False
+    if key is None and isinstance(entry.part, ShardedStateful):
+        return True
+    raise CheckpointError(
+        "other-format",
+        f"The checkpoint {checkpoint.folder} can't be read: it has no state of {entry.key}.",
+        fix="load it with the version that wrote it",
+    )

@@ -1,0 +1,110 @@
+"""The parts of a training that a checkpoint holds, as state entries.
+
+    model/<name>                     weights and buffers
+    ema/<name>                       their averages
+    optimizer/<name>/<key>           the optimizer's state of a parameter
+    optimizer-values/<name>/<key>    where that is a plain number
+    random/rank-<r>/<generator>      each rank's random state
+
+To checkpoint another part, add a `StateEntry` to `training_state`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint.state import StateEntry, Stateful, TrainingState
+from paceline.runtime import rng
+from paceline.train.callbacks import Callbacks
+from paceline.train.checkpointing.model_state import EmaState, ModelState
+from paceline.train.checkpointing.optimizer_state import OptimizerState
+from paceline.train.engine import Engine
+from paceline.train.evaluation_policy import EvaluationPolicy
+from paceline.train.lr import LearningRate
+
+
+def training_state(
+    engine: Engine, rates: LearningRate, policy: EvaluationPolicy, callbacks: Callbacks
+) -> TrainingState:
+    """The one list of what a checkpoint holds. Weights come first: the others may build on them."""
+    entries = (
+        StateEntry("model", ModelState(engine), scope="weights", volatile=False),
+        StateEntry("ema", EmaState(engine), scope="weights", volatile=False),
+        StateEntry("optimizer", OptimizerState(engine), volatile=False),
+        StateEntry("scaler", OptionalState(engine.scaler)),
+        StateEntry("plateau", OptionalState(rates.plateau)),
+        StateEntry("scheduler", SchedulerState(rates)),
+        StateEntry("position", engine.position),
+        StateEntry("outcome", policy),
+        StateEntry("callbacks", callbacks),
+        StateEntry("random", RandomState(engine), per_rank=True),
+    )
+    return TrainingState(entries, rank=engine.world.rank_info.rank, layout=engine.layout_facts())
+
+
+class OptionalState:
+    """A part that some runs do not have: saved as None, and left as it is by a checkpoint that has none."""
+
+    def __init__(self, part: Stateful | None) -> None:
+        self._part = part
+
+    def state_dict(self) -> Any:
+        return None if self._part is None else self._part.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if self._part is not None and state:
+            self._part.load_state_dict(state)
+
+
+class SchedulerState:
+    """A scheduler's own attributes; functions (LambdaLR) are the user's and are built again."""
+
+    def __init__(self, rates: LearningRate) -> None:
+        self._rates = rates
+
+    def state_dict(self) -> Any:
+        return None if self._rates.scheduler is None else _without_functions(self._rates.scheduler.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        scheduler = self._rates.scheduler
+        if scheduler is not None and state:
+            scheduler.load_state_dict(_with_counters(state, scheduler.state_dict()))
+
+
+def _without_functions(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_functions(inner) for key, inner in value.items() if not callable(inner)}
+    if isinstance(value, (list, tuple)):
+        return [_without_functions(inner) for inner in value if not callable(inner)]
+    return value
+
+
+def _with_counters(saved: Any, own: Any) -> Any:
+    """MultiStepLR wants the Counter that it had, also inside a SequentialLR."""
+    if isinstance(own, Counter):
+        return Counter(saved)
+    if isinstance(saved, dict) and isinstance(own, dict):
+        return {key: _with_counters(value, own.get(key)) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [_with_counters(*pair) for pair in zip(saved, own, strict=True)]
+    return saved
+
+
+class RandomState:
+    """This rank's generators. A rank or layout that was not saved gets the seeds of the step instead."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return rng.random_state()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            rng.set_random_state(state)
+        else:
+            self._engine.seed_drawing(self._engine.position.step)

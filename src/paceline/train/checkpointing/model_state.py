@@ -1,0 +1,167 @@
+"""The model's weights and their averages, as parts of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoint.planner import LocalShard
+from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
+from paceline.errors import CheckpointError
+from paceline.optim.ema import Ema
+from paceline.parallel.shards import local_shard
+from paceline.runtime.serialization import to_json
+from paceline.train.engine import Engine
+
+
+class ModelState(ShardedStateful):
+    """Weights, buffers and extra state. Tied weights are saved once, with aliases."""
+
+    value_key = "extra"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def sharded_state(self) -> ShardedState:
+        engine, state = self._engine, ShardedState()
+        trained = {id(p) for p in engine.model.parameters() if p.requires_grad}
+        modules = engine.model.modules()
+        # A forward rescales these (nn.Embedding's max_norm).
+        renormed = {id(module.weight) for module in modules if getattr(module, "max_norm", None) is not None}
+        paths: dict[int, str] = {}
+        extra: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        copies = stage_copies(engine)
+        for name, value in engine.model.state_dict(keep_vars=True).items():
+            path = f"model/{name}"
+            if not isinstance(value, Tensor):
+                extra[name] = to_json(value, f"model-extra/{name}", tensors)
+                continue
+            first = f"model/{copies[name]}" if name in copies else paths.setdefault(id(value), path)
+            if first != path:
+                state.aliases[path] = first
+                continue
+            if not isinstance(value, nn.Parameter) and engine.mesh.data_rank != 0:
+                continue  # a buffer is the first data rank's, where ranks differ
+            state.tensors[path] = shard_of(value)
+            if id(value) not in trained or id(value) in renormed:
+                state.volatile.add(path)
+        state.tensors |= {path: LocalShard(tensor) for path, tensor in tensors.items()}
+        state.volatile |= set(tensors)
+        state.values = extra
+        return state
+
+    def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+        targets = {f"model/{name}": tensor for name, tensor in self._saved_names().items()}
+        _require_same_model(checkpoint, targets, is_stage=self._engine.mesh.degrees.pipeline > 1)
+        return targets | targets_below(checkpoint.manifest, "model-extra")
+
+    def _saved_names(self) -> dict[str, Tensor]:
+        """The model's tensors, by the names under which they are saved."""
+        copies = stage_copies(self._engine)
+        state = self._engine.model.state_dict(keep_vars=True)
+        return {copies.get(name, name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+    def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
+        """Into parameters and buffers in place. What else a state dict holds (extra state, copies that a hook made) is
+        loaded by the model's own `load_state_dict`."""
+        model = self._engine.model
+        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        others = dict(values)
+        for name, tensor in self._saved_names().items():
+            if id(tensor) in own:
+                local_shard(tensor).copy_(tensors[f"model/{name}"])
+            else:
+                others[name] = tensors[f"model/{name}"]
+        if others:
+            model.load_state_dict(others, strict=False)
+
+
+def _require_same_model(checkpoint: Checkpoint, targets: Mapping[str, Tensor], *, is_stage: bool) -> None:
+    manifest = checkpoint.manifest
+    for path, tensor in targets.items():
+        entry, name = manifest.entry(path), path.removeprefix("model/")
+        if entry is None:
+            raise other_model(checkpoint, f"it has no {name}, which the model has")
+        if list(tensor.shape) != entry.shape:
+            raise other_model(
+                checkpoint, f"{name} has the shape {tuple(entry.shape)}, the model's {tuple(tensor.shape)}"
+            )
+    if not is_stage:  # which knows its own names only
+        saved = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith("model/")]
+        foreign = [name for name in saved if name not in targets]
+        if foreign:
+            raise other_model(
+                checkpoint, f"it holds {foreign[0].removeprefix('model/')}, which the model does not have"
+            )
+    sources: dict[int, tuple[str, list[list[str]]]] = {}
+    for path, tensor in targets.items():
+        entry = manifest.entry(path)
+        assert entry is not None
+        hashes = [chunk.hashes for chunk in entry.chunks]
+        first, expected = sources.setdefault(id(tensor), (path, hashes))
+        if hashes != expected:
+            raise other_model(
+                checkpoint, f"{first} and {path} are one tensor in this model, and two different ones in it"
+            )
+
+
+def other_model(source: Checkpoint | str, difference: str) -> CheckpointError:
+    where = source if isinstance(source, str) else source.folder
+    return CheckpointError(
+        "other-model",
+        f"The checkpoint {where} does not fit this model: {difference}.",
+        fix="build the model with the options it was saved with (config.yaml in the run folder)",
+    )
+
+
+class EmaState(ShardedStateful):
+    """The averages, where the run has any. Those that a checkpoint does not have begin at its weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def sharded_state(self) -> ShardedState:
+        average, copies, state = self._engine.average, stage_copies(self._engine), ShardedState()
+        parameters = dict(self._engine.model.named_parameters())
+        for name, tensor in {} if average is None else average.state_dict().items():
+            if name not in copies:
+                state.tensors[f"ema/{name}"] = shard_of(tensor, parameters[name])
+        return state
+
+    def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+        average = self._engine.average
+        if average is None:
+            return {}
+        parameters = dict(self._engine.model.named_parameters())
+        return {path: parameters[name] for name, path in self._paths(average, checkpoint).items()}
+
+    def _paths(self, average: Ema, checkpoint: Checkpoint) -> dict[str, str]:
+        """Where each average is read from."""
+        copies = stage_copies(self._engine)
+        saved = {name: copies.get(name, name) for name in average.state_dict()}
+        has = checkpoint.manifest.entry
+        return {name: f"{'model' if has(f'ema/{own}') is None else 'ema'}/{own}" for name, own in saved.items()}
+
+    def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
+        average = self._engine.average
+        if average is not None:
+            average.load_state_dict({name: tensors[path] for name, path in self._paths(average, checkpoint).items()})
+
+
+def stage_copies(engine: Engine) -> Mapping[str, str]:
+    """Parameters of which a pipeline stage holds a copy, by name: the name of the original, on another stage."""
+    return {} if engine.staging is None else engine.staging.copies
+
+
+def shard_of(tensor: Tensor, like: Tensor | None = None) -> LocalShard:
+    """`like` is the parameter that the tensor belongs to, whose sharding it may have without being a DTensor."""
+    source = tensor if like is None else like
+    local = local_shard(tensor)
+    return LocalShard(
+        local, source if isinstance(source, DTensor) and local.shape == local_shard(source).shape else None
+    )
