@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +12,7 @@ import typer
 
 from paceline.errors import CheckpointError
 from paceline.run.folder import ROOT, short
+from paceline.text import columns, format_age, format_bytes, plural
 
 if TYPE_CHECKING:
     from paceline.checkpoint.directory import Found
@@ -40,14 +40,13 @@ def ls(
         print(f"There are no checkpoints in {path}.")
     else:
         titles = ("checkpoint", "step", "size", "age", "layout", "holds", "marks", "state")
-        print(_columns([titles, *(_row(each) for each in facts)]))
+        print(columns([titles, *(_row(each) for each in facts)]))
 
 
 @app.command("inspect")
 def inspect(path: Where, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds; of a run folder, the newest one."""
     from paceline.checkpoint import reader
-    from paceline.plan.memory import gib
 
     checkpoint = reader.open_checkpoint(_newest(path))
     manifest = checkpoint.manifest
@@ -64,13 +63,13 @@ def inspect(path: Where, as_json: AsJson = False) -> None:
         "layout": _layout(manifest.layout),
         "parent": manifest.parent or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
-        "size": f"{gib(_size(manifest))} in {len(manifest.files)} file{'s' if len(manifest.files) > 1 else ''}",
+        "size": f"{format_bytes(_size(manifest))} in {plural(len(manifest.files), 'file')}",
         "data": json.dumps(manifest.data),
         "metadata": json.dumps(manifest.metadata),
     }
-    print(_columns(list(facts.items())), end="\n\n")
+    print(columns(list(facts.items())), end="\n\n")
     rows = [(name, *(str(value) for value in entry.values())) for name, entry in tensors.items()]
-    print(_columns([("tensor", "dtype", "shape", "chunks", "bytes"), *rows]))
+    print(columns([("tensor", "dtype", "shape", "chunks", "bytes"), *rows]))
     for name, target in manifest.aliases.items():
         print(f"{name} is {target}")
 
@@ -163,12 +162,10 @@ def _facts(found: Found) -> dict[str, Any]:
 
 
 def _row(facts: dict[str, Any]) -> tuple[str, ...]:
-    from paceline.plan.memory import gib
-
     name, marks = short(facts["path"]), ", ".join(facts["marks"])
     if facts["problem"] is not None:
         return (name, "", "", "", "", "", marks, f"damaged: {facts['problem']}")
-    size, age, layout = gib(facts["bytes"]), _age(facts["created"]), _layout(facts["layout"])
+    size, age, layout = format_bytes(facts["bytes"]), _age(facts["created"]), _layout(facts["layout"])
     return (name, str(facts["step"]), size, age, layout, facts["holds"], marks, "sizes good")
 
 
@@ -185,19 +182,15 @@ def _layout(layout: dict[str, Any]) -> str:
     ranks = layout.get("ranks", 1)
     degrees = [f"{axis} {n}" for axis, n in layout.items() if axis != "ranks" and isinstance(n, int) and n > 1]
     words = [word for word in layout.values() if isinstance(word, str)]
-    return ", ".join([f"{ranks} rank{'s' if ranks != 1 else ''}", *degrees, *words])
+    return ", ".join([plural(ranks, "rank"), *degrees, *words])
 
 
 def _age(created: str) -> str:
-    """The largest unit of which there is at least one."""
     try:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
     except (ValueError, TypeError):  # it is text from a file
         return created
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    return format_age(seconds)
 
 
 def _tensors(manifest: Manifest) -> dict[str, dict[str, Any]]:
@@ -216,10 +209,3 @@ def _tensors(manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 def _reason(error: CheckpointError) -> str:
     return (error.what.partition(" is damaged: ")[2] or error.what).rstrip(".")
-
-
-def _columns(rows: Sequence[Iterable[str]]) -> str:
-    table = [list(row) for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
-    return "\n".join(line.rstrip() for line in lines)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import recipe
+from paceline.text import plural
 
 app = typer.Typer(help="Show the effective recipe, or the schema of all recipes.", no_args_is_help=True)
 
@@ -26,7 +27,7 @@ def show(
     config, _ = recipe.read(arguments, ranks)
     print(text.effective(config))
     number = recipe.ranks_of(config) or recipe.DEFAULT_CPU_RANKS
-    print(f"\n# derived, for {number} rank{'s' if number > 1 else ''}:")
+    print(f"\n# derived, for {plural(number, 'rank')}:")
     plan = layout.derive_layout(config, number)
     passes.require_allowed(config, plan)
     batch = derive.derive_batch(config, plan)

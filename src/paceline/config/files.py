@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import ConfigError
+from paceline.text import flatten
 
 
 class _Loader(yaml.SafeLoader):
@@ -88,7 +89,7 @@ def _shape(values: Any) -> str:
 def merge(values: Mapping[str, Any], overrides: Sequence[str], origin: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The values with the overrides applied, and for each dotted key where it came from."""
     merged = _copy(values)
-    origins = dict.fromkeys(_leaves(merged), origin)
+    origins = dict.fromkeys(flatten(merged, keep_empty=True), origin)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key or not all(key.split(".")):
@@ -100,7 +101,7 @@ def merge(values: Mapping[str, Any], overrides: Sequence[str], origin: str) -> t
         value = _parse_yaml(text, Path(f"override {key}"))
         _set(merged, key.split("."), value, override)
         origins = {known: place for known, place in origins.items() if not _covers(key, known)}
-        leaves = [f"{key}.{leaf}" for leaf in _leaves(value)] if isinstance(value, dict) and value else [key]
+        leaves = flatten({key: value}, keep_empty=True)
         origins.update(dict.fromkeys(leaves, f"override {override}"))
     return merged, origins
 
@@ -127,13 +128,3 @@ def _set(target: dict[str, Any], path: list[str], value: Any, override: str) -> 
 
 def _copy(value: Any) -> Any:
     return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found.extend(_leaves(value, f"{prefix}{key}."))
-        else:
-            found.append(f"{prefix}{key}")
-    return found

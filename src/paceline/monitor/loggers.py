@@ -25,6 +25,7 @@ from typing import Any, Protocol, TextIO
 
 from paceline.errors import PacelineError, TrainError
 from paceline.run.jsonl import open_to_append
+from paceline.text import flatten
 
 Record = Mapping[str, Any]
 
@@ -219,7 +220,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(name)
         identity = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run_id: str = self._client.create_run(identity, run_name=run.name).info.run_id
-        parameters = [self._mlflow.entities.Param(key, str(value)) for key, value in _leaves(settings)]
+        parameters = [self._mlflow.entities.Param(key, str(value)) for key, value in flatten(settings).items()]
         for part in _parts(parameters, self._MOST_PARAMETERS):
             self._client.log_batch(run_id, params=part)
         return run_id
@@ -258,14 +259,6 @@ def _numbers(record: Record) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "time"):
             yield prefix + name, value
-
-
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _parts(items: list[Any], most: int) -> Iterator[list[Any]]:

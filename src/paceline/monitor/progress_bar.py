@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.log import Log
+from paceline.text import format_bytes, format_clock, format_rate
 
 
 @dataclass(slots=True)
@@ -174,36 +175,23 @@ class _Pace:
             return "-"
         a_step = (time.monotonic() - self._since) / (completed - self._done)
         seconds = math.ceil(a_step * max(self.total - completed, 0))
-        hours, minutes = seconds // 3600, seconds // 60 % 60
-        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+        return format_clock(seconds)
 
 
 def _facts(standing: Standing) -> dict[str, str]:
     """What is known at a log point, in words; the order is the one on the screen."""
-    tokens = standing.tokens_per_second
+    tokens, samples = standing.tokens_per_second, standing.samples_per_second
     facts = {
         "epoch": f"epoch {standing.epoch + 1}",
         "loss": f"loss {_number(standing.loss)}",
         "lr": f"lr {standing.lr:.3g}",
-        "rate": f"{_short(standing.samples_per_second)} samples/s" if tokens is None else f"{_short(tokens)} tokens/s",
+        "rate": f"{format_rate(samples)} samples/s" if tokens is None else f"{format_rate(tokens)} tokens/s",
         "wait": f"data wait {standing.data_wait:.0%}",
     }
     if standing.memory is not None:
-        facts["memory"] = _bytes(standing.memory)
+        facts["memory"] = format_bytes(standing.memory)
     return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in standing.extras.items()}
 
 
 def _number(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
-
-
-def _bytes(value: int) -> str:
-    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-
-
-def _short(value: float) -> str:
-    """12,345 as 12.3k."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

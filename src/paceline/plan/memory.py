@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
 from paceline.plan.layout import Degrees, LayoutPlan, derive_layout
+from paceline.text import format_bytes, format_count
 
 SHARE = 0.7  # of the memory, for what is certain
 GATHERED_BLOCKS = 2  # the one that computes, and the next one
@@ -92,15 +93,15 @@ def choose(config: Config, size: ModelSize, machine: MachineFacts) -> LayoutPlan
     per_node = machine.ranks // machine.nodes
     whole = needed(config, size, Degrees(replicate=machine.ranks))
     sign = (
-        f"{_count(size.trainable)} parameters × {each.total} bytes ({each}) = {gib(whole)}; "
-        f"{SHARE:.0%} of a rank's memory is {gib(room)}"
+        f"{format_count(size.trainable)} parameters × {each.total} bytes ({each}) = {format_bytes(whole)}; "
+        f"{SHARE:.0%} of a rank's memory is {format_bytes(room)}"
     )
     if whole <= room:
         return LayoutPlan("ddp", Degrees(replicate=machine.ranks), f"auto: {sign}: each rank can hold the whole model")
     for plan in _cut(size, machine, per_node):
         need = needed(config, size, plan.degrees)
         if need <= room:
-            return LayoutPlan(plan.strategy, plan.degrees, f"auto: {sign}; {plan.reason}: {gib(need)}")
+            return LayoutPlan(plan.strategy, plan.degrees, f"auto: {sign}; {plan.reason}: {format_bytes(need)}")
     raise _too_large(f"auto: {sign}", size, config, machine)
 
 
@@ -134,7 +135,7 @@ def require_room(config: Config, size: ModelSize, plan: LayoutPlan, machine: Mac
     """A layout that needs more than there is ends here, rather than out of memory in its first step."""
     need = needed(config, size, plan.degrees)
     if need > machine.memory and not config.fsdp.offload:
-        raise _too_large(f"the layout {plan.degrees} needs {gib(need)} a rank", size, config, machine)
+        raise _too_large(f"the layout {plan.degrees} needs {format_bytes(need)} a rank", size, config, machine)
 
 
 def _too_large(what: str, size: ModelSize, config: Config, machine: MachineFacts) -> LayoutError:
@@ -142,19 +143,8 @@ def _too_large(what: str, size: ModelSize, config: Config, machine: MachineFacts
     enough = int(total / (SHARE * machine.memory)) + 1
     return LayoutError(
         "does-not-fit",
-        f"The model does not fit this machine: {what}, and a rank has {gib(machine.memory)}.",
+        f"The model does not fit this machine: {what}, and a rank has {format_bytes(machine.memory)}.",
         why="weights, gradients and optimizer state are needed in every step, whatever the batch",
         fix=f"use more ranks (fsdp on about {enough} would do), fsdp: {{offload: true}} on GPUs, "
         "an optimizer with less state, or a smaller model",
     )
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
-
-
-def _count(number: int) -> str:
-    for unit, name in ((1e9, " billion"), (1e6, " million")):
-        if number >= unit:
-            return f"{number / unit:.1f}{name}"
-    return str(number)

@@ -10,6 +10,7 @@ import torch.distributed as torch_dist
 
 from paceline.errors import WorldError
 from paceline.runtime import objects
+from paceline.text import flatten, numbered
 
 # Fixed, because ranks that disagree on the call also disagree on how long its description is.
 _DESCRIPTION_BYTES = 256
@@ -92,16 +93,4 @@ def by_rank(values: Sequence[str], indent: str = "    ") -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return "\n".join(
-        f"{indent}rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {value}" for value, who in ranks.items()
-    )
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return "\n".join(f"{indent}{numbered('rank', who)}: {value}" for value, who in ranks.items())

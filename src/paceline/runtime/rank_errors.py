@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 
 from paceline.errors import CheckpointError, PacelineError
 from paceline.runtime import collectives
+from paceline.text import numbered
 
 T = TypeVar("T")
 _LOOK_EVERY = 0.005
@@ -38,10 +39,9 @@ class StoreBarrier:
         rank, everybody = torch_dist.get_rank(), range(torch_dist.get_world_size())
         missing = _missing(store, [self._key(self._calls, call, each) for each in everybody], rank, seconds)
         if missing:
-            ranks = ", ".join(map(str, missing))
             raise CheckpointError(
                 "ranks-missing",
-                f"Rank{'s' * (len(missing) > 1)} {ranks} did not come to {call} within {seconds:g} s; rank {rank} did.",
+                f"{numbered('Rank', missing)} did not come to {call} within {seconds:g} s; rank {rank} did.",
                 why=why,
                 fix="call it on every rank, not behind `if trainer.is_main_process:`",
             )

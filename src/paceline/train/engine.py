@@ -36,6 +36,7 @@ from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives, consistency, process_group, rng
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
+from paceline.text import plural
 from paceline.train import factory, preflight, resolve_layout
 from paceline.train.checkpointing.position import TrainProgress
 from paceline.train.model_call import infer_call
@@ -275,9 +276,7 @@ class Engine:
             self.log.warning(
                 f"the loss does not depend on {', '.join(unused[:8])}: on several ranks this would be an error"
             )
-        self.log.info(
-            f"pre-flight: {self.world.size} rank{'s' if several else ''} ready; the first micro-batch weighs {weight:g}"
-        )
+        self.log.info(f"pre-flight: {plural(self.world.size, 'rank')} ready; the first micro-batch weighs {weight:g}")
 
     def recompute(self, kind: str) -> None:
         """Change it on the model as it stands, whatever is around it."""

@@ -14,6 +14,7 @@ from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.parallel.shards import local_shard
 from paceline.plan.derive import BatchPlan
+from paceline.text import format_bytes
 from paceline.train.engine import Engine
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
@@ -48,8 +49,8 @@ def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> Tra
         "out-of-memory",
         f"Out of memory on rank {engine.world.rank_info.rank} ({device}): "
         f"{_size(asked.group(1) if asked else None)} more was asked for; {_free(device)}.",
-        why=f"the model holds {_gib(parameters)}, its gradients {_gib(gradients)}, the optimizer {_gib(states)}; "
-        f"the rest are activations of a micro-batch of {samples}",
+        why=f"the model holds {format_bytes(parameters)}, its gradients {format_bytes(gradients)}, "
+        f"the optimizer {format_bytes(states)}; the rest are activations of a micro-batch of {samples}",
         fix=_advice(engine.config, plan, engine.world.size, gradients + states),
     )
 
@@ -61,10 +62,10 @@ def _bytes(value: Any) -> int:
 def _free(device: torch.device) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return f"{_gib(free)} of {_gib(total)} was free"
+        return f"{format_bytes(free)} of {format_bytes(total)} was free"
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free, total = (int(facts[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
-    return f"{_gib(free)} of {_gib(total)} was free"
+    return f"{format_bytes(free)} of {format_bytes(total)} was free"
 
 
 def _size(text: str | None) -> str:
@@ -72,11 +73,7 @@ def _size(text: str | None) -> str:
     if text is None:
         return "some"
     number = text.removesuffix("bytes").strip()
-    return _gib(int(number)) if number.isdigit() else text
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+    return format_bytes(int(number)) if number.isdigit() else text
 
 
 def _advice(config: Config, plan: BatchPlan | None, ranks: int, shardable: int) -> str:
@@ -89,7 +86,7 @@ def _advice(config: Config, plan: BatchPlan | None, ranks: int, shardable: int) 
     if config.precision in ("fp32", "fp64"):
         advice.append("precision: bf16 (activations at half the size)")
     if ranks > 1:
-        saved = _gib(shardable * (ranks - 1) // ranks)
+        saved = format_bytes(shardable * (ranks - 1) // ranks)
         advice.append(f"sharding gradients and optimizer over the {ranks} ranks would free {saved} on each")
     advice.append("recomputing activations (torch.utils.checkpoint) in the model's blocks")
     return "; ".join(advice)

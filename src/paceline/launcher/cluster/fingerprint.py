@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.text import flatten
+
 Identity = dict[str, dict[str, str]]  # of each aspect: what, and which
 
 _MANY = 2000  # files of code that are looked at
@@ -32,7 +34,7 @@ def identity(*, script: Path | None, recipe: Mapping[str, Any] | None) -> Identi
 
 def _recipe(recipe: Mapping[str, Any]) -> dict[str, str]:
     """Without what says where this node is among the others."""
-    flat = _flat({key: value for key, value in recipe.items() if key != "launch"})
+    flat = flatten({key: value for key, value in recipe.items() if key != "launch"})
     return {key: json.dumps(value) for key, value in flat.items()}
 
 
@@ -93,13 +95,3 @@ def _hash(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
         return "unreadable"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

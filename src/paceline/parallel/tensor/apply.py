@@ -30,6 +30,7 @@ from paceline.parallel.shards import shard_of, tied_parameters
 from paceline.parallel.tensor.comm_ops import gather_from_group
 from paceline.parallel.tensor.layers import prepare
 from paceline.runtime.mesh import Mesh
+from paceline.text import plural
 
 _CUT_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}  # of a weight
 
@@ -126,7 +127,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, settings: Settings) -> s
     model.register_forward_hook(_whole_outputs)
     cut = sum(word in _CUT_DIM for word in words.values())
     tokens = ", tokens cut between them" if sequence_parallel else ""
-    return f"tensor: {cut} layer{'s' if cut != 1 else ''} cut over {axis.size()} ranks{tokens}"
+    return f"tensor: {plural(cut, 'layer')} cut over {axis.size()} ranks{tokens}"
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -19,8 +19,8 @@ from paceline.optim.optimizers import reset_state
 from paceline.parallel.shards import copy_shard_, local_shard
 from paceline.run.folder import short
 from paceline.runtime import collectives
-from paceline.runtime.consistency import flatten
 from paceline.runtime.rank_errors import run_on_all_ranks
+from paceline.text import flatten
 from paceline.train.checkpointing.model_state import other_model
 from paceline.train.checkpointing.saver import FOLDER, Saver, require_own_weights
 from paceline.train.engine import Engine

@@ -22,6 +22,7 @@ from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.runtime.shared_storage import ranks_without_access
+from paceline.text import numbered
 from paceline.train import factory
 from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.saver import Saver
@@ -117,7 +118,7 @@ class RunHandle:
         self._saver.run = run
         engine.account.opened(run, self._name())
         self._saver.without_access = blind = ranks_without_access(run)
-        named = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind))}"
+        named = numbered("rank", blind)
         if blind and engine.config.checkpoint.unshared == "refuse":
             raise CheckpointError(
                 "unshared-folder",

@@ -1,0 +1,87 @@
+"""Numbers, lists and tables as text, and the little text that is read back: `key=value,…`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def format_bytes(size: float) -> str:
+    """`1.5 GiB`, `20.0 MiB`"""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def format_count(number: int) -> str:
+    """`7.0 billion`, `1.5 million`, `640128`"""
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.1f} {name}"
+    return str(number)
+
+
+def format_rate(value: float) -> str:
+    """`12.3k`, `123`, `4.5`: short, for a line with many numbers."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def format_duration(seconds: float) -> str:
+    """`4.2 s`, `3 min 20 s`, `2 h 5 min`"""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_age(seconds: float) -> str:
+    """The largest unit of which there is at least one: `3 d`, `7 h`, `12 min`, `4 s`"""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def format_clock(seconds: int) -> str:
+    """`1:02:03`, `2:03`"""
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+def plural(number: int, thing: str) -> str:
+    """`1 rank`, `2 ranks`"""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def numbered(thing: str, numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 3, 4`"""
+    return f"{thing}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def columns(rows: Iterable[Iterable[str]]) -> str:
+    """A table whose cells are aligned on the left."""
+    table = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def parse_pairs(text: str) -> list[tuple[str, str | None]]:
+    """`a=1,b,c=` as [("a", "1"), ("b", None), ("c", "")], in the order given."""
+    found: list[tuple[str, str | None]] = []
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        found.append((key, value if equals else None))
+    return found
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = False) -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}. A mapping that is empty is left out unless `keep_empty`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and (value or not keep_empty):
+            flat |= flatten(value, f"{prefix}{key}.", keep_empty=keep_empty)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from paceline import text
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, "0.0 MiB"), (20 * 2**20, "20.0 MiB"), (GIB, "1.0 GiB"), (1.54 * GIB, "1.5 GiB")]
+)
+def test_bytes(size: float, expected: str) -> None:
+    assert text.format_bytes(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(640128, "640128"), (1_500_000, "1.5 million"), (7_000_000_000, "7.0 billion")]
+)
+def test_counts(number: int, expected: str) -> None:
+    assert text.format_count(number) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(4.52, "4.5"), (123.4, "123"), (12345, "12.3k"), (1.25e6, "1.2M"), (3e9, "3.0G")]
+)
+def test_rates(value: float, expected: str) -> None:
+    assert text.format_rate(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(4.24, "4.2 s"), (59.96, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_durations(seconds: float, expected: str) -> None:
+    assert text.format_duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86400 * 3 + 5, "3 d")]
+)
+def test_ages(seconds: float, expected: str) -> None:
+    assert text.format_age(seconds) == expected
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0, "0:00"), (63, "1:03"), (3723, "1:02:03"), (360000, "100:00:00")])
+def test_clocks(seconds: int, expected: str) -> None:
+    assert text.format_clock(seconds) == expected
+
+
+def test_plurals() -> None:
+    assert [text.plural(number, "data rank") for number in (0, 1, 2)] == ["0 data ranks", "1 data rank", "2 data ranks"]
+    assert text.numbered("rank", [3]) == "rank 3"
+    assert text.numbered("rank", [3, 4]) == "ranks 3, 4"
+
+
+def test_columns_are_aligned_and_no_line_ends_in_spaces() -> None:
+    rows = [("name", "step", "note"), ("a", "100", ""), ("longer", "1", "here")]
+    assert text.columns(rows).split("\n") == ["name    step  note", "a       100", "longer  1     here"]
+    assert text.columns([]) == ""
+
+
+def test_pairs_keep_their_order_and_tell_an_empty_value_from_none() -> None:
+    assert text.parse_pairs("b=1,a,c=,b=x=y") == [("b", "1"), ("a", None), ("c", ""), ("b", "x=y")]
+    assert text.parse_pairs("") == [("", None)]
+
+
+def test_flatten() -> None:
+    nested = {"a": {"b": 1, "c": {"d": [2]}}, "e": None, "f": {}}
+    assert text.flatten(nested) == {"a.b": 1, "a.c.d": [2], "e": None}
+    assert text.flatten(nested, keep_empty=True) == {"a.b": 1, "a.c.d": [2], "e": None, "f": {}}
