@@ -91,7 +91,7 @@ def _tidy(disk: RecordingDisk, folder: Path, keep: int | None, committed: list[i
 
     def after(path: Path) -> None:
         committed.append(len(disk.operations))
-        directory.point(disk, folder, directory.LATEST, [path.name])
+        directory.point(disk, folder, "latest", [path.name])
         if keep is not None:
             directory.prune(disk, folder, keep, None)
 

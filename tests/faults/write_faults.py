@@ -74,7 +74,7 @@ def attempt(folder: Path, way: Way, disk: Filesystem) -> CheckpointError | None:
     saves.save(folder, 1, OLD)
 
     def after(path: Path) -> None:
-        directory.point(disk, folder, directory.LATEST, [path.name])
+        directory.point(disk, folder, "latest", [path.name])
         directory.prune(disk, folder, 1, None)
 
     try:

@@ -47,7 +47,7 @@ def test_a_node_rank_without_nodes_does_not_train_alone(tmp_path: Path) -> None:
 def test_a_run_folder_that_holds_something_is_never_removed(in_folder: Path) -> None:
     for name, content in (("empty", ""), ("full", "precious")):
         with pytest.raises(LaunchError), rank_logs.opened(Launch(None, name)) as where:
-            (where.path / "rank-0.log").write_text(content)
+            where.folder.rank_log(0).write_text(content)
             raise LaunchError("coordinator-lost", "The connection was lost.")
     assert not Path("runs/empty").exists() and Path("runs/full/logs/rank-0.log").exists()
 

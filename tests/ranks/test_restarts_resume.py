@@ -17,7 +17,9 @@ import pytest
 
 import tiny
 from faults import worlds
-from paceline.run import folder, heartbeat, ledger
+from paceline.run import failures, goodput, heartbeat
+from paceline.run.folder import RunFolder, short
+from paceline.run.ledger import Ledger
 from paceline.runtime import environment
 
 STEPS, DIES_IN = 20, 17
@@ -27,18 +29,18 @@ CHECKPOINT = {"background": False, "on_error": False}  # so that it is known whi
 class Launch:
     """A folder of a launch, and starts of its ranks."""
 
-    def __init__(self, path: Path) -> None:
-        self.folder, self.ledger = path, ledger.Ledger(path)
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, self.ledger = folder, Ledger(folder)
 
     def start(self, generation: int, body: Callable[[], Any], ranks: int = 2, **variables: str) -> list[worlds.Ended]:
         """Once; the first death is noted as the launcher does it."""
         self.ledger.note("launched", nodes=1, ranks=ranks, generation=generation)
-        heartbeat.clear(self.folder / "logs")
+        failures.clear(self.folder, range(ranks), everything=True)
         told = {
             environment.LAUNCHED: "1",
             environment.RUN_FOLDER: str(self.folder),
-            heartbeat.FOLDER: str(self.folder / "logs"),
-            heartbeat.RESTARTS: str(generation),
+            environment.LOG_FOLDER: str(self.folder),
+            environment.RESTART_COUNT: str(generation),
             **variables,
         }
 
@@ -48,7 +50,7 @@ class Launch:
 
         ended = worlds.run(ranks, in_rank)
         if any(each.status for each in ended):
-            step = max(page.step for page in heartbeat.read(self.folder / "logs").values())
+            step = max(page.step for page in heartbeat.read(self.folder).values())
             self.ledger.note("failed", cause="signal", rank=1, step=step)
         else:
             self.ledger.note("ended", status=0)
@@ -57,7 +59,7 @@ class Launch:
 
 @pytest.fixture
 def launch(in_folder: Path) -> Launch:
-    return Launch(folder.create("script"))
+    return Launch(RunFolder.create("script"))
 
 
 def training(
@@ -92,19 +94,19 @@ def test_a_killed_training_goes_on_in_its_folder_and_ends_as_if_nothing_had_been
     began = time.time()
     broken = launch.start(0, training(run, DIES_IN))
     assert broken[1].status == -signal.SIGKILL and broken[0].status
-    assert heartbeat.read(launch.folder / "logs")[1].trained == DIES_IN
+    assert heartbeat.read(launch.folder)[1].trained == DIES_IN
     again = launch.start(1, training(run))
     seconds = time.time() - began
     told = again[0].value
-    expected = launch.folder if run is None else launch.folder.with_name("mine")
+    expected = launch.folder.path if run is None else launch.folder.path.with_name("mine")
     assert (told["began"], told["run"]) == (14, str(expected))
-    assert f"start 2: {folder.short(expected)} goes on from step-000014, after step 14" in again[0].output
+    assert f"start 2: {short(expected)} goes on from step-000014, after step 14" in again[0].output
     assert steps_in(expected) == list(range(1, STEPS + 1))
     assert sorted(path.name for path in Path("runs").iterdir()) == sorted({"script", expected.name})
-    unbroken = Launch(folder.create("elsewhere/unbroken")).start(0, training("whole"))
+    unbroken = Launch(RunFolder.create("elsewhere/unbroken")).start(0, training("whole"))
     assert told["weights"] == unbroken[0].value["weights"]
 
-    found = ledger.summary(launch.folder)
+    found = goodput.summarize(launch.folder)
     assert (found.steps, found.lost_steps) == (STEPS, DIES_IN - 1 - 14)
     assert 0 < found.training < found.total and found.lost > 0 and found.start > 0 and found.saves > 0
     assert found.total == pytest.approx(seconds, rel=0.05)
@@ -117,7 +119,7 @@ def test_a_restart_before_the_first_save_begins_as_the_first_start_did(launch: L
     told = launch.start(1, training(resume=given, steps=8))[0].value
     assert (told["began"], told["run"]) == (2, str(in_folder / "runs" / "mine"))
     assert steps_in(told["run"]) == [3, 4, 5, 6, 7, 8]
-    assert ledger.summary(launch.folder).lost_steps == 2
+    assert goodput.summarize(launch.folder).lost_steps == 2
 
 
 def test_each_training_of_a_script_finds_its_own_folder_again(launch: Launch) -> None:
@@ -129,7 +131,7 @@ def test_each_training_of_a_script_finds_its_own_folder_again(launch: Launch) ->
     launch.start(0, script(8))
     first, second = launch.start(1, script(None))[0].value
     assert (first["began"], second["began"]) == (8, 7)
-    assert Path(first["run"]) == launch.folder and Path(second["run"]).name == "sequential"
+    assert first["run"] == str(launch.folder) and Path(second["run"]).name == "sequential"
     assert steps_in(second["run"]) == list(range(1, 10))
 
 
@@ -143,8 +145,8 @@ def test_a_suspected_step_leaves_the_ids_of_its_samples(launch: Launch, step: in
     """Ten steps are an epoch, and each has 16 of its 160 samples, on two ranks. The one that dies has come as far as
     its first micro-batch; in the first step that is in the pre-flight."""
     script = training(dies_in=step, accumulate=accumulate, micro_batch=8 // accumulate)
-    launch.start(0, script, **{heartbeat.SUSPECT_STEP: str(step)})
-    suspects = heartbeat.read_suspects(launch.folder / "logs")
+    launch.start(0, script, **{environment.SUSPECT_STEP: str(step)})
+    suspects = heartbeat.read_suspects(launch.folder)
     found = {rank: (each.step, each.epoch, len(each.samples)) for rank, each in suspects.items()}
     assert found == {0: (step, step // 10, 8), 1: (step, step // 10, 8 // accumulate)}
     samples = {index for each in suspects.values() for index in each.samples}
@@ -153,4 +155,4 @@ def test_a_suspected_step_leaves_the_ids_of_its_samples(launch: Launch, step: in
 
 def test_samples_are_not_noted_unless_a_step_is_suspected(launch: Launch) -> None:
     launch.start(0, training(steps=2), ranks=1)
-    assert heartbeat.read_suspects(launch.folder / "logs") == {}
+    assert heartbeat.read_suspects(launch.folder) == {}

@@ -25,8 +25,8 @@ from paceline.checkpoint.filesystem import Filesystem, write_new
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint, verify
 from paceline.errors import CheckpointError
+from paceline.run.folder import BEST, LATEST
 
-LATEST, BEST = "latest", "best"
 _SPARE = 1.05  # of the bytes to be written, that have to be free
 _LEFT_BEHIND = (".partial-", ".old-", ".gone-")
 

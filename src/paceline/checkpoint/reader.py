@@ -23,6 +23,7 @@ from paceline.checkpoint.hashing import Hashing
 from paceline.checkpoint.manifest import Chunk, Entry, Manifest, OtherFormat, Rejected, chunk_bytes
 from paceline.checkpoint.planner import ReadItem, narrow, plan_load
 from paceline.errors import CheckpointError
+from paceline.run.folder import ROOT, RunFolder
 
 _Spans = dict[tuple[str, int], list[ReadItem]]
 
@@ -52,7 +53,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(
             "missing",
             f"There is no checkpoint at {folder}.",
-            fix="give the folder that holds manifest.json, e.g. runs/gpt/checkpoints/step-000120",
+            fix=f"give the folder that holds {manifests.NAME}, e.g. {RunFolder(ROOT / 'gpt').checkpoints}/step-000120",
         )
     try:
         limit = manifests.longest(sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors")))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.errors import CheckpointError
-from paceline.run.folder import ROOT, short
+from paceline.run.folder import BEST, LATEST, ROOT, checkpoint_folders, short
 from paceline.text import columns, format_age, format_bytes, plural
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def _found(path: Path) -> list[Found]:
             return [directory.Found(path, reader.open_checkpoint(path).manifest)]
         except CheckpointError as problem:
             return [directory.Found(path, None, problem)]
-    folders = [path, path / "checkpoints", *sorted(path.glob("*/checkpoints"))]
-    found = [each for folder in folders for each in directory.candidates(folder)]
+    found = [each for folder in checkpoint_folders(path) for each in directory.candidates(folder)]
     return sorted(found, key=lambda each: "" if each.manifest is None else each.manifest.created, reverse=True)
 
 
@@ -148,7 +147,7 @@ def _nothing(path: Path) -> Found:
 def _facts(found: Found) -> dict[str, Any]:
     from paceline.checkpoint import directory
 
-    pointers = (directory.LATEST, directory.BEST)
+    pointers = (LATEST, BEST)
     facts: dict[str, Any] = {
         "path": str(found.folder),
         "marks": [each for each in pointers if found.folder.name in directory.pointed(found.folder.parent, each)],

@@ -22,9 +22,11 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launcher import results
 from paceline.launcher.cluster import manual, node_env
 from paceline.launcher.launch import Launch
+from paceline.launcher.local import rank_logs
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import LocalStart, Workload
-from paceline.run import failures, folder
+from paceline.run import failures
+from paceline.run.folder import RunFolder
 from paceline.runtime import environment
 
 
@@ -41,14 +43,14 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     if ranks is None:
         print(f"ranks: {number} ({reason})", flush=True)
     found = found or node_env.first_rank_contract(os.environ, number)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
-        logs = Path(temporary)
-        work = Workload(lambda: _call(fn, kwargs, logs))
+    with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        result = Path(scratch)
+        work = Workload(lambda: _call(fn, kwargs, result))
         if found is None or found.nodes_max == 1:
-            _run_here(work, LocalStart(number, logs))
+            _run_here(work, LocalStart(number, logs.folder))
         else:
             _run_among_several(work, number, found)
-        return results.read(logs)
+        return results.read(result)
 
 
 def _run_here(work: Workload, start: LocalStart) -> None:
@@ -74,7 +76,7 @@ def _run_among_several(work: Workload, ranks: int, found: node_env.NodeEnvironme
         raise LaunchError("rank-failed", f"The ranks ended with status {status}; the cause is shown above.")
 
 
-def _call(fn: Callable[..., Any], kwargs: dict[str, Any], logs: Path) -> None:
+def _call(fn: Callable[..., Any], kwargs: dict[str, Any], result: Path) -> None:
     import torch
 
     # The parent may have run a threaded operation: its pool is not in this process, and waiting for it would hang.
@@ -82,14 +84,14 @@ def _call(fn: Callable[..., Any], kwargs: dict[str, Any], logs: Path) -> None:
     value = fn(**kwargs)
     place = environment.read_rank_info()
     if place is None or place.is_main:
-        results.write(value, logs)
+        results.write(value, result)
 
 
-def _error(cause: Cause, logs: Path) -> PacelineError:
+def _error(cause: Cause, logs: RunFolder) -> PacelineError:
     """The rank's own error, or one for the way it ended; with what it had printed if that was not on screen."""
     record = failures.read(logs).get(-1 if cause.rank is None else cause.rank)
     error = LaunchError("rank-failed", f"{cause.what}.", fix=cause.fix) if record is None else record.as_error()
-    log = folder.rank_log(logs, cause.rank or 0)
+    log = logs.rank_log(cause.rank or 0)
     printed = log.read_text(errors="replace").strip() if log.exists() else ""
     if record is not None:
         printed = printed.replace(record.text.strip(), "").strip()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launcher.target import Target
+from paceline.run.folder import RunFolder
 
 GRACE = 30.0  # seconds that a SIGTERM leaves the ranks
 ORPHANS = 60.0  # seconds that ranks may go on without their launcher where another one may come for them
@@ -41,7 +42,7 @@ class LocalStart:
     """How to start the ranks of this machine, once."""
 
     ranks: int
-    logs: Path
+    logs: RunFolder  # of the run, or a temporary one
     port: int | None = None  # of a single node's store
     grace: float = GRACE
     generation: int = 0  # how often the ranks were started before

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from paceline.errors import PacelineError, TrainError
+from paceline.run.folder import METRICS, RunFolder
 from paceline.run.jsonl import open_to_append
 from paceline.text import flatten
 
@@ -35,7 +36,7 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
-def open_loggers(names: Sequence[str], run: Path, settings: Mapping[str, Any]) -> list[Logger]:
+def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, Any]) -> list[Logger]:
     """Open these places for the run in that folder. `settings` is the recipe, for those that show it."""
     opened: list[Logger] = []
     try:
@@ -48,7 +49,7 @@ def open_loggers(names: Sequence[str], run: Path, settings: Mapping[str, Any]) -
     return opened
 
 
-def _open(name: str, run: Path, settings: Mapping[str, Any]) -> Logger:
+def _open(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logger:
     try:
         return _PLACES[name](run, settings)
     except PacelineError:
@@ -82,17 +83,17 @@ class _Guarded:
         except Exception as error:
             if not self._failed:
                 self._failed = True
-                text = f"{self._name} takes no more metrics of this run: {error}. metrics.jsonl has them all."
+                text = f"{self._name} takes no more metrics of this run: {error}. {METRICS} has them all."
                 warnings.warn(text, stacklevel=2)
 
 
 class CsvFile:
-    """`metrics.csv`. A new column means that the file is written again, with the new header."""
+    """A CSV file. A new column means that the file is written again, with the new header."""
 
     _SHARED = ("step", "epoch", "time")
 
-    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
-        self._path = run / "metrics.csv"
+    def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
+        self._path = run.csv
         self._columns: list[str] = []
         self._file: TextIO | None = None
         if self._path.exists():
@@ -141,9 +142,9 @@ class CsvFile:
 class TensorBoard:
     """Event files in `tensorboard/`; `tensorboard --logdir RUNS` shows them. NaN is kept as it is."""
 
-    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         _module("tensorboard", "tensorboard")
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run / "tensorboard"))
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run.tensorboard))
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -158,13 +159,13 @@ class TensorBoard:
 class WeightsAndBiases:
     """A W&B run, with the recipe as its config. WANDB_MODE, WANDB_ENTITY and the like are W&B's own and hold."""
 
-    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         wandb = _module("wandb", "wandb")
-        noted = run / "wandb.id"
+        noted = run.wandb_id
         resumed = noted.exists()
         identity = noted.read_text().strip() if resumed else uuid.uuid4().hex[:8]
         self._run = wandb.init(
-            project=_project(settings), name=run.name, id=identity, resume="allow" if resumed else None,
+            project=_project(settings), name=run.path.name, id=identity, resume="allow" if resumed else None,
             dir=str(run), config=dict(settings),
             # Our bar would be copied a line at each refresh.
             settings=wandb.Settings(console="off"),
@@ -187,15 +188,15 @@ class Mlflow:
 
     _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # in one request
 
-    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         self._mlflow = _module("mlflow", "mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             for part in ("sqlalchemy", "alembic"):
                 _module(part, "mlflow")
-            uri = f"sqlite:///{run.resolve() / 'mlflow.db'}"
+            uri = f"sqlite:///{run.mlflow_database.resolve()}"
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
-        noted = run / "mlflow.id"
+        noted = run.mlflow_id
         if noted.exists():
             self._run_id = noted.read_text().strip()
             self._client.update_run(self._run_id, status="RUNNING")
@@ -215,18 +216,18 @@ class Mlflow:
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
-    def _create(self, run: Path, settings: Mapping[str, Any]) -> str:
+    def _create(self, run: RunFolder, settings: Mapping[str, Any]) -> str:
         name = _project(settings)
         experiment = self._client.get_experiment_by_name(name)
         identity = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        run_id: str = self._client.create_run(identity, run_name=run.name).info.run_id
+        run_id: str = self._client.create_run(identity, run_name=run.path.name).info.run_id
         parameters = [self._mlflow.entities.Param(key, str(value)) for key, value in flatten(settings).items()]
         for part in _parts(parameters, self._MOST_PARAMETERS):
             self._client.log_batch(run_id, params=part)
         return run_id
 
 
-_PLACES: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
+_PLACES: dict[str, Callable[[RunFolder, Mapping[str, Any]], Logger]] = {
     "csv": CsvFile,
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,

@@ -1,11 +1,11 @@
 """Tracing some steps: what takes the time, and does communication hide behind compute?
 
-    profiler = Profiler(config.profile, run_folder, rank)
+    profiler = Profiler(config.profile, run.trace(rank), rank)
     profiler.step(0)                        # before the loop, so that step 1 can be traced
     for …: text = profiler.step(finished)   # after each step; a text when the last of them is done
     text = profiler.close()                 # when training may have ended earlier
 
-The trace is `profile/rank-00000.json` in the run folder, for ui.perfetto.dev or chrome://tracing. Tracing slows small
+The trace is for ui.perfetto.dev or chrome://tracing. Tracing slows small
 steps down, so the shares are to be trusted more than the milliseconds.
 """
 
@@ -32,9 +32,8 @@ _RUNTIME = ("cuda", "cuLaunch", "Activity Buffer Request", "INVALID")
 
 
 class Profiler:
-    def __init__(self, settings: ProfileSection, folder: Path | None, rank: int) -> None:
-        self._settings, self._rank = settings, rank
-        self._path = None if folder is None else folder / "profile" / f"rank-{rank:05d}.json"
+    def __init__(self, settings: ProfileSection, path: Path | None, rank: int) -> None:
+        self._settings, self._path, self._rank = settings, path, rank
         self._trace: profile | None = None
         self._begin = self._end = self._finished = 0
         self._done = False

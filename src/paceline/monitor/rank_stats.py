@@ -1,10 +1,9 @@
-"""What each rank says about itself: `rank-00003.jsonl`, one record at each log point.
+"""Statistics of each rank: a file of its own, one record per log point.
 
     {"time": 1760000000.123, "step": 40, "samples_per_second": 812.5, "data_wait": 0.03, "memory": …, "peak_memory": …}
 
-At most ten a second are written, the last one always. A rank writes its own file and reads nobody's, so no rank waits
-for another. Whoever compares ranks (which one is slow,
-which one waits for data, which one fills up) reads the folder.
+At most ten records per second are written, and always the last one. A rank writes its own file and reads no other, so
+no rank waits for another. Tools that compare ranks (stragglers, data waits, memory) read all files.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from paceline.run.jsonl import JsonlWriter
 class RankStats:
     SECONDS_BETWEEN = 0.1
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = JsonlWriter(folder / f"rank-{rank:05d}.jsonl")
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = JsonlWriter(path)
         self._held: dict[str, float] | None = None
         self._next = 0.0
 

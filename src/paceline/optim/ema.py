@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.run.folder import CONFIG
 
 
 class Ema:
@@ -81,7 +82,7 @@ class Ema:
             raise CheckpointError(
                 "other-model",
                 "The averaged weights of the checkpoint have other names or shapes than this model's parameters.",
-                fix="build the model with the options it was saved with (config.yaml in the run folder)",
+                fix=f"build the model with the options it was saved with ({CONFIG} in the run folder)",
             )
         for name, average in mine.items():
             average.copy_(state[name])

@@ -1,4 +1,4 @@
-"""What a rank says of its own end: a record that it leaves beside its log. What of all that is the cause: cause.py."""
+"""Failure records: each rank that fails writes why beside its log. Which one is the cause: diagnose/cause.py."""
 
 from __future__ import annotations
 
@@ -13,38 +13,34 @@ from types import TracebackType
 
 from paceline import errors
 from paceline.errors import LaunchError, PacelineError
-from paceline.run.folder import rank_log
+from paceline.run.folder import RunFolder
 
 _TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What one rank says of its end."""
+    """Why one rank exited."""
 
     rank: int
     time: float
     exit_code: int
-    text: str  # the traceback, or for an error with a code its text
+    text: str  # the traceback, or the message of an error with a code
     error: dict[str, str] | None = None  # the parts of an error with a code
 
-    def write(self, folder: Path) -> None:
-        path = _path(folder, self.rank)
+    def write(self, folder: RunFolder) -> None:
+        path = folder.failure(self.rank)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)))
         partial.rename(path)
 
     def as_error(self) -> PacelineError:
-        """The rank's own coded error again, or one that carries its traceback."""
+        """The error with a code that the rank raised, or a `launch.rank-failed` with its traceback."""
         if self.error is not None:
             again = error_of(self.error)
             again.add_note(f"on rank {self.rank}")
             return again
         return LaunchError("rank-failed", f"Rank {self.rank} failed:\n{self.text.rstrip()}")
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}.json"
 
 
 def parts_of(error: PacelineError) -> dict[str, str]:
@@ -60,7 +56,7 @@ def error_of(parts: Mapping[str, str]) -> PacelineError:
 
 
 def describe(error: BaseException, rank: int) -> FailureRecord:
-    """A failure record for an exception that ended a rank."""
+    """The failure record for an exception that a rank raised."""
     now = time.time()
     if isinstance(error, PacelineError):
         return FailureRecord(rank, now, 1, str(error), parts_of(error))
@@ -69,46 +65,45 @@ def describe(error: BaseException, rank: int) -> FailureRecord:
 
 
 def _user_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's first line on: how the launcher got there helps nobody."""
+    """The traceback from the user's first frame on, without the launcher's frames."""
     ours = (str(Path(errors.__file__).parent / "launcher"), "<frozen runpy>", "<frozen importlib")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return trace
 
 
-def read(folder: Path) -> dict[int, FailureRecord]:
-    """What ranks have said of their ends, by rank."""
-    records = [FailureRecord(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
+def read(folder: RunFolder) -> dict[int, FailureRecord]:
+    """All failure records, by rank."""
+    paths = folder.failure.existing().values()
+    records = [FailureRecord(**json.loads(path.read_text())) for path in paths]
     return {record.rank: record for record in records}
 
 
-def log_sizes(folder: Path) -> dict[int, int]:
-    """How much each rank's log holds."""
-    found = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.log")}
-    return {int(rank): path.stat().st_size for rank, path in found.items() if rank.isdecimal()}
+def first_coded(folder: RunFolder) -> FailureRecord | None:
+    """The earliest record of an error with a code, if any: after an interrupt, later ones are consequences."""
+    return min((record for record in read(folder).values() if record.error), key=lambda each: each.time, default=None)
 
 
-def tail(folder: Path, rank: int, lines: int = 20, since: int = 0) -> str:
-    """The last lines that a rank printed, behind the first `since` bytes."""
+def clear(folder: RunFolder, ranks: Sequence[int], *, everything: bool) -> None:
+    """Remove what an earlier start of these ranks left. Other nodes may write to the same folder at the same time, so
+    their ranks' files stay; with `everything`, files of higher ranks, left by a larger world, are removed too."""
+    for files in (folder.failure, folder.heartbeat, folder.suspects):
+        for rank, path in files.existing().items():
+            if rank in ranks or (everything and rank > max(ranks)):
+                path.unlink(missing_ok=True)
+
+
+def log_sizes(folder: RunFolder) -> dict[int, int]:
+    """The size of each rank's log in bytes."""
+    return {rank: path.stat().st_size for rank, path in folder.rank_log.existing().items()}
+
+
+def tail(folder: RunFolder, rank: int, lines: int = 20, since: int = 0) -> str:
+    """The last lines of a rank's log, after the first `since` bytes."""
     try:
-        with rank_log(folder, rank).open("rb") as file:
+        with folder.rank_log(rank).open("rb") as file:
             file.seek(max(since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
-
-
-def forget(folder: Path, ranks: Sequence[int], *, everything: bool) -> None:
-    """What is found here later is of the start that comes now. Other nodes may write into the same folder at this very
-    moment; what is of no rank of theirs (`everything`: of none behind these) is left of a larger world."""
-    for pattern in ("failure-*.json", "progress-*", "suspects-*.json"):
-        for path in folder.glob(pattern):
-            number = path.stem.rpartition("-")[2]
-            if number.isdecimal() and (int(number) in ranks or (everything and int(number) > max(ranks))):
-                path.unlink(missing_ok=True)
-
-
-def first_coded(folder: Path) -> FailureRecord | None:
-    """The first error with a code that a rank left, if any: after an interrupt others are mere consequences."""
-    return min((record for record in read(folder).values() if record.error), key=lambda each: each.time, default=None)

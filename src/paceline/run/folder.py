@@ -1,54 +1,217 @@
-"""The run folder: everything that a run leaves behind, in one place.
+"""The run folder: everything that a run leaves on disk. The only module that spells the names of its files.
 
-runs/gpt/            the first run of that name; the next ones are runs/gpt-2, runs/gpt-3, …
-  config.yaml        the effective recipe
-  derived.json       what followed from it on these ranks, with reasons
-  metrics.jsonl      a line for each step and evaluation
-  ledger.jsonl       where the minutes went (ledger.py)
-  logs/rank-0.log    what each rank printed
-  checkpoints/       weights and state
-  .lock              who works in it now (run/lock.py)
+    folder = RunFolder.create("gpt")
+    folder.metrics               # runs/gpt/metrics.jsonl
+    folder.rank_log(3)           # runs/gpt/logs/rank-3.log
+
+The first run named `gpt` is `runs/gpt`; the next ones are `runs/gpt-2`, `runs/gpt-3`, …
+
+    config.yaml                  the effective recipe
+    derived.json                 values derived from it, with reasons
+    metrics.jsonl                one line per step and evaluation (jsonl.py)
+    ledger.jsonl                 events of the launcher and of rank 0 (ledger.py)
+    .lock                        held by the job that writes to the folder (lock.py)
+    checkpoints/                 one folder per checkpoint; `latest` and `best` name checkpoints
+    events/rank-00000.jsonl      throughput and memory of each rank
+    profile/rank-00000.json      profiler trace of each rank
+    logs/rank-0.log              output of each rank
+    logs/progress-0              heartbeat of each rank; beside it suspects-0.json (heartbeat.py)
+    logs/failure-0.json          failure record of each rank (failures.py)
+    logs/target.json             the program that ranks run in a new interpreter
+    metrics.csv, tensorboard/, wandb.id, mlflow.id, mlflow.db    of the loggers
+
+A launch without a run folder keeps its logs in a temporary folder of the same layout.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from paceline.errors import CheckpointError, LaunchError, did_you_mean
 
 ROOT = Path("runs")
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # also named in messages
+LATEST, BEST = "latest", "best"  # in any folder of checkpoints
+_CHECKPOINTS = "checkpoints"
 
 
-def create(name: str) -> Path:
-    """A new folder for a run: `name` under runs/, or a path. One that exists is never written into."""
-    wanted = _path(name)
-    try:
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        if wanted.exists() and not wanted.is_dir():
-            raise _refusal(wanted, "there is a file of that name")
-        for number in count(1):
-            folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-            # An empty folder of that name was made for this run by somebody; a new one is claimed by making it.
-            if _is_empty_folder(folder) or _made(folder):
-                (folder / "logs").mkdir()
-                return folder
-    except OSError as error:
-        raise _refusal(wanted, error.strerror or str(error)) from None
-    raise AssertionError("counting never ends")
+@dataclass(frozen=True)
+class RankFiles:
+    """One file per rank: `files(3)` is the path for rank 3."""
+
+    folder: Path
+    name: str  # with a placeholder for the rank
+
+    def __call__(self, rank: int) -> Path:
+        return self.folder / self.name.format(rank)
+
+    def existing(self) -> dict[int, Path]:
+        """The files on disk, by rank."""
+        prefix, suffix = re.split(r"{.*}", self.name)
+        paths = self.folder.glob(f"{prefix}*{suffix}")
+        found = {path.name.removeprefix(prefix).removesuffix(suffix): path for path in paths}
+        return {int(rank): found[rank] for rank in sorted(found) if rank.isdecimal()}
 
 
-def run_at(path: str) -> Path | None:
-    """The run folder at a path, which may also be that of its checkpoints; None where there is no run."""
-    folder = Path(path).absolute()
-    folder = folder.parent if folder.name == "checkpoints" else folder
-    return folder if _holds_a_run(folder) else None
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run folder. Creating an instance does not touch the disk."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    @property
+    def derived(self) -> Path:
+        return self.path / "derived.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / _CHECKPOINTS
+
+    @property
+    def latest(self) -> Path:
+        return self.checkpoints / LATEST
+
+    @property
+    def best(self) -> Path:
+        return self.checkpoints / BEST
+
+    @property
+    def csv(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def wandb_id(self) -> Path:
+        return self.path / "wandb.id"
+
+    @property
+    def mlflow_id(self) -> Path:
+        return self.path / "mlflow.id"
+
+    @property
+    def mlflow_database(self) -> Path:
+        return self.path / "mlflow.db"
+
+    @property
+    def rank_stats(self) -> RankFiles:
+        return RankFiles(self.path / "events", "rank-{:05d}.jsonl")
+
+    @property
+    def trace(self) -> RankFiles:
+        return RankFiles(self.path / "profile", "rank-{:05d}.json")
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def target(self) -> Path:
+        return self.logs / "target.json"
+
+    @property
+    def rank_log(self) -> RankFiles:
+        return RankFiles(self.logs, "rank-{}.log")
+
+    @property
+    def heartbeat(self) -> RankFiles:
+        return RankFiles(self.logs, "progress-{}")
+
+    @property
+    def suspects(self) -> RankFiles:
+        return RankFiles(self.logs, "suspects-{}.json")
+
+    @property
+    def failure(self) -> RankFiles:
+        return RankFiles(self.logs, "failure-{}.json")
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run has started in this folder."""
+        return self.config.is_file() or self.checkpoints.is_dir()
+
+    @property
+    def short(self) -> str:
+        """The path for display, relative to the working directory."""
+        return short(self.path)
+
+    @property
+    def requested_name(self) -> str:
+        """The name that `create` was called with, as far as it can be inferred: the path without its number."""
+        numbered = re.fullmatch(r"(.+)-\d+", self.path.name)
+        first = self.path if numbered is None else self.path.with_name(numbered[1])
+        return str(first if first.is_dir() else self.path)
+
+    def is_run_of(self, name: str) -> bool:
+        """Whether `create(name)` could have created this folder."""
+        wanted = _path(name)
+        numbered = rf"{re.escape(wanted.name)}(-([2-9]|[1-9]\d+))?"
+        return self.path.parent == wanted.parent and re.fullmatch(numbered, self.path.name) is not None
+
+    @classmethod
+    def create(cls, name: str) -> RunFolder:
+        """Create a new run folder: `name` under runs/, or a path. An existing run is never written to."""
+        wanted = _path(name)
+        try:
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            if wanted.exists() and not wanted.is_dir():
+                raise _refusal(wanted, "there is a file of that name")
+            for number in count(1):
+                path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+                # Somebody made an empty folder of that name for this run; a new one is claimed by creating it.
+                if _is_empty_folder(path) or _made(path):
+                    folder = cls(path)
+                    folder.logs.mkdir()
+                    return folder
+        except OSError as error:
+            raise _refusal(wanted, error.strerror or str(error)) from None
+        raise AssertionError("counting never ends")
+
+    @classmethod
+    def at(cls, path: str) -> RunFolder | None:
+        """The run folder at a path, which may also be that of its checkpoints; None if there is no run."""
+        found = Path(path).absolute()
+        folder = cls(found.parent if found.name == _CHECKPOINTS else found)
+        return folder if folder.has_run else None
+
+    @classmethod
+    def newest(cls, name: str) -> RunFolder | None:
+        """The last folder that `create(name)` created and in which a run has started; None if there is none."""
+        return _last(name, [folder for folder in _created(name) if folder.has_run])
+
+    @classmethod
+    def newest_launch(cls, name: str) -> RunFolder | None:
+        """The last folder that `create(name)` created and for which ranks were launched; None if there is none."""
+        return _last(name, [folder for folder in _created(name) if folder.ledger.is_file()])
 
 
-def require_there(path: str) -> None:
-    """Something to resume from, looked for before anything is made."""
+def require_exists(path: str) -> None:
+    """Raise unless there is something to resume from, before anything is created."""
     if not Path(path).exists():
         runs = [
             short(each) for each in (Path(path).absolute().parent, ROOT) if each.is_dir() for each in each.iterdir()
@@ -56,47 +219,34 @@ def require_there(path: str) -> None:
         raise CheckpointError("missing", f"resume: there is nothing at {path}.", fix=did_you_mean(path, runs))
 
 
-def newest(name: str) -> Path | None:
-    """The last run folder that `create(name)` made and a run has begun in; None where there is none."""
-    wanted = _path(name)
-    if not wanted.parent.is_dir():
-        return None
-    runs = [path for path in wanted.parent.iterdir() if is_run_of(path, name) and _holds_a_run(path)]
-    return max(runs, key=lambda path: int(path.name[len(wanted.name) + 1 :] or 1), default=None)
+def checkpoint_folders(path: Path) -> list[Path]:
+    """The folders that may hold checkpoints at a path: itself, that of the run, and those of the runs in it."""
+    return [path, path / _CHECKPOINTS, *sorted(path.glob(f"*/{_CHECKPOINTS}"))]
 
 
-def newest_launch(name: str) -> Path | None:
-    """The last folder that `create(name)` made, and that ranks were started with."""
-    wanted = _path(name)
-    found = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
-    launches = [path for path in found if is_run_of(path, name) and (path / "ledger.jsonl").is_file()]
-    return max(launches, key=lambda path: int(path.name[len(wanted.name) + 1 :] or 1), default=None)
-
-
-def name_of(folder: Path) -> str:
-    """What `create` was asked for when it made this folder, as far as that can be told: a path without its number."""
-    numbered = re.fullmatch(r"(.+)-\d+", folder.name)
-    first = folder if numbered is None else folder.with_name(numbered[1])
-    return str(first if first.is_dir() else folder)
-
-
-def is_run_of(folder: Path, name: str) -> bool:
-    """Whether a folder is one that `create(name)` makes."""
-    wanted = _path(name)
-    numbered = rf"{re.escape(wanted.name)}(-([2-9]|[1-9]\d+))?"
-    return folder.parent == wanted.parent and re.fullmatch(numbered, folder.name) is not None
-
-
-def _holds_a_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
+def short(path: str | Path) -> str:
+    """A path for display, relative to the working directory."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _path(name: str) -> Path:
     path = Path(name)
     if path.name in ("", ".."):
         raise _refusal(path, "that is no name for a folder")
-    # Absolute, because a script may change its working folder while it runs.
+    # Absolute, because a script may change its working directory while it runs.
     return (path if os.sep in name else ROOT / path).absolute()
+
+
+def _created(name: str) -> list[RunFolder]:
+    parent = _path(name).parent
+    folders = [RunFolder(path) for path in parent.iterdir()] if parent.is_dir() else []
+    return [folder for folder in folders if folder.is_run_of(name)]
+
+
+def _last(name: str, folders: list[RunFolder]) -> RunFolder | None:
+    length = len(_path(name).name)
+    return max(folders, key=lambda folder: int(folder.path.name[length + 1 :] or 1), default=None)
 
 
 def _refusal(folder: Path, reason: str) -> LaunchError:
@@ -120,13 +270,3 @@ def _is_empty_folder(folder: Path) -> bool:
         return not list(folder.iterdir())
     except OSError:
         return False
-
-
-def short(folder: str | Path) -> str:
-    """The folder as a person in the working folder would write it."""
-    path = Path(folder)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def rank_log(logs: Path, rank: int) -> Path:
-    return logs / f"rank-{rank}.log"

@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: one JSON object a line, appended at log points. Readers need nothing but this file.
+"""A buffered writer of JSON lines, for the metrics of a run and the statistics of its ranks.
 
-The file stays open, and records reach the operating system within a tenth of a second of training: where log points are
-further apart than that, at once. A rank that is killed loses nothing that was written before. JSON has no word for NaN
-and infinity; they become null.
+The file stays open, and records reach the operating system within a tenth of a second: immediately if log points are
+further apart than that. A killed rank loses nothing that was written before. NaN and infinity, which JSON can't
+represent, become null.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TextIO
 
-# Refuses NaN, so that only a record that holds one pays for the search.
+# Raises on NaN, so that only records that contain one pay for the search.
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
-
-
 _NUMBERS = {int, float}
 
-
-# With steps of 0.4 ms and a log point every ten, writing at each cost 5 % of the time.
+# With 0.4 ms steps and a log point every ten steps, writing at each log point cost 5 % of the time.
 SECONDS_BETWEEN_WRITES = 0.1
 
 
@@ -33,7 +30,7 @@ class JsonlWriter:
         self._file: TextIO | None = None
         self._held: list[Mapping[str, Any]] = []
         self._next = 0.0
-        self._templates: dict[tuple[str, ...], str] = {}  # by a record's names
+        self._templates: dict[tuple[str, ...], str] = {}  # by the names in a record
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         self._held.extend(records)
@@ -52,8 +49,8 @@ class JsonlWriter:
         self._file.flush()
 
     def _lines(self, names: tuple[str, ...], records: list[Mapping[str, Any]]) -> str:
-        """Most records are a few finite numbers under the same names: those go through one template, all at once,
-        which is much cheaper than the JSON encoder."""
+        """Most records are a few finite numbers under the same names: formatting those with one template is much
+        cheaper than the JSON encoder."""
         numbers = tuple(chain.from_iterable([record.values() for record in records]))
         if not (set(map(type, numbers)) <= _NUMBERS and all(map(math.isfinite, numbers))):
             return "".join([_line(record) for record in records])
@@ -64,21 +61,21 @@ class JsonlWriter:
         return template * len(records) % numbers
 
     def close(self) -> None:
-        """Can be called twice; an append afterwards opens the file again."""
+        """Write buffered records and close the file. A later append opens it again."""
         self._write()
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-def forget_after(path: Path, step: int) -> int:
-    """Drop the records of later steps, which a run that goes on from `step` will write again; how many those were.
+def truncate_after(path: Path, step: int) -> int:
+    """Remove the records of steps after `step`, which a run resumed from there writes again; returns how many.
 
-    Half lines that a killed writer left go too. The file is written beside and renamed, so that it is never half there.
+    Partial lines of a killed writer are removed too. The file is replaced atomically.
     """
     if not path.exists():
         return 0
-    kept, gone = [], 0
+    kept, removed = [], 0
     with path.open("rb") as file:
         for line in file:
             try:
@@ -86,20 +83,20 @@ def forget_after(path: Path, step: int) -> int:
             except ValueError:
                 continue
             if isinstance(record, dict) and record.get("step", 0) > step:
-                gone += 1
+                removed += 1
             else:
                 kept.append(line if line.endswith(b"\n") else line + b"\n")
-    beside = path.with_name(f".{path.name}.partial")
-    with beside.open("wb") as file:
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
-    return gone
+    partial.replace(path)
+    return removed
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a file of lines. The half line that a killed writer left is ended, so that it spoils no other."""
+    """Open a file of lines. A partial line of a killed writer is terminated, so that it does not corrupt the next."""
     torn = False
     if path.exists() and path.stat().st_size:
         with path.open("rb") as file:

@@ -1,30 +1,27 @@
-"""`ledger.jsonl`: where the minutes of a run went.
+"""The ledger of a run: events from which goodput.py computes where the time went.
 
     Ledger(folder).note("saved", step=200, seconds=0.04)
-    print(summary(folder).table())
+    events(folder)               # [{"time": 1763220000.1, "event": "saved", "step": 200, "seconds": 0.04}]
 
-        effective training time: 91.3 % of 12 min 4 s
-          start 2.1 s, rendezvous 0.4 s, load 0.8 s, first step 1.2 s, saves 3.0 s, lost and replayed 8.2 s (12 steps)
+The launcher and rank 0 append to the same file, each line in a single write. A line holds the wall-clock time in
+seconds, an event and its values:
 
-The launcher and the first rank append to the same file, each line in one write. A line is a time (wall clock, seconds),
-an event, and what belongs to it:
-
-    launched {nodes, ranks, generation}     by the launcher; generation 0 begins a run, later ones are restarts; with
-             {resumed}                      a job that a person or a scheduler started again: the pause is nobody's
+    launched {nodes, ranks, generation}     by the launcher; generation 0 starts a run, later ones are restarts;
+             {resumed}                      a person or a scheduler started the job again: the pause is not counted
     ranks-started
     failed {cause, rank, step}
     ended {status}
 
-    joined {seconds}                        by the first rank: the process group is open, and how long that took
-    opened {run, name, generation}          the trainer writes into this run folder
-    restored {step, seconds}                a checkpoint is loaded
-    first-step {step, steps, seconds}       the first steps of a call of train(); compiling is among it
+    joined {seconds}                        by rank 0: the process group is initialized, and how long that took
+    opened {run, name, generation}          the trainer writes to this run folder
+    restored {step, seconds}                a checkpoint was loaded
+    first-step {step, steps, seconds}       the first steps of a call to train(), compilation included
     stepped {step}                          now and then
-    saved, save-failed {step, seconds}      seconds: for how long training stood still
+    saved, save-failed {step, seconds}      seconds: how long training was stalled
     evaluated {seconds}
     finished {step}
 
-Steps are counted as done. Other events are passed over. This file knows nothing of torch: it is read by the launcher.
+`step` is the number of completed steps. Readers ignore unknown events.
 """
 
 from __future__ import annotations
@@ -32,23 +29,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-NAME = "ledger.jsonl"
+from paceline.run.folder import RunFolder
 
 
 class Ledger:
-    """Writes into a folder; without one it writes nothing."""
+    """Appends events to the ledger of a run folder; without one it does nothing."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / NAME
+    def __init__(self, folder: RunFolder | None) -> None:
+        self._path = None if folder is None else folder.ledger
 
     def note(self, event: str, /, *, at: float | None = None, **values: Any) -> None:
-        """What can't be written is left out: the account is not worth the run."""
+        """Append an event. Write errors are ignored: the ledger must not fail the run."""
         if self._path is None:
             return
         when = round(time.time() if at is None else at, 4)
@@ -56,15 +52,15 @@ class Ledger:
         with suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
-                os.write(descriptor, line.encode())  # in one: others append as well
+                os.write(descriptor, line.encode())  # a single write, because other processes append as well
             finally:
                 os.close(descriptor)
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    """What was noted, in the order of time."""
+def events(folder: RunFolder) -> list[dict[str, Any]]:
+    """All events, sorted by time."""
     try:
-        lines = (folder / NAME).read_text(errors="replace").splitlines()
+        lines = folder.ledger.read_text(errors="replace").splitlines()
     except OSError:
         return []
     return sorted(_parsed(lines), key=lambda event: float(event["time"]))
@@ -72,20 +68,20 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        whole = line[max(0, line.rfind('{"time"')) :]  # what a writer left that was cut off stands before it
+        whole = line[max(0, line.rfind('{"time"')) :]  # after the partial line of a killed writer
         with suppress(ValueError):
             event = json.loads(whole)
             if isinstance(event, dict) and isinstance(event.get("time"), (int, float)) and "event" in event:
                 yield event
 
 
-def opened_before(folder: Path, name: str, generation: int) -> Path | None:
-    """The run folder that a trainer of this name used before the ranks of this launch were started again: the first
-    one that no trainer of this generation has taken yet."""
+def opened_before(folder: RunFolder, name: str, generation: int) -> RunFolder | None:
+    """The run folder that a trainer of this name used before this launch restarted its ranks: the first one that no
+    trainer of this generation has opened yet."""
     earlier: list[str] = []
     taken: set[str] = set()
     for event in events(folder):
-        if event["event"] == "launched" and not event.get("generation"):  # those before are another launch's
+        if event["event"] == "launched" and not event.get("generation"):  # earlier events belong to another launch
             earlier, taken = [], set()
         elif event["event"] == "launched" and event.get("resumed"):  # the same launch, days later
             earlier, taken = [*earlier, *taken], set()
@@ -94,197 +90,4 @@ def opened_before(folder: Path, name: str, generation: int) -> Path | None:
                 taken.add(str(event["run"]))
             else:
                 earlier.append(str(event["run"]))
-    return next((Path(run) for run in earlier if run not in taken), None)
-
-
-@dataclass
-class Goodput:
-    """Seconds of each kind, which add up to `total`."""
-
-    start: float = 0.0
-    rendezvous: float = 0.0
-    load: float = 0.0
-    compile: float = 0.0  # what first steps took beyond a usual one
-    training: float = 0.0  # steps that counted
-    evaluation: float = 0.0
-    saves: float = 0.0
-    lost: float = 0.0  # steps that a failure undid
-    down: float = 0.0  # from a failure to the next start
-    end: float = 0.0  # after the last step
-    lost_steps: int = 0
-    steps: int = 0  # that counted
-
-    @property
-    def total(self) -> float:
-        return self.training + float(sum(getattr(self, name) for name in _LABELS))
-
-    @property
-    def effective(self) -> float:
-        """The part of the time in which steps were trained that counted."""
-        return self.training / self.total if self.total else 0.0
-
-    def line(self) -> str:
-        return f"effective training time: {self.effective:.1%} of {duration(self.total)}".replace("%", " %")
-
-    def table(self) -> str:
-        """The line, and what the rest of the time was; what is shorter than a twentieth of a second is left out."""
-        parts = []
-        for field in fields(self):
-            seconds = getattr(self, field.name)
-            if field.name in _LABELS and seconds >= 0.05:
-                steps = f" ({self.lost_steps} step{'s' * (self.lost_steps != 1)})" if field.name == "lost" else ""
-                parts.append(f"{_LABELS[field.name]} {duration(seconds)}{steps}")
-        return "\n  ".join([self.line(), *([", ".join(parts)] if parts else [])])
-
-
-_LABELS = {
-    "start": "start", "rendezvous": "rendezvous", "load": "load", "compile": "first step", "evaluation": "evaluation",
-    "saves": "saves", "lost": "lost and replayed", "down": "down", "end": "end",
-}  # fmt: skip
-
-
-def duration(seconds: float) -> str:
-    """As a person would say it."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def summary(folder: Path) -> Goodput:
-    """Of all that the ledger in a folder holds. Time between two runs (a resume days later) is not counted."""
-    reader = _Reader()
-    for event in events(folder):
-        reader.take(str(event["event"]), float(event["time"]), event)
-    return reader.result()
-
-
-@dataclass
-class _Piece:
-    """Steps that were trained one after another, in so many seconds."""
-
-    first: int  # steps done before it
-    last: int
-    seconds: float
-    is_first: bool = False  # of a call of train()
-    is_lost: bool = False  # as a whole
-    lost_steps: int = 0
-
-    @property
-    def steps(self) -> int:
-        return self.last - self.first
-
-
-_SECONDS_OF = {  # events that say how long something took, and what that was
-    "joined": "rendezvous", "restored": "load", "saved": "saves", "save-failed": "saves", "evaluated": "evaluation",
-}  # fmt: skip
-
-
-class _Reader:
-    """Goes through the events once. `_state` is what the time up to the next event is spent on."""
-
-    def __init__(self) -> None:
-        self._sums = Goodput()
-        self._pieces: list[_Piece] = []
-        self._settled = 0  # pieces that no later failure can undo
-        self._state = "start"
-        self._last: float | None = None
-        self._step = 0
-        self._saved = 0  # done for certain, perhaps further than the last step that was noted
-        self._window = 0.0  # seconds since `_step` was reached; of them, some were no training
-        self._aside = 0.0
-
-    def take(self, event: str, now: float, values: Mapping[str, Any]) -> None:
-        if event == "launched":
-            self._close_piece(self._saved, lost=True)
-            self._state, self._aside = "down", 0.0
-        new_run = event == "launched" and (not values.get("generation") or bool(values.get("resumed")))
-        passed = 0.0 if self._last is None or new_run else max(0.0, now - self._last)
-        self._last = now
-        if event in _SECONDS_OF:
-            passed = self._spend(_SECONDS_OF[event], _number(values, "seconds"), passed)
-        elif event == "first-step":
-            passed = self._begin(values, passed)
-        self._pass(passed)
-        if event in ("launched", "ranks-started", "joined") and self._state == "down":
-            self._state = "start"
-        elif event == "restored" and self._state == "training":  # a training that goes back by itself
-            self._go_back(int(_number(values, "step")))
-        elif event == "saved":
-            self._saved = max(self._saved, int(_number(values, "step")))
-        elif event in ("stepped", "finished", "failed", "ended"):
-            self._reach(event, values)
-
-    def _pass(self, seconds: float) -> None:
-        if self._state == "training":
-            self._window += seconds
-        else:
-            setattr(self._sums, self._state, getattr(self._sums, self._state) + seconds)
-
-    def _spend(self, kind: str, seconds: float, passed: float) -> float:
-        """Something took `seconds` until now; what is left of the time that passed. A save in the background holds
-        training up at its beginning already, before another event."""
-        if self._state == "training":
-            self._aside += seconds
-        else:
-            seconds = min(seconds, passed)
-            passed -= seconds
-        setattr(self._sums, kind, getattr(self._sums, kind) + seconds)
-        return passed
-
-    def _begin(self, values: Mapping[str, Any], passed: float) -> float:
-        """The first steps of a call of train(). What was trained beyond its beginning is lost."""
-        step, seconds = int(_number(values, "step")), min(_number(values, "seconds"), passed)
-        self._pass(passed - seconds)
-        self._close_piece(self._saved, lost=True)
-        self._go_back(step - int(_number(values, "steps") or 1))
-        self._pieces.append(_Piece(self._step, step, seconds, is_first=True))
-        self._state, self._step = "training", step
-        return 0.0
-
-    def _go_back(self, step: int) -> None:
-        for piece in self._pieces[self._settled :]:
-            piece.lost_steps = max(piece.lost_steps, min(piece.steps, piece.last - step))
-        self._step = self._saved = step
-
-    def _reach(self, event: str, values: Mapping[str, Any]) -> None:
-        step = int(_number(values, "step"))
-        if self._state == "training":
-            self._close_piece(max(step, self._saved), lost=event == "failed")
-        elif event == "stepped":  # nobody said when it began
-            self._state, self._step = "training", step
-        if event == "failed":
-            self._state = "down"
-        elif event in ("finished", "ended"):
-            self._state = "end"
-        if event == "finished":
-            self._settled = len(self._pieces)
-
-    def _close_piece(self, step: int, *, lost: bool) -> None:
-        """The steps since the last one that is known. Without any, it was a part of one."""
-        step = max(step, self._step)
-        seconds = self._window - self._aside
-        self._aside = max(0.0, -seconds)
-        if seconds > 0 or step > self._step:
-            is_lost = lost and step == self._step
-            self._pieces.append(_Piece(self._step, step, max(0.0, seconds), is_lost=is_lost))
-        self._window, self._step = 0.0, step
-
-    def result(self) -> Goodput:
-        self._close_piece(self._saved, lost=False)
-        sums, whole = self._sums, [piece for piece in self._pieces if piece.steps and not piece.is_first]
-        usual = sum(piece.seconds for piece in whole) / max(1, sum(piece.steps for piece in whole))
-        for piece in self._pieces:
-            seconds = min(piece.seconds, usual * piece.steps) if piece.is_first else piece.seconds
-            sums.compile += piece.seconds - seconds
-            part = piece.lost_steps / piece.steps if piece.steps else float(piece.is_lost)
-            sums.lost += seconds * part
-            sums.training += seconds * (1 - part)
-            sums.lost_steps += piece.lost_steps
-            sums.steps += piece.steps - piece.lost_steps
-        return sums
-
-
-def _number(values: Mapping[str, Any], name: str) -> float:
-    value = values.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return next((RunFolder(Path(run)) for run in earlier if run not in taken), None)

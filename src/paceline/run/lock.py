@@ -1,13 +1,13 @@
-"""One run folder, one job: a lock that dies with the process that holds it.
+"""One run folder, one job: a lock that is released when its process exits.
 
     lock = RunLock(folder)
-    lock.take()        # on the first rank, before anything in the folder is read for a resume or changed
+    lock.take()        # on rank 0, before anything in the folder is read for a resume or changed
     ...
-    lock.release()     # when the run is over; a killed process releases it without a word
+    lock.release()     # at the end of the run; a killed process releases it as well
 
-It is a POSIX record lock on `<run>/.lock`, whose text says who holds it. The kernel keeps it, and over NFS the server,
-so there is no stale one to clean up. Forked processes (data workers) do not inherit it. Its pitfall: a process that
-closes *any* descriptor of the file gives the lock up, so nothing else in the holder's process may open `.lock`.
+It is a POSIX record lock on `<run>/.lock`, which also contains the holder. The kernel, or the server over NFS, owns it,
+so locks never become stale. Forked processes (data workers) do not inherit it. A process that closes *any* descriptor
+of the file releases the lock, so nothing else in the holder's process may open `.lock`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from paceline.errors import CheckpointError
+from paceline.run.folder import RunFolder
 
-NAME = ".lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_LONGEST = 4096  # bytes of a lock's text that are looked at
+_MAX_BYTES = 4096  # of the holder's description
 
-# A process never stands in its own way, so the folders that this one holds are noted; by process, because a forked one
-# has the note but not the lock.
+# A record lock never conflicts within one process, so this set refuses a second one. By process, because a forked
+# process inherits the set but not the lock.
 _held: set[tuple[int, Path]] = set()
 
 
 class RunLock:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.resolve()
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = RunFolder(folder.path.resolve())
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Raises `checkpoint.run-in-use` where somebody else has it."""
-        mark = (os.getpid(), self._folder)
+        """Raise `checkpoint.run-in-use` if another job holds the lock."""
+        mark = (os.getpid(), self._folder.path)
         if mark in _held:
             raise _in_use(self._folder, _here(), "this very process: another Trainer in it")
         try:
@@ -50,7 +50,7 @@ class RunLock:
                 "no-lock",
                 f"The run folder {self._folder} can't be locked: {error.strerror}.",
                 why="without a lock two jobs could write into one run",
-                fix="check the rights of the folder and of the file .lock in it",
+                fix=f"check the rights of the folder and of the file {self._folder.lock.name} in it",
             ) from None
         if descriptor is not None:
             text = json.dumps(_here()).encode()
@@ -60,8 +60,8 @@ class RunLock:
             _held.add(mark)
 
     def release(self) -> None:
-        """Can be called twice. In a forked process it does nothing: the lock is its parent's."""
-        mark = (os.getpid(), self._folder)
+        """Release the lock if this process holds it. Does nothing in a forked process: its parent holds the lock."""
+        mark = (os.getpid(), self._folder.path)
         if self._descriptor is not None and mark in _held:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
@@ -69,16 +69,16 @@ class RunLock:
             _held.remove(mark)
 
 
-def require_free(folder: Path) -> None:
-    """Raises where somebody has the lock now. For who will let another process take it."""
+def require_free(folder: RunFolder) -> None:
+    """Raise if another job holds the lock. For a launcher, whose rank 0 will take it."""
     lock = RunLock(folder)
     lock.take()
     lock.release()
 
 
-def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock; None, with a warning, on a disk that has none."""
-    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+def _lock(folder: RunFolder) -> int | None:
+    """A descriptor that holds the lock; None, with a warning, on a filesystem without locks."""
+    descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return descriptor
@@ -105,15 +105,15 @@ def _here() -> dict[str, object]:
 
 
 def _holder(descriptor: int) -> dict[str, object]:
-    """What the holder wrote; nothing where it has not come to that yet."""
+    """The holder's description; empty if it has not been written yet."""
     try:
-        found = json.loads(os.pread(descriptor, _LONGEST, 0))
+        found = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except ValueError:
         return {}
     return found if isinstance(found, dict) and {"host", "pid", "since"} <= found.keys() else {}
 
 
-def _in_use(folder: Path, holder: dict[str, object], who: str = "") -> CheckpointError:
+def _in_use(folder: RunFolder, holder: dict[str, object], who: str = "") -> CheckpointError:
     where = f"process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else "another process"
     return CheckpointError(
         "run-in-use",

@@ -1,7 +1,7 @@
-"""This process's place in the world, read from the environment.
+"""The environment variables of a rank: torchrun's, and those that paceline's launcher adds.
 
-The only file that spells the variables that say who a rank is: torchrun, paceline's own launcher and
-`torch.distributed.launch` all use the same ones. Where they are not set, those of mpirun and srun count (tasks.py).
+The only module that spells them. torchrun, paceline's launcher and `torch.distributed.launch` set the same variables
+for a rank; if they are missing, those of mpirun and srun are used (scheduler_env.py).
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import WorldError
+from paceline.run.folder import RunFolder
 from paceline.runtime.scheduler_env import DEFAULT_PORT, number, read_task
 
-RUN_FOLDER = "PACELINE_RUN"
+RUN_FOLDER = "PACELINE_RUN"  # set if the launch has a run folder
+LOG_FOLDER = "PACELINE_PROGRESS"  # that folder, or a temporary one with its layout: heartbeats and logs of this node
+SUSPECT_STEP = "PACELINE_SUSPECT_STEP"  # the step whose samples ranks write down, counted from 1
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 DEBUG = "PACELINE_DEBUG"
 LAUNCHED = "PACELINE_LAUNCHED"
 
@@ -114,9 +119,31 @@ def variables(place: RankInfo) -> dict[str, str]:
     }
 
 
-def run_folder(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The run folder that the launcher made for this run."""
-    return environment.get(RUN_FOLDER) or None
+def run_folder(environment: Mapping[str, str] = os.environ) -> RunFolder | None:
+    """The run folder that the launcher created or resumed, if any."""
+    return _folder(environment, RUN_FOLDER)
+
+
+def log_folder(environment: Mapping[str, str] = os.environ) -> RunFolder | None:
+    """Where the launcher looks for the heartbeats of this node's ranks; None without a launcher."""
+    return _folder(environment, LOG_FOLDER)
+
+
+def _folder(environment: Mapping[str, str], name: str) -> RunFolder | None:
+    path = environment.get(name)
+    return RunFolder(Path(path)) if path else None
+
+
+def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+    """How many times the launcher has restarted the ranks."""
+    text = environment.get(RESTART_COUNT, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def suspect_step(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The step whose samples each rank writes down, if the launcher asks for one."""
+    text = environment.get(SUSPECT_STEP, "")
+    return int(text) if text.isdecimal() else None
 
 
 def was_launched(environment: Mapping[str, str] = os.environ) -> bool:

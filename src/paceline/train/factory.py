@@ -30,15 +30,13 @@ from paceline.plan.derive import Derived
 from paceline.plan.layout import derive_layout
 from paceline.plan.memory import MachineFacts
 from paceline.plan.passes import require_allowed
-from paceline.run import folder
+from paceline.run.folder import RunFolder
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives, environment, rng
 from paceline.runtime.device import choose_device, memory_of
 from paceline.runtime.process_group import World
 from paceline.train import resolve_layout
 from paceline.train.recorder import Sinks
-
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 
 
 def build_model(config: Config) -> nn.Module:
@@ -116,15 +114,15 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [name for parameter, name in trainable.items() if parameter not in held]
 
 
-def open_sinks(config: Config, run: Path | None, world: World) -> Sinks:
+def open_sinks(config: Config, run: RunFolder | None, world: World) -> Sinks:
     """Where this rank's records go."""
     if run is None:
         return Sinks()
-    events = RankStats(run / "events", world.rank_info.rank)
+    events = RankStats(run.rank_stats(world.rank_info.rank))
     if not world.is_main:
         return Sinks(events=events)
     loggers = open_loggers(config.loggers, run, config.to_dict())
-    return Sinks(JsonlWriter(run / METRICS), events, loggers)
+    return Sinks(JsonlWriter(run.metrics), events, loggers)
 
 
 def tokens_per_sample(batch: Any) -> int | None:
@@ -141,16 +139,16 @@ def of_one_step(micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
             return
 
 
-def open_run(config: Config, model: nn.Module, is_main: bool) -> Path | None:
+def open_run(config: Config, model: nn.Module, is_main: bool) -> RunFolder | None:
     """The run folder, the same on every rank: the launcher's, or a new one that rank 0 makes."""
     if config.run is False:
         return None
     path = None
     if is_main:
         name = config.run if isinstance(config.run, str) else None
-        path = str(_launchers_folder(name) or folder.create(name or default_name(model)))
+        path = str(_launchers_folder(name) or RunFolder.create(name or default_name(model)))
     path = collectives.broadcast_object(path)
-    return Path(path)
+    return RunFolder(Path(path))
 
 
 def default_name(model: nn.Module) -> str:
@@ -158,14 +156,14 @@ def default_name(model: nn.Module) -> str:
     return type(model).__name__.lower()
 
 
-def _launchers_folder(name: str | None) -> Path | None:
+def _launchers_folder(name: str | None) -> RunFolder | None:
     """The launcher's folder: for the first Trainer of a launch, unless that one asks for another name."""
-    told = environment.run_folder()
-    if told is None or (Path(told) / CONFIG).exists() or not (name is None or folder.is_run_of(Path(told), name)):
+    launched = environment.run_folder()
+    if launched is None or launched.config.exists() or not (name is None or launched.is_run_of(name)):
         return None
-    return Path(told)
+    return launched
 
 
-def write_run(run: Path, config: Config, rows: Mapping[str, Derived]) -> None:
-    (run / CONFIG).write_text(show.effective(config) + "\n")
-    (run / "derived.json").write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))
+def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> None:
+    run.config.write_text(show.effective(config) + "\n")
+    run.derived.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))

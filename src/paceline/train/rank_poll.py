@@ -11,7 +11,6 @@ from time import monotonic
 
 import torch
 
-from paceline.run.folder import short
 from paceline.runtime import collectives
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.engine import Engine
@@ -79,7 +78,7 @@ class RankPoll:
         if collectives.broadcast_object(fits):
             self._saver.last(step)
             if self._saver.run is not None:
-                where = short(self._saver.run)
+                where = self._saver.run.short
                 self._engine.log.info(f"{self.request}: step {step} is saved; resume={where} goes on with it")
             return
         self._saver.finish()

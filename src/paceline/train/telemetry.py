@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.data.loader import MicroBatch
 from paceline.run import heartbeat
+from paceline.run.folder import RunFolder
 from paceline.run.ledger import Ledger
 from paceline.runtime import environment
 from paceline.runtime.process_group import World
@@ -30,7 +31,8 @@ class Telemetry:
     """Made right before this rank meets the others."""
 
     def __init__(self) -> None:
-        self.page = heartbeat.open_page()
+        page, self._suspect = _watched_by_launcher()
+        self.page = heartbeat.open_writer(page)
         self._made, self._clock = time.time(), time.perf_counter()
         self._ledger: Ledger | None = None  # not known yet
         self._early: list[tuple[str, float, dict[str, Any]]] = []
@@ -38,27 +40,26 @@ class Telemetry:
         self._stalled = 0.0  # of them, in the save that is not noted yet
         self._begun: tuple[int, float] | None = None  # a call of train() that has not done its first step
         self._next = 0.0
-        self._suspect = heartbeat.suspect_step()
         self.page.enter("rendezvous")
 
     def joined(self, world: World) -> None:
         self.page.enter("load")
-        told = environment.run_folder()
+        launched = environment.run_folder()
         if not world.is_main:
             self._ledger = Ledger(None)
-        elif told is not None:
-            self._ledger = Ledger(Path(told))
+        elif launched is not None:
+            self._ledger = Ledger(launched)
         else:  # nobody else writes this line
-            facts = {"nodes": world.rank_info.nodes, "ranks": world.size, "generation": heartbeat.generation()}
+            facts = {"nodes": world.rank_info.nodes, "ranks": world.size, "generation": environment.restart_count()}
             self._early.append(("launched", self._made, facts))
         self._note("joined", seconds=time.perf_counter() - self._clock)
 
-    def opened(self, run: Path, name: str) -> None:
+    def opened(self, run: RunFolder, name: str) -> None:
         """This training writes into that run folder from now on. `name` is what it asked for."""
         self._write_into(run)
-        self._note("opened", run=str(run), name=name, generation=heartbeat.generation())
+        self._note("opened", run=str(run), name=name, generation=environment.restart_count())
 
-    def _write_into(self, run: Path | None) -> None:
+    def _write_into(self, run: RunFolder | None) -> None:
         if self._ledger is None:
             self._ledger = Ledger(run)
             for event, when, values in self._early:
@@ -139,13 +140,22 @@ class Telemetry:
     def noting_suspects(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The same micro-batches. Where the launcher suspects a step, its samples are written down just before they are
         trained on."""
-        return micros if self._suspect is None else _noting(micros, self._suspect)
+        return micros if self._suspect is None else _noting(micros, *self._suspect)
 
 
-def _noting(micros: Iterator[MicroBatch], suspect: int) -> Iterator[MicroBatch]:
+def _watched_by_launcher() -> tuple[Path | None, tuple[int, Path] | None]:
+    """Where the launcher looks for this rank's heartbeat; and the step whose samples it asks for, and where."""
+    logs, suspect = environment.log_folder(), environment.suspect_step()
+    if logs is None:
+        return None, None
+    rank = (environment.read_rank_info() or environment.RankInfo()).rank
+    return logs.heartbeat(rank), None if suspect is None else (suspect, logs.suspects(rank))
+
+
+def _noting(micros: Iterator[MicroBatch], suspect: int, path: Path) -> Iterator[MicroBatch]:
     samples: list[Any] = []
     for micro in micros:
         if micro.step + 1 == suspect:
             samples += micro.indices[: micro.samples]  # a rank without any runs a stand-in
-            heartbeat.write_suspects(heartbeat.Suspects(suspect, micro.epoch, samples))
+            heartbeat.write_suspects(path, heartbeat.Suspects(suspect, micro.epoch, samples))
         yield micro

@@ -292,9 +292,9 @@ class Trainer:
     ) -> loop.Job:
         engine, config = self._engine, self.config
         self._recorder = recorder = self._new_recorder(history, sinks, display)
-        profiler = (
-            None if config.profile is None else Profiler(config.profile, self._saver.run, self.world.rank_info.rank)
-        )
+        rank, run = self.world.rank_info.rank, self._saver.run
+        trace = None if run is None else run.trace(rank)
+        profiler = None if config.profile is None else Profiler(config.profile, trace, rank)
         agenda = Agenda(
             recorder,
             self._callbacks,

@@ -74,17 +74,17 @@ def test_what_is_no_checkpoint_is_not_overwritten_even_when_asked(tmp_path: Path
 
 
 def test_a_pointer_is_read_back_and_replaced(tmp_path: Path) -> None:
-    assert directory.pointed(tmp_path, directory.BEST) == []
-    directory.point(Filesystem(), tmp_path, directory.BEST, ["a", "b"])
-    directory.point(Filesystem(), tmp_path, directory.BEST, ["c"])
-    assert directory.pointed(tmp_path, directory.BEST) == ["c"]
+    assert directory.pointed(tmp_path, "best") == []
+    directory.point(Filesystem(), tmp_path, "best", ["a", "b"])
+    directory.point(Filesystem(), tmp_path, "best", ["c"])
+    assert directory.pointed(tmp_path, "best") == ["c"]
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 def test_pruning_spares_the_newest_the_best_and_every_so_many(tmp_path: Path) -> None:
     fill(tmp_path, 10, 15, 20, 25, 30)
     saves.save(tmp_path / "other", 1, saves.values(1, rows=2)).rename(tmp_path / "by-hand")
-    directory.point(Filesystem(), tmp_path, directory.BEST, ["step-000015"])
+    directory.point(Filesystem(), tmp_path, "best", ["step-000015"])
     gone = directory.prune(Filesystem(), tmp_path, 2, 10)
     assert gone == ["step-000025"]
     assert sorted(names(tmp_path)) == ["by-hand", "step-000010", "step-000015", "step-000020", "step-000030"]

@@ -15,6 +15,7 @@ import pytest
 
 from paceline.errors import TrainError
 from paceline.monitor.loggers import open_loggers
+from paceline.run.folder import RunFolder
 
 RECORDS: list[dict[str, Any]] = [
     {"step": 1, "epoch": 0, "loss": 2.5, "lr": 0.1},
@@ -33,7 +34,7 @@ def no_calls_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def log(name: str, run: Path, *parts: list[dict[str, Any]], settings: dict[str, Any] = SETTINGS) -> None:
-    for logger in open_loggers([name], run, settings):
+    for logger in open_loggers([name], RunFolder(run), settings):
         for part in parts:
             logger.write(part)
         logger.close()
@@ -170,7 +171,7 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(TrainError) as caught:
-        open_loggers(["csv", name], tmp_path, {})
+        open_loggers(["csv", name], RunFolder(tmp_path), {})
     assert caught.value.code == "train.logger-not-installed"
     assert caught.value.fix == f"pip install 'paceline[{name}]'"
 
@@ -180,12 +181,12 @@ def test_a_place_that_cannot_be_opened_is_an_error_with_its_name(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
     with pytest.raises(TrainError, match="'mlflow' could not be opened") as caught:
-        open_loggers(["mlflow"], tmp_path, {})
+        open_loggers(["mlflow"], RunFolder(tmp_path), {})
     assert caught.value.code == "train.logger-failed"
 
 
 def test_a_place_that_fails_while_training_runs_is_warned_about_once(tmp_path: Path) -> None:
-    (logger,) = open_loggers(["csv"], tmp_path / "gone", {})
+    (logger,) = open_loggers(["csv"], RunFolder(tmp_path / "gone"), {})
     with pytest.warns(UserWarning, match=r"csv takes no more metrics .* metrics\.jsonl has them all"):
         logger.write(RECORDS)
     logger.write(RECORDS)

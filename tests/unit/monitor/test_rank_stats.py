@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from paceline.monitor.rank_stats import RankStats, process_memory
+from paceline.run.folder import RunFolder
 
 
 def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
     before = time.time()
     for rank in (0, 3):
-        events = RankStats(tmp_path / "events", rank)
+        events = RankStats(RunFolder(tmp_path).rank_stats(rank))
         events.log_point(step=10, samples_per_second=12.5, data_wait=0.25, memory=100, peak_memory=200)
         events.log_point(step=20, samples_per_second=float("nan"), data_wait=0.0, memory=100, peak_memory=200)
         events.close()

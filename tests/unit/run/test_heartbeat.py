@@ -12,64 +12,65 @@ from torch.nn.functional import cross_entropy
 
 import tiny
 from paceline.run import heartbeat
+from paceline.run.folder import RunFolder
 from paceline.run.heartbeat import Heartbeat, Suspects
 from paceline.runtime import environment
 
 
-def variables(folder: Path, rank: int = 0) -> dict[str, str]:
-    return {heartbeat.FOLDER: str(folder), **environment.variables(environment.RankInfo(rank, 4, rank, 4))}
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path)
+    made.logs.mkdir()
+    return made
 
 
-def test_pages_tell_who_is_doing_what_since_when(tmp_path: Path) -> None:
+def writer(folder: RunFolder, rank: int = 0) -> heartbeat.HeartbeatWriter:
+    return heartbeat.open_writer(folder.heartbeat(rank))
+
+
+def test_pages_tell_who_is_doing_what_since_when(folder: RunFolder) -> None:
     before = time.time()
-    heartbeat.open_page(variables(tmp_path, 0)).at(12)
-    heartbeat.open_page(variables(tmp_path, 3)).enter("rendezvous")
-    pages = heartbeat.read(tmp_path)
+    writer(folder, 0).at(12)
+    writer(folder, 3).enter("rendezvous")
+    pages = heartbeat.read(folder)
     assert {rank: page[:2] for rank, page in pages.items()} == {0: ("training", 12), 3: ("rendezvous", 0)}
     assert all(before <= page.time <= time.time() for page in pages.values())
 
 
-def test_a_phase_ends_with_its_block_also_after_an_error(tmp_path: Path) -> None:
-    page = heartbeat.open_page(variables(tmp_path))
+def test_a_phase_ends_with_its_block_also_after_an_error(folder: RunFolder) -> None:
+    page = writer(folder)
     page.at(7)
     with pytest.raises(ValueError), page.during("saving"):
-        assert heartbeat.read(tmp_path)[0][:2] == ("saving", 7)
+        assert heartbeat.read(folder)[0][:2] == ("saving", 7)
         raise ValueError
-    assert heartbeat.read(tmp_path)[0][:2] == ("training", 7)
+    assert heartbeat.read(folder)[0][:2] == ("training", 7)
 
 
-def test_a_killed_rank_leaves_its_last_words(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_its_last_heartbeat(folder: RunFolder) -> None:
     process = os.fork()
     if not process:
-        heartbeat.open_page(variables(tmp_path, 1)).at(1234)
+        writer(folder, 1).at(1234)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(process, 0)
-    assert heartbeat.read(tmp_path)[1][:2] == ("training", 1234)
+    assert heartbeat.read(folder)[1][:2] == ("training", 1234)
 
 
-def test_without_a_launcher_or_where_nothing_can_be_written_a_rank_goes_on(tmp_path: Path) -> None:
-    heartbeat.open_page({}).at(3)
-    heartbeat.open_page(variables(tmp_path / "missing")).at(3)
-    assert list(tmp_path.iterdir()) == [] and heartbeat.read(tmp_path / "missing") == {}
+def test_without_a_path_or_a_writable_one_a_rank_runs_without_a_heartbeat(tmp_path: Path) -> None:
+    missing = RunFolder(tmp_path / "missing")
+    heartbeat.open_writer(None).at(3)
+    writer(missing).at(3)
+    assert list(tmp_path.iterdir()) == [] and heartbeat.read(missing) == {}
 
 
-def test_what_is_no_whole_page_is_left_out(tmp_path: Path) -> None:
-    heartbeat.open_page(variables(tmp_path, 0)).at(1)
-    whole = (tmp_path / "progress-0").read_bytes()
-    (tmp_path / "progress-1").write_bytes(whole[:39])
-    (tmp_path / "progress-2").write_bytes(bytes(64))
-    (tmp_path / "progress-3").write_bytes(whole[:16] + b"\xff\xff" + whole[18:])  # a phase that nobody knows
-    (tmp_path / "progress-x").write_bytes(whole)
-    (tmp_path / "progress-4").mkdir()
-    assert list(heartbeat.read(tmp_path)) == [0]
-
-
-def test_a_new_start_begins_without_the_pages_of_the_last(tmp_path: Path) -> None:
-    heartbeat.open_page(variables(tmp_path, 2)).at(1)
-    heartbeat.write_suspects(Suspects(2, 0, [5]), variables(tmp_path, 2))
-    (tmp_path / "rank-2.log").write_text("stays")
-    heartbeat.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["rank-2.log"]
+def test_invalid_pages_are_skipped(folder: RunFolder) -> None:
+    writer(folder, 0).at(1)
+    whole = folder.heartbeat(0).read_bytes()
+    folder.heartbeat(1).write_bytes(whole[:39])
+    folder.heartbeat(2).write_bytes(bytes(64))
+    folder.heartbeat(3).write_bytes(whole[:16] + b"\xff\xff" + whole[18:])  # an unknown phase
+    (folder.logs / "progress-x").write_bytes(whole)
+    folder.heartbeat(4).mkdir()
+    assert list(heartbeat.read(folder)) == [0]
 
 
 def test_a_page_says_in_words_where_a_rank_was() -> None:
@@ -79,19 +80,14 @@ def test_a_page_says_in_words_where_a_rank_was() -> None:
     assert [Heartbeat(phase, 12, 0.0).trained for phase in ("first step", "training", "saving")] == [13, 13, None]
 
 
-def test_suspects_come_back_whatever_their_indices_are(tmp_path: Path) -> None:
-    heartbeat.write_suspects(Suspects(9, 1, [3, np.int64(4), "five", Path("six")]), variables(tmp_path, 1))
-    (tmp_path / "suspects-2.json").write_text('{"step": 9, "sam')
-    assert heartbeat.read_suspects(tmp_path) == {1: Suspects(9, 1, [3, 4, "five", "six"])}
+def test_suspects_come_back_whatever_their_indices_are(folder: RunFolder) -> None:
+    heartbeat.write_suspects(folder.suspects(1), Suspects(9, 1, [3, np.int64(4), "five", Path("six")]))
+    folder.suspects(2).write_text('{"step": 9, "sam')
+    assert heartbeat.read_suspects(folder) == {1: Suspects(9, 1, [3, 4, "five", "six"])}
 
 
-@pytest.mark.parametrize(("text", "number"), [("0", 0), ("3", 3), ("", 0), ("many", 0), ("-1", 0)])
-def test_the_number_of_restarts_is_read(text: str, number: int) -> None:
-    assert heartbeat.generation({heartbeat.RESTARTS: text}) == number
-
-
-def test_a_training_goes_through_its_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
+def test_a_training_goes_through_its_phases(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.LOG_FOLDER, str(folder))
     seen: list[tuple[str, int]] = []
 
     class Look:
@@ -102,7 +98,7 @@ def test_a_training_goes_through_its_phases(tmp_path: Path, monkeypatch: pytest.
             self.look()
 
         def look(self) -> None:
-            seen.append(heartbeat.read(tmp_path)[0][:2])
+            seen.append(heartbeat.read(folder)[0][:2])
 
     def loss(model: Any, batch: Any) -> Any:
         Look().look()
@@ -115,4 +111,4 @@ def test_a_training_goes_through_its_phases(tmp_path: Path, monkeypatch: pytest.
         ("load", 0), ("first step", 0), ("training", 1), ("evaluating", 1),
         ("training", 1), ("training", 2), ("evaluating", 2),
     ]  # fmt: skip
-    assert heartbeat.read(tmp_path)[0][:2] == ("done", 2)
+    assert heartbeat.read(folder)[0][:2] == ("done", 2)

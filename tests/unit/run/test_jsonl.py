@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.run.jsonl import JsonlWriter, forget_after
+from paceline.run.jsonl import JsonlWriter, truncate_after
 
 
 def lines(path: Path) -> list[Any]:
@@ -64,13 +64,13 @@ def test_what_came_after_a_step_is_forgotten_in_order(tmp_path: Path) -> None:
     kept = ['{"step": 1}', '{"step": 2}', '{"evaluation": true, "step": 2}']
     later = ['{"step": 3}', '{"evaluation": true, "step": 4}']
     path.write_text("\n".join([*kept[:2], later[0], '{"torn', kept[2], later[1], '{"step": 4, "lo']))
-    assert forget_after(path, 2) == 2
+    assert truncate_after(path, 2) == 2
     assert path.read_text().splitlines() == kept
-    assert forget_after(path, 2) == 0
-    assert forget_after(path, 0) == 3
+    assert truncate_after(path, 2) == 0
+    assert truncate_after(path, 0) == 3
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"] and path.read_text() == ""
 
 
 def test_without_a_metrics_file_there_is_nothing_to_forget(tmp_path: Path) -> None:
-    assert forget_after(tmp_path / "metrics.jsonl", 2) == 0
+    assert truncate_after(tmp_path / "metrics.jsonl", 2) == 0
     assert list(tmp_path.iterdir()) == []

@@ -4,182 +4,35 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from paceline.run import ledger
-from paceline.run.ledger import Goodput, Ledger, duration, opened_before, summary
+from paceline.run.folder import RunFolder
+from paceline.run.ledger import Ledger, opened_before
 
 Line = tuple[float, str, dict[str, Any]]
 
 
-def written(folder: Path, *lines: Line) -> Path:
+def written(path: Path, *lines: Line) -> RunFolder:
+    folder = RunFolder(path)
     for when, event, values in lines:
         Ledger(folder).note(event, at=when, **values)
     return folder
 
 
-def launch(at: float, generation: int = 0) -> list[Line]:
-    """Two seconds to the group, one of them of the rendezvous; a second of loading; a first step of three."""
-    return [
-        (at, "launched", {"nodes": 1, "ranks": 2, "generation": generation}),
-        (at + 0.5, "ranks-started", {}),
-        (at + 2, "joined", {"seconds": 1.0}),
-    ]
-
-
-# A second a step, a save of two seconds, an evaluation of three.
-UNBROKEN: list[Line] = [
-    *launch(1000),
-    (1005, "first-step", {"step": 1, "steps": 1, "seconds": 2.5}),
-    (1010, "stepped", {"step": 6}),
-    (1015, "saved", {"step": 9, "seconds": 2.0}),
-    (1016, "stepped", {"step": 10}),
-    (1019, "evaluated", {"seconds": 3.0}),
-    (1029, "finished", {"step": 20}),
-    (1030, "ended", {"status": 0}),
-]
-
-
-def rounded(found: Goodput) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in vars(found).items() if value}
-
-
-def test_the_minutes_of_a_run_without_a_failure_are_told_apart(tmp_path: Path) -> None:
-    found = summary(written(tmp_path, *UNBROKEN))
-    assert rounded(found) == {
-        "start": 1.5, "rendezvous": 1.0, "compile": 1.5, "training": 20.0, "saves": 2.0, "evaluation": 3.0, "end": 1.0,
-        "steps": 20,
-    }  # fmt: skip
-    assert found.total == pytest.approx(30.0) and found.effective == pytest.approx(20 / 30)
-
-
-def test_steps_that_are_trained_again_were_lost(tmp_path: Path) -> None:
-    """Step 10 was saved, 16 were done, and the 17th was cut off."""
-    failed = [*UNBROKEN[:7], (1022, "stepped", {"step": 16}), (1022.5, "failed", {"cause": "signal", "step": 16})]
-    again: list[Line] = [
-        *launch(1024.5, generation=1),
-        (1027.5, "restored", {"step": 10, "seconds": 1.0}),
-        (1029.5, "first-step", {"step": 11, "steps": 1, "seconds": 2.0}),
-        (1038.5, "finished", {"step": 20}),
-    ]
-    found = summary(written(tmp_path, *failed, *again))
-    assert (found.lost_steps, found.steps) == (6, 20)
-    assert found.lost == pytest.approx(6.5) and found.down == pytest.approx(2.0)
-    assert found.load == pytest.approx(1.0) and found.training == pytest.approx(20.0)
-    assert found.total == pytest.approx(38.5)
-
-
-def test_the_step_on_a_dead_ranks_page_counts_as_done_and_lost(tmp_path: Path) -> None:
-    lines = [*UNBROKEN[:5], (1014, "failed", {"step": 10}), *launch(1015, 1)]
-    first = (1020, "first-step", {"step": 1, "steps": 1, "seconds": 1.0})
-    found = summary(written(tmp_path, *lines, first, (1021, "finished", {"step": 2})))
-    assert (found.lost_steps, found.steps) == (10, 2) and found.lost == pytest.approx(10.0)
-
-
-def test_a_saved_step_was_done_though_nobody_noted_it(tmp_path: Path) -> None:
-    """An exception's last save, of step 12, before a failure of which no step is known."""
-    lines: list[Line] = [*UNBROKEN[:5], (1016, "saved", {"step": 12, "seconds": 0.0}), (1016, "failed", {})]
-    first = (1020, "first-step", {"step": 13, "steps": 1, "seconds": 1.0})
-    found = summary(written(tmp_path, *lines, *launch(1017, 1), first, (1027, "finished", {"step": 20})))
-    assert (found.lost_steps, found.steps, found.lost) == (0, 20, 0.0)
-
-
-def test_two_failures_in_a_row_count_each_step_once(tmp_path: Path) -> None:
-    lines = [*UNBROKEN[:5], (1010, "failed", {"step": 6})]
-    for generation in (1, 2):
-        begin = 1000 + 20 * generation
-        lines += [
-            *launch(begin, generation),
-            (begin + 4, "first-step", {"step": 3, "steps": 1, "seconds": 1.0}),
-            (begin + 7, "stepped", {"step": 6}),
-            (begin + 7, "failed", {"step": 6}),
-        ]
-    found = summary(written(tmp_path, *lines))
-    assert (found.lost_steps, found.steps) == (8, 6)
-
-
-def test_time_between_two_runs_is_not_counted_but_what_was_lost_is(tmp_path: Path) -> None:
-    """The first one's launcher was killed: nobody noted how it ended."""
-    later: list[Line] = [
-        *launch(900_000),
-        (900_004, "first-step", {"step": 9, "steps": 1, "seconds": 1.0}),
-        (900_015, "finished", {"step": 20}),
-    ]
-    found = summary(written(tmp_path, *UNBROKEN[:6], *later))
-    assert found.total == pytest.approx(15 + 15) and found.lost_steps == 1 and found.down == 0.0
-    (tmp_path / ledger.NAME).unlink()
-    found = summary(written(tmp_path, *UNBROKEN[:7], *later))
-    assert found.total == pytest.approx(16 + 15) and found.lost_steps == 2
-
-
-def test_a_second_training_of_a_script_undoes_nothing_of_the_first(tmp_path: Path) -> None:
-    second: list[Line] = [
-        (1031, "joined", {"seconds": 0.0}),
-        (1035, "first-step", {"step": 1, "steps": 1, "seconds": 1.0}),
-        (1039, "finished", {"step": 5}),
-    ]
-    found = summary(written(tmp_path, *UNBROKEN[:-1], *second))
-    assert (found.lost_steps, found.steps) == (0, 25)
-    assert found.total == pytest.approx(39.0)
-
-
-def test_a_save_in_the_background_is_no_training_either(tmp_path: Path) -> None:
-    """It held training up before the step that was noted in between."""
-    lines: list[Line] = [
-        (0, "launched", {"generation": 0}),
-        (1, "first-step", {"step": 1, "steps": 1, "seconds": 1.0}),
-        (5, "stepped", {"step": 4}),
-        (5.5, "saved", {"step": 2, "seconds": 1.5}),
-        (11, "finished", {"step": 10}),
-    ]
-    found = summary(written(tmp_path, *lines))
-    assert found.saves == 1.5 and found.total == pytest.approx(11.0)
-
-
-def test_half_lines_and_unknown_events_do_no_harm(tmp_path: Path) -> None:
-    written(tmp_path, *UNBROKEN[:4])
-    with (tmp_path / ledger.NAME).open("a") as file:
-        file.write('[]\n{"time": "noon", "event": "stepped"}\n{"time": 1009, "event": "sang"}\n{"time": 1009.5, "ev')
-    written(tmp_path, *UNBROKEN[4:])
-    with (tmp_path / ledger.NAME).open("a") as file:
-        file.write('{"time": 1031, "event": "st')
-    assert summary(tmp_path).total == pytest.approx(30.0)
-    assert summary(tmp_path).steps == 20
-
-
-def test_without_a_ledger_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    Ledger(None).note("stepped", step=1)
-    Ledger(tmp_path / "missing").note("stepped", step=1)
-    found = summary(tmp_path)
-    assert found.total == found.effective == 0.0
-    assert found.table() == "effective training time: 0.0 % of 0.0 s"
-
-
 def test_each_note_is_a_line_of_json_with_the_wall_clock(tmp_path: Path) -> None:
-    Ledger(tmp_path).note("saved", step=3, seconds=0.25)
-    line = json.loads((tmp_path / ledger.NAME).read_text())
+    Ledger(RunFolder(tmp_path)).note("saved", step=3, seconds=0.25)
+    line = json.loads((tmp_path / "ledger.jsonl").read_text())
     assert {**line, "time": 0} == {"time": 0, "event": "saved", "step": 3, "seconds": 0.25}
     assert line["time"] > 1.7e9
-
-
-def test_a_person_reads_where_the_time_went() -> None:
-    found = Goodput(start=2.1, rendezvous=0.4, load=0.8, compile=1.2, training=661.0, saves=50, lost=8.2, lost_steps=12)
-    assert found.table() == (
-        "effective training time: 91.3 % of 12 min 4 s\n"
-        "  start 2.1 s, rendezvous 0.4 s, load 0.8 s, first step 1.2 s, saves 50.0 s, "
-        "lost and replayed 8.2 s (12 steps)"
-    )
-    assert [duration(seconds) for seconds in (59.96, 3600, 90_061)] == ["1 min 0 s", "1 h 0 min", "25 h 1 min"]
 
 
 def test_a_restarted_training_finds_the_folder_of_its_name(tmp_path: Path) -> None:
     def opened(when: float, run: str, generation: int, name: str = "net") -> Line:
         return (when, "opened", {"run": run, "name": name, "generation": generation})
 
+    folder = RunFolder(tmp_path)
     written(tmp_path, (0, "launched", {"generation": 0}), opened(1, "/of/another/launch", 0), opened(2, "/again", 1))
     written(tmp_path, (10, "launched", {"generation": 0}), opened(11, "/a", 0), opened(12, "/other", 0, "x"))
-    assert opened_before(tmp_path, "net", 1) == Path("/a")
-    assert opened_before(tmp_path, "x", 1) == Path("/other") and opened_before(tmp_path, "y", 1) is None
+    assert opened_before(folder, "net", 1) == RunFolder(Path("/a"))
+    assert opened_before(folder, "x", 1) == RunFolder(Path("/other")) and opened_before(folder, "y", 1) is None
     written(tmp_path, opened(13, "/b", 0), (14, "launched", {"generation": 1}), opened(15, "/a", 1))
-    assert opened_before(tmp_path, "net", 1) == Path("/b")  # the first one has taken its own
-    assert opened_before(tmp_path, "net", 2) == Path("/a")
+    assert opened_before(folder, "net", 1) == RunFolder(Path("/b"))  # the first one has taken its own
+    assert opened_before(folder, "net", 2) == RunFolder(Path("/a"))

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CheckpointError
+from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
 
 HOLDER = """
 import os, sys
 from pathlib import Path
+from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+lock = RunLock(RunFolder(Path(sys.argv[1])))
 lock.take()
 child = os.fork() if "with a child" in sys.argv else -1
 if child:
@@ -44,7 +46,7 @@ def holder(folder: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], st
 def test_another_process_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
     with holder(tmp_path) as (process, _):
         with pytest.raises(CheckpointError) as refused:
-            RunLock(tmp_path).take()
+            RunLock(RunFolder(tmp_path)).take()
         assert refused.value.code == "checkpoint.run-in-use"
         assert f"process {process.pid} on {socket.gethostname()}, since 20" in refused.value.what
 
@@ -53,7 +55,7 @@ def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     with holder(tmp_path) as (process, _):
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
-        lock = RunLock(tmp_path)
+        lock = RunLock(RunFolder(tmp_path))
         lock.take()
         lock.release()
 
@@ -64,7 +66,7 @@ def test_a_forked_child_that_outlives_the_holder_does_not_keep_it(tmp_path: Path
         process.wait(timeout=60)
         try:
             os.kill(int(child), 0)  # it is there
-            lock = RunLock(tmp_path)
+            lock = RunLock(RunFolder(tmp_path))
             lock.take()
             lock.release()
         finally:
@@ -72,7 +74,7 @@ def test_a_forked_child_that_outlives_the_holder_does_not_keep_it(tmp_path: Path
 
 
 def test_a_released_one_can_be_taken_by_another_process(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
+    lock = RunLock(RunFolder(tmp_path))
     lock.take()
     lock.release()
     lock.release()
@@ -82,10 +84,10 @@ def test_a_released_one_can_be_taken_by_another_process(tmp_path: Path) -> None:
 
 
 def test_one_process_can_not_take_it_twice(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
+    lock = RunLock(RunFolder(tmp_path))
     lock.take()
     with pytest.raises(CheckpointError, match="this very process"):
-        RunLock(tmp_path / ".." / tmp_path.name).take()
+        RunLock(RunFolder(tmp_path / ".." / tmp_path.name)).take()
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stderr=subprocess.PIPE, text=True) as other:
         assert "run-in-use" in other.communicate(timeout=60)[1]  # the refusal has not given it up
     lock.release()
@@ -93,7 +95,7 @@ def test_one_process_can_not_take_it_twice(tmp_path: Path) -> None:
 
 def test_a_folder_that_can_not_be_locked_has_a_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint.no-lock.*No such file"):
-        RunLock(tmp_path / "none").take()
+        RunLock(RunFolder(tmp_path / "none")).take()
 
 
 def test_a_disk_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def test_a_disk_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.lockf", no_locks)
-    lock = RunLock(tmp_path)
+    lock = RunLock(RunFolder(tmp_path))
     with pytest.warns(UserWarning, match="knows no locks"):
         lock.take()
     lock.release()

@@ -11,8 +11,18 @@ import pytest
 import torch
 
 from paceline.errors import WorldError
+from paceline.run.folder import RunFolder
 from paceline.runtime import process_group
-from paceline.runtime.environment import RankInfo, master, read_exported, read_rank_info
+from paceline.runtime.environment import (
+    RankInfo,
+    log_folder,
+    master,
+    read_exported,
+    read_rank_info,
+    restart_count,
+    run_folder,
+    suspect_step,
+)
 
 OPEN_MPI = {  # Open MPI 4.1: mpirun -n 2
     "OMPI_COMM_WORLD_RANK": "1",
@@ -187,3 +197,15 @@ def test_tasks_of_mpirun_join_one_world(tmp_path: Path) -> None:
         process.join(60)
         process.kill()  # where it hangs
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["gloo 0 3.0", "gloo 1 3.0"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("3", 3), ("", 0), ("many", 0), ("-1", 0)])
+def test_the_number_of_restarts_is_read(text: str, number: int) -> None:
+    assert restart_count({"TORCHELASTIC_RESTART_COUNT": text}) == number
+
+
+def test_folders_and_the_suspect_step_come_from_the_launcher() -> None:
+    told = {"PACELINE_RUN": "/runs/gpt", "PACELINE_PROGRESS": "/tmp/logs", "PACELINE_SUSPECT_STEP": "13"}
+    assert (run_folder(told), log_folder(told)) == (RunFolder(Path("/runs/gpt")), RunFolder(Path("/tmp/logs")))
+    assert suspect_step(told) == 13
+    assert run_folder({}) is log_folder({"PACELINE_PROGRESS": ""}) is suspect_step({}) is None

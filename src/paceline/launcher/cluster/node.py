@@ -188,12 +188,12 @@ class Node:
         end_leftovers({int(pid): born for pid, born in order["leftovers"].items()})
         first, last = order["first_rank"], order["first_rank"] + order["ranks"] - 1
         of = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        where = f"; logs in {short(self._logs.path)}" if self._logs.run else ""
+        where = f"; logs in {short(self._logs.folder.logs)}" if self._logs.run else ""
         self._say(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}{where}")
         interface = self._launch.interface or interface_of(order["address"] or self._channel.own_address)
         start = LocalStart(
             ranks=order["ranks"],
-            logs=self._logs.path,
+            logs=self._logs.folder,
             grace=self._launch.patience,
             generation=order["generation"],
             max_restarts=self._launch.max_restarts,
@@ -223,7 +223,7 @@ class Node:
 
     def _report(self, outcome: LocalResult) -> None:
         assert self._logs is not None
-        suspects = heartbeat.read_suspects(self._logs.path)
+        suspects = heartbeat.read_suspects(self._logs.folder)
         own = {end.rank for end in outcome.ends}
         self._send(
             {

@@ -85,11 +85,11 @@ def run(work: Workload, start: LocalStart, watch: AgentObserver | None = None) -
     """Start the ranks and stay until all have ended."""
     watch = watch or NullObserver()
     ranks = range(start.first_rank, start.first_rank + start.ranks)
-    failures.forget(start.logs, ranks, everything=start.first_rank == 0)
+    failures.clear(start.logs, ranks, everything=start.first_rank == 0)
     work.prepare(start.world or start.ranks)
     if work.target is not None and (start.fresh or work.target.kind == "program"):
-        spec = start.logs / "target.json"
-        spec.write_text(json.dumps({**work.target.to_json(), "logs": str(start.logs)}))
+        spec = start.logs.target
+        spec.write_text(json.dumps({**work.target.to_json(), "folder": str(start.logs)}))
         return _supervise(
             sys.executable, ("-u", "-P", "-m", "paceline.launcher.local.rank_main", str(spec)), start, watch
         )
@@ -342,7 +342,7 @@ def _busy(context: Any) -> list[int]:
 @contextmanager
 def _rank_environment(start: LocalStart) -> Iterator[None]:
     """What ranks find in their environment besides torchrun's variables; this process's own is given back."""
-    wanted = {environment.LAUNCHED: "1", heartbeat.FOLDER: str(start.logs), **start.environment}
+    wanted = {environment.LAUNCHED: "1", environment.LOG_FOLDER: str(start.logs), **start.environment}
     wanted[interrupts.TORCHS_OWN] = "none"
     if sys.platform == "linux" and (interface := start.interface or ("lo" if start.nodes == 1 else None)):
         # What somebody has set is right: they know their network.

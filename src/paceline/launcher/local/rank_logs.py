@@ -1,4 +1,4 @@
-"""Where a launch leaves what it has to say: in the run folder, or nowhere."""
+"""The launch's view of a run folder: the one that its ranks use, and where this node keeps their logs."""
 
 from __future__ import annotations
 
@@ -12,73 +12,93 @@ from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.launcher.launch import Launch
 from paceline.run import folder
+from paceline.run.folder import RunFolder
 from paceline.run.lock import require_free
 from paceline.runtime import environment
 
 
 @dataclass(frozen=True)
 class RankLogs:
-    """The folder of the ranks' logs, and the run folder that it is in, if there is one."""
+    """`folder` is where this node keeps its ranks' logs: in the run folder, or in a temporary one if the launch has no
+    run folder or this node can't access it."""
 
-    path: Path
-    run: Path | None
+    folder: RunFolder
+    run: RunFolder | None
 
     @property
     def environment(self) -> dict[str, str]:
-        """Through which ranks learn of the run folder."""
+        """The variables that tell ranks about the run folder."""
         return {} if self.run is None else {environment.RUN_FOLDER: str(self.run)}
 
     def of_rank(self, rank: int) -> str:
-        """Where a person finds that rank's log; nothing where it will be gone."""
-        return "" if self.run is None else folder.short(folder.rank_log(self.path, rank))
+        """The path of a rank's log for display; empty if the log is temporary."""
+        return "" if self.run is None else folder.short(self.folder.rank_log(rank))
 
 
 @contextmanager
 def opened(launch: Launch) -> Iterator[RankLogs]:
-    """The run folder of that name, a new one, or for `resume` the one that is gone on with, whose logs grow. Without a
-    name everything is gone in the end."""
+    """The run folder of a launch: a new one or, for `resume`, an existing one, to whose logs is appended. Without a
+    name, a temporary folder."""
     run, resume = launch.run, launch.resume
     if run is None:
-        with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
-            yield RankLogs(Path(temporary), None)
+        with temporary() as logs:
+            yield logs
         return
     if resume not in (None, "auto"):
-        folder.require_there(str(resume))
+        folder.require_exists(str(resume))
     # A script may train in a folder of its own: then that of its launch holds logs and the ledger, which names it.
-    newest = folder.newest_launch(run) if launch.restarted else folder.newest(run)
-    gone_on = newest if resume == "auto" else folder.run_at(resume) if resume else None
-    if gone_on is not None:
-        require_free(gone_on)  # another job's logs are none of ours
-        logs = gone_on / "logs"
-        logs.mkdir(exist_ok=True)
-        yield RankLogs(logs, gone_on)
+    newest = RunFolder.newest_launch(run) if launch.restarted else RunFolder.newest(run)
+    resumed = newest if resume == "auto" else RunFolder.at(resume) if resume else None
+    if resumed is not None:
+        require_free(resumed)  # another job may be writing to its logs
+        resumed.logs.mkdir(exist_ok=True)
+        yield RankLogs(resumed, resumed)
         return
-    made = folder.create(run)
+    created = RunFolder.create(run)
     try:
-        yield RankLogs(made / "logs", made)
+        yield RankLogs(created, created)
     except PacelineError:
-        if _holds_nothing(made):  # no rank was started
-            shutil.rmtree(made)
+        if _is_unused(created):  # no rank was started
+            shutil.rmtree(created.path)
         raise
 
 
-def _holds_nothing(run: Path) -> bool:
-    """Whether nothing is in it but what the launcher puts there before ranks start."""
-    files = [path for path in run.rglob("*") if not path.is_dir()]
-    return all(path.name == "ledger.jsonl" or path.stat().st_size == 0 for path in files)
+@contextmanager
+def temporary() -> Iterator[RankLogs]:
+    """Logs of a launch without a run folder, removed at its end."""
+    with _temporary_folder() as made:
+        yield RankLogs(made, None)
 
 
 @contextmanager
 def shared(run: str | None) -> Iterator[RankLogs]:
-    """The logs of a node whose first node has opened a run folder: beside that one's, or, where this machine does not
-    see it, under the same path here."""
-    path = None if run is None else Path(run) / "logs"
+    """The logs of another node than the first, which opened the run folder: in the same folder or, if this node does
+    not share it, under the same path here."""
+    told = None if run is None else RunFolder(Path(run))
+    if told is not None and _can_log_to(told):
+        yield RankLogs(told, told)
+        return
+    with _temporary_folder() as made:
+        yield RankLogs(made, told)
+
+
+def _can_log_to(run: RunFolder) -> bool:
     try:
-        if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
-            yield RankLogs(path, path.parent)
-            return
-    except OSError:
-        pass  # no such disk here, or no right to write there
-    with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
-        yield RankLogs(Path(temporary), path.parent if path else None)
+        run.logs.mkdir(parents=True, exist_ok=True)
+    except OSError:  # this node has no such disk, or no permission to write there
+        return False
+    return True
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[RunFolder]:
+    with tempfile.TemporaryDirectory(prefix="paceline-") as path:
+        made = RunFolder(Path(path))
+        made.logs.mkdir()
+        yield made
+
+
+def _is_unused(run: RunFolder) -> bool:
+    """Whether the folder holds only what the launcher writes before it starts ranks."""
+    files = [path for path in run.path.rglob("*") if not path.is_dir()]
+    return all(path == run.ledger or path.stat().st_size == 0 for path in files)

@@ -23,18 +23,18 @@ from pathlib import Path
 
 from paceline.launcher.local import interrupts
 from paceline.launcher.target import Target
-from paceline.run import folder
 from paceline.run.failures import FailureRecord, describe
+from paceline.run.folder import RunFolder
 from paceline.runtime import environment
 
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: a signal to get when the parent ends
 _EXIT_SECONDS = 10.0
 
 
-def run_rank(body: Callable[[], None], logs: Path, stdin: int | None = None) -> None:
+def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None) -> None:
     """Run a rank's body with its output where it belongs; a failure is recorded, and ends the process."""
     place = environment.read_rank_info() or environment.RankInfo()
-    log = folder.rank_log(logs, place.rank)
+    log = logs.rank_log(place.rank)
     _forget_parent()
     _direct_streams(log if place.rank else None, stdin if place.rank == 0 else None)
     _reseed(place.rank)
@@ -143,7 +143,7 @@ def main() -> None:
     """A rank in a fresh interpreter."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     target = Target.from_json(spec)
-    run_rank(target.run, Path(spec["logs"]))
+    run_rank(target.run, RunFolder(Path(spec["folder"])))
 
 
 if __name__ == "__main__":

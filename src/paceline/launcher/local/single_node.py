@@ -15,8 +15,9 @@ from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.restart_policy import GiveUp, Supervisor
 from paceline.launcher.workload import LocalStart, Workload
-from paceline.run import folder, heartbeat
+from paceline.run import heartbeat
 from paceline.run.failures import first_coded
+from paceline.run.folder import short
 from paceline.run.ledger import Ledger
 
 
@@ -26,7 +27,7 @@ def launch_single_node(work: Workload, launch: Launch) -> int:
     prepare_environment(launch)
     with interrupts.as_exceptions(), rank_logs.opened(launch) as where:
         ranks, reason = choose_ranks(launch.ranks, device=launch.device, on_cpu=launch.on_cpu)
-        named = f"; logs in {folder.short(where.path)}" if where.run else ""
+        named = f"; logs in {short(where.folder.logs)}" if where.run else ""
         print(f"ranks: {ranks} ({reason}){named}", file=sys.stderr, flush=True)
         work.preload()
         try:
@@ -44,7 +45,7 @@ def _generations(work: Workload, launch: Launch, ranks: int, where: RankLogs, be
     for generation in count(launch.restarted):
         start = LocalStart(
             ranks=ranks,
-            logs=where.path,
+            logs=where.folder,
             port=launch.port,
             grace=launch.patience,
             generation=generation,
@@ -57,7 +58,7 @@ def _generations(work: Workload, launch: Launch, ranks: int, where: RankLogs, be
         ledger.note("launched", at=began if is_first else None, **facts)
         outcome = local_status.run_shown(work, start, launch)
         if outcome.signal is not None:
-            if record := first_coded(where.path):  # a save that the signal asked for, and that went wrong
+            if record := first_coded(where.folder):  # a save that the signal asked for, and that went wrong
                 print(f"\nrank {record.rank}: {record.text.rstrip()}", file=sys.stderr, flush=True)
             local_status.show_ledger(where, 128 + outcome.signal)
             local_status.interrupted(where)
@@ -65,7 +66,7 @@ def _generations(work: Workload, launch: Launch, ranks: int, where: RankLogs, be
         if outcome.is_good:
             local_status.show_ledger(where, 0)
             return 0
-        samples = {rank: each.samples for rank, each in heartbeat.read_suspects(where.path).items()}
+        samples = {rank: each.samples for rank, each in heartbeat.read_suspects(where.folder).items()}
         verdict = supervisor.judge(outcome.ends, oom_killed=outcome.oom_killed, suspects=samples)
         local_status.note_failure(verdict.cause, where)
         if isinstance(verdict, GiveUp):

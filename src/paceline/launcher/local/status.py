@@ -13,7 +13,9 @@ from paceline.launcher.launch import Launch
 from paceline.launcher.local.console import Console
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.workload import LocalStart, Workload
-from paceline.run import failures, folder, heartbeat, ledger
+from paceline.run import failures, goodput, heartbeat
+from paceline.run.ledger import Ledger
+from paceline.runtime import environment
 
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import AgentObserver, LocalResult
@@ -24,10 +26,10 @@ def run_shown(work: Workload, start: LocalStart, launch: Launch, watch: AgentObs
     from paceline.launcher.local import agent
 
     ranks = range(start.first_rank, start.first_rank + start.ranks)
-    shown = {rank: folder.rank_log(start.logs, rank) for rank in launch.tee if rank in ranks}
+    shown = {rank: start.logs.rank_log(rank) for rank in launch.tee if rank in ranks}
     with ExitStack() as stack:
         if 0 in ranks or shown:
-            first = folder.rank_log(start.logs, 0) if 0 in ranks else None
+            first = start.logs.rank_log(0) if 0 in ranks else None
             stack.enter_context(Console(first, shown))
         return agent.run(work, start, watch)
 
@@ -63,7 +65,7 @@ def show_end(message: Mapping[str, Any], logs: RankLogs | None) -> None:
 
 
 def interrupted(logs: RankLogs | None) -> None:
-    where = f"; what there is lies in {folder.short(logs.run)}" if logs is not None and logs.run else ""
+    where = f"; what there is lies in {logs.run.short}" if logs is not None and logs.run else ""
     print(f"\ninterrupted{where}", file=sys.stderr, flush=True)
 
 
@@ -71,18 +73,18 @@ def show_ledger(logs: RankLogs, status: int) -> None:
     """Closes the account of this launch, and says where the time went if there was a training."""
     if logs.run is None:
         return
-    ledger.Ledger(logs.run).note("ended", status=status)
-    account = ledger.summary(logs.run)
+    Ledger(logs.run).note("ended", status=status)
+    account = goodput.summarize(logs.run)
     if account.training:
         print(account.table(), file=sys.stderr, flush=True)
 
 
 def note_failure(cause: Cause, logs: RankLogs) -> None:
     """In the account of the run: why it failed, and how far it was."""
-    done = max((page.step for page in heartbeat.read(logs.path).values()), default=0)
-    ledger.Ledger(logs.run).note("failed", cause=cause.kind, rank=cause.rank, step=done)
+    done = max((page.step for page in heartbeat.read(logs.folder).values()), default=0)
+    Ledger(logs.run).note("failed", cause=cause.kind, rank=cause.rank, step=done)
 
 
 def suspect(step: int | None) -> dict[str, str]:
     """The step whose samples ranks shall write down, as they are told it."""
-    return {} if step is None else {heartbeat.SUSPECT_STEP: str(step)}
+    return {} if step is None else {environment.SUSPECT_STEP: str(step)}

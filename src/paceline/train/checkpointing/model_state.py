@@ -14,6 +14,7 @@ from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_bel
 from paceline.errors import CheckpointError
 from paceline.optim.ema import Ema
 from paceline.parallel.shards import local_shard
+from paceline.run.folder import CONFIG
 from paceline.runtime.serialization import to_json
 from paceline.train.engine import Engine
 
@@ -115,7 +116,7 @@ def other_model(source: Checkpoint | str, difference: str) -> CheckpointError:
     return CheckpointError(
         "other-model",
         f"The checkpoint {where} does not fit this model: {difference}.",
-        fix="build the model with the options it was saved with (config.yaml in the run folder)",
+        fix=f"build the model with the options it was saved with ({CONFIG} in the run folder)",
     )
 
 

@@ -17,12 +17,12 @@ from paceline.checkpoint.transfer import fetched
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
 from paceline.parallel.shards import copy_shard_, local_shard
-from paceline.run.folder import short
+from paceline.run.folder import CONFIG, RunFolder
 from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import other_model
-from paceline.train.checkpointing.saver import FOLDER, Saver, require_own_weights
+from paceline.train.checkpointing.saver import Saver, require_own_weights
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
@@ -180,18 +180,18 @@ class Restorer:
         if foreign and self._engine.mesh.degrees.pipeline == 1:
             raise other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
 
-    def resume(self, run: Path, why: str = "resume") -> bool:
+    def resume(self, run: RunFolder, why: str = "resume") -> bool:
         """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
-        folder = run / FOLDER
+        folder = run.checkpoints
         if self._engine.world.is_main:
             directory.clear_left_behind(Filesystem(), folder)
         collectives.barrier()
         if not collectives.broadcast_object(bool(directory.candidates(folder))):
-            self._engine.log.info(f"{why}: {short(run)} has no checkpoint yet: it begins at its beginning")
+            self._engine.log.info(f"{why}: {run.short} has no checkpoint yet: it begins at its beginning")
             return False
         with self._engine.account.loading(self._engine.position):
             name, _ = self._newest(folder)
-        self._engine.log.info(f"{why}: {short(run)} goes on from {name}, after step {self._engine.position.step}")
+        self._engine.log.info(f"{why}: {run.short} goes on from {name}, after step {self._engine.position.step}")
         return True
 
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
@@ -230,7 +230,7 @@ class Restorer:
                 "other-data",
                 f"The checkpoint's position in the data means something else now: {told}.",
                 why="its step stands for a number of samples in one order: others would be repeated or left out",
-                fix="set it as it was (the run's config.yaml has it); or load_checkpoint(…, weights_only=True), which "
+                fix=f"set it as it was (the run's {CONFIG} has it); or load_checkpoint(…, weights_only=True), which "
                 "begins at the beginning of the data",
             )
 
@@ -258,7 +258,8 @@ def _require_same(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def _checkpoints_in(path: Path) -> Path:
-    return path / FOLDER if (path / FOLDER).is_dir() else path
+    inner = RunFolder(path).checkpoints
+    return inner if inner.is_dir() else path
 
 
 def existing(path: str | Path) -> Path:

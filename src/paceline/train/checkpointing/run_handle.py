@@ -16,8 +16,9 @@ from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
 from paceline.plan import show
 from paceline.plan.derive import Derived
-from paceline.run import folder, heartbeat, ledger
-from paceline.run.jsonl import forget_after
+from paceline.run import ledger
+from paceline.run.folder import RunFolder, short
+from paceline.run.jsonl import truncate_after
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
 from paceline.runtime.rank_errors import run_on_all_ranks
@@ -38,12 +39,12 @@ class RunHandle:
         """What a restart or the recipe's `resume` asks for, before anything is trained. A matter of all ranks."""
         resume = self._engine.config.resume
         if (before := self._before_restart()) is not None:
-            self._go_on(before, f"start {heartbeat.generation() + 1}")
+            self._go_on(before, f"start {environment.restart_count() + 1}")
         elif resume == "auto":
             self._resume_newest()
         elif resume is None or self._begin_from_checkpoint():  # in a new run
             return
-        elif (run := folder.run_at(resume)) is not None:
+        elif (run := RunFolder.at(resume)) is not None:
             self._go_on(run)
         else:
             raise CheckpointError(
@@ -52,15 +53,15 @@ class RunHandle:
                 fix="paceline checkpoint ls",
             )
 
-    def _before_restart(self) -> Path | None:
+    def _before_restart(self) -> RunFolder | None:
         """The folder that this training had before paceline's launcher started its ranks again."""
-        launch, generation = environment.run_folder(), heartbeat.generation()
+        launch, generation = environment.run_folder(), environment.restart_count()
         if launch is None or not generation or not environment.was_launched() or self._engine.config.run is False:
             return None
         name, is_main = self._name(), self._engine.world.is_main
-        found = ledger.opened_before(Path(launch), name, generation) if is_main else None
+        found = ledger.opened_before(launch, name, generation) if is_main else None
         run = collectives.broadcast_object(None if found is None else str(found))
-        return None if run is None else Path(run)
+        return None if run is None else RunFolder(Path(run))
 
     def _name(self) -> str:
         """What a training asks for as its folder tells it from others of the same launch."""
@@ -76,7 +77,7 @@ class RunHandle:
         if not (path / manifests.NAME).exists() and not path.is_file():
             return False
         self._restorer.load(path)
-        self._engine.log.info(f"resume: begins from {folder.short(path)}, after step {self._engine.position.step}")
+        self._engine.log.info(f"resume: begins from {short(path)}, after step {self._engine.position.step}")
         return True
 
     def _resume_newest(self) -> None:
@@ -87,37 +88,37 @@ class RunHandle:
                 "resume: auto looks for a run folder, but run: false writes none.",
                 fix="give the run a name, or resume: a checkpoint's folder",
             )
-        told = environment.run_folder()  # by the launcher, which names a run after its recipe or script
-        unnamed = factory.default_name(engine.model) if told is None else folder.name_of(Path(told))
+        launched = environment.run_folder()  # the launcher names a run after its recipe or script
+        unnamed = factory.default_name(engine.model) if launched is None else launched.requested_name
         name = config.run if isinstance(config.run, str) else unnamed
-        found = folder.newest(name) if engine.world.is_main else None
+        found = RunFolder.newest(name) if engine.world.is_main else None
         run = collectives.broadcast_object(None if found is None else str(found))
         if run is None:
             engine.log.info(f"resume: there is no run called {Path(name).name} yet: it begins at its beginning")
         else:
-            self._go_on(Path(run))
+            self._go_on(RunFolder(Path(run)))
 
-    def _go_on(self, run: Path, why: str = "resume") -> None:
+    def _go_on(self, run: RunFolder, why: str = "resume") -> None:
         self._take(run)
         if not self._restorer.resume(run, why):
             self._begin_from_checkpoint()  # a restart before the first save
         if self._engine.world.is_main:  # without a checkpoint that is all of them
-            forget_after(run / factory.METRICS, self._engine.position.step)
+            truncate_after(run.metrics, self._engine.position.step)
 
-    def _lock_it(self, run: Path) -> None:
+    def _lock_it(self, run: RunFolder) -> None:
         """Nobody else may write into it until this call of train() is over, or the trainer gone."""
         lock = RunLock(run)
         run_on_all_ranks(lambda: lock.take() if self._engine.world.is_main else None, "Taking the run folder")
         self._lock = lock
         weakref.finalize(self, lock.release)
 
-    def _take(self, run: Path) -> None:
+    def _take(self, run: RunFolder) -> None:
         """Make it this training's; and find out who can't see it."""
         engine = self._engine
         self._lock_it(run)
         self._saver.run = run
         engine.account.opened(run, self._name())
-        self._saver.without_access = blind = ranks_without_access(run)
+        self._saver.without_access = blind = ranks_without_access(run.path)
         named = numbered("rank", blind)
         if blind and engine.config.checkpoint.unshared == "refuse":
             raise CheckpointError(
@@ -138,7 +139,7 @@ class RunHandle:
             made = factory.open_run(engine.config, engine.model, engine.world.is_main)
             if made is not None:
                 if engine.world.is_main:
-                    Filesystem().sync_folder(made.parent)
+                    Filesystem().sync_folder(made.path.parent)
                 self._take(made)
             if rows is not None and engine.world.size == 1 and not environment.was_launched():
                 engine.log.info(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")

@@ -16,6 +16,7 @@ from paceline.checkpoint.state import Snapshot
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
+from paceline.run.folder import BEST, LATEST, RunFolder
 from paceline.runtime import process_group
 from paceline.runtime.rank_errors import StoreBarrier, run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
@@ -25,7 +26,6 @@ from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.lr import LearningRate
 from paceline.train.preflight import versions
 
-FOLDER = "checkpoints"
 _FAILURES_BORNE = 2
 _CUT = "the weights are cut over the ranks: a checkpoint needs the pieces of all of them"
 
@@ -37,7 +37,7 @@ class Saver:
         self._config, self._engine, self._callbacks = config, engine, callbacks
         self.outcome = EvaluationPolicy(config, rates, engine.position)
         self.state = training_state(engine, rates, self.outcome, callbacks)
-        self.run: Path | None = None
+        self.run: RunFolder | None = None
         self.without_access: list[int] = []  # ranks that can't see the run folder
         self.parent: str | None = None  # the checkpoint that the next one follows
         self.data: dict[str, Any] = {}  # what a step means in terms of samples
@@ -55,7 +55,7 @@ class Saver:
 
     @property
     def checkpoints(self) -> Path | None:
-        return None if self.run is None else self.run / FOLDER
+        return None if self.run is None else self.run.checkpoints
 
     def channel(self) -> Any:
         """The group that saves and loads talk over; made when it is first needed, by all ranks."""
@@ -129,7 +129,7 @@ class Saver:
     def _committed(self, folder: Path, best: bool) -> None:
         """On rank 0, on the writing thread: the pointers move, and then old ones go."""
         disk, settings = Filesystem(), self._config
-        directory.point(disk, folder.parent, directory.LATEST, [folder.name])
+        directory.point(disk, folder.parent, LATEST, [folder.name])
         if best:
             self._point_to_best(folder.name)
         if settings.keep is not None:
@@ -138,15 +138,11 @@ class Saver:
     def _point_to_best(self, name: str) -> None:
         """Each best one is better than those before, so the newest come first."""
         if self._engine.world.is_main and self.checkpoints is not None:
-            before = [each for each in directory.pointed(self.checkpoints, directory.BEST) if each != name]
+            before = [each for each in directory.pointed(self.checkpoints, BEST) if each != name]
             try:
-                directory.point(
-                    Filesystem(), self.checkpoints, directory.BEST, [name, *before][: self._config.keep_best]
-                )
+                directory.point(Filesystem(), self.checkpoints, BEST, [name, *before][: self._config.keep_best])
             except OSError as error:  # the checkpoint is there; other ranks know nothing of pointers
-                self._engine.log.warning(
-                    f"{name} is the best one, but {directory.BEST} can't say so: {error.strerror or error}"
-                )
+                self._engine.log.warning(f"{name} is the best one, but {BEST} can't say so: {error.strerror or error}")
 
     def wait_for_copy(self) -> None:
         """From here on the weights may change."""

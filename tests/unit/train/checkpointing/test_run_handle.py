@@ -12,8 +12,9 @@ from paceline.errors import CheckpointError
 HOLDER = """
 import sys
 from pathlib import Path
+from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
-RunLock(Path(sys.argv[1])).take()
+RunLock(RunFolder(Path(sys.argv[1]))).take()
 print("held", flush=True)
 sys.stdin.read()
 """

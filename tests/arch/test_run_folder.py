@@ -1,0 +1,126 @@
+"""`run/` owns the run folder: no other module spells the name of a file in it, and `run/` reads no environment.
+
+The names come from `RunFolder` itself, so a file that is added there is covered here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.run.folder import RankFiles, RunFolder
+
+SOURCE = Path(paceline.__file__).parent
+
+# Words that are also something else. A dictionary key, an index and a `Literal[...]` never count.
+NOT_A_FILE = {
+    ("config/recipe.py", "metrics.jsonl"): "the description of a recipe key; config is below run",
+    ("config/components.py", "tensorboard"): "the name of a logger",
+    ("monitor/loggers.py", "tensorboard"): "the name of a logger and of its package",
+    ("train/evaluation_policy.py", "best"): "a key of a state dict",
+}
+
+
+def file_names() -> set[str]:
+    """The name of every file and folder of a run folder, with `#` for a rank."""
+    folder = RunFolder(Path("run"))
+    values = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+    names = {part for value in values if isinstance(value, Path) for part in value.relative_to("run").parts}
+    for value in values:
+        if isinstance(value, RankFiles):
+            names |= {*value.folder.relative_to("run").parts, re.sub(r"\{.*\}", "#", value.name)}
+    return names
+
+
+def literals(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every string of a module but docstrings and keys, with `#` for a value inside an f-string."""
+    skipped: set[int] = set()
+    for node in ast.walk(tree):  # parents come before their children
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(id(node.value))
+        elif isinstance(node, ast.Dict):
+            skipped |= {id(key) for key in node.keys}
+        elif isinstance(node, ast.Subscript):
+            skipped |= {id(inner) for inner in ast.walk(node.slice)}
+        elif isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in node.values}
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "#" for part in node.values]
+            yield node.lineno, "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.lineno, node.value
+
+
+def named(text: str, names: set[str]) -> set[str]:
+    """The files that a string names: a name with an extension anywhere in it, or any name as a part of a path."""
+    parts = {re.sub(r"\*|\{[^}]*\}|\d+", "#", part) for part in text.split("/")}
+    prefixes = {name: name.partition("#")[0] for name in names if "#" in name}
+    found = {name for name in names if name in parts}
+    found |= {name for name, prefix in prefixes.items() if prefix in parts and prefix != "rank-"}
+    found |= {name for name in names if "." in name and re.search(rf"(?<![\w.#-]){re.escape(name)}(?!\w)", text)}
+    return found
+
+
+def violations(source: Path) -> list[str]:
+    names = file_names()
+    found = []
+    for path in sorted(source.rglob("*.py")):
+        module = path.relative_to(source).as_posix()
+        if module.startswith("run/"):
+            continue
+        for line, text in literals(ast.parse(path.read_text())):
+            for name in named(text, names):
+                if (module, name) not in NOT_A_FILE:
+                    found.append(f"{module}:{line}: {name}")
+    return found
+
+
+def test_no_other_module_names_a_file_of_the_run_folder() -> None:
+    assert violations(SOURCE) == []
+
+
+def test_the_names_are_those_of_the_run_folder() -> None:
+    expected = {"config.yaml", "metrics.jsonl", ".lock", "checkpoints", "latest", "logs", "rank-#.log", "progress-#"}
+    assert expected <= file_names()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'path = run / "metrics.jsonl"',
+        'path = run.joinpath("logs", "x")',
+        'path = run / f"logs/rank-{rank}.log"',
+        'path = run / f"progress-{rank}"',
+        'path = next(run.glob("failure-*.json"))',
+        'PREFIX = "suspects-"',
+        'found = run.glob("*/checkpoints")',
+        'text = "see config.yaml in the run folder"',
+        'is_it = path.name == "latest"',
+    ],
+)
+def test_a_module_that_names_one_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "module.py").write_text(f'"""Writes metrics.jsonl."""\n\n{line}\n')
+    assert [found.partition(": ")[0] for found in violations(tmp_path)][:1] == ["module.py:3"]
+
+
+@pytest.mark.parametrize(
+    "line", ['state = {"best": best}', 'best = state["best"]', 'text = "the latest logs"', 'x = f"random/rank-{n}/y"']
+)
+def test_words_that_name_no_file_are_not(tmp_path: Path, line: str) -> None:
+    (tmp_path / "module.py").write_text(f"{line}\n")
+    assert violations(tmp_path) == []
+
+
+def test_run_reads_no_environment() -> None:
+    readers = {
+        path.name
+        for path in (SOURCE / "run").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+        or (isinstance(node, ast.alias) and node.name in ("environ", "getenv"))
+    }
+    assert readers == set()
