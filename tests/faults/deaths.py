@@ -15,7 +15,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.diagnose.cause import STATUSES, Kind
+from paceline.diagnose.exits import EXIT_STATUSES, FailureKind
 
 _SCRIPT = Path(__file__).with_name("dying.py")
 _MARK = "PACELINE_TEST_DEATH"
@@ -29,7 +29,7 @@ class Death:
     way: str
     rank: int
     moment: str
-    kind: Kind
+    kind: FailureKind
     words: str
     status: int
     ranks: int = 2
@@ -48,8 +48,8 @@ class Outcome:
 def _death(way: str, rank: int, moment: str, words: str, ranks: int = 2) -> Death:
     if way.startswith("SIG"):
         return Death(way, rank, moment, "signal", words, 128 + signal.Signals[way], ranks)
-    kind: Kind = next(kind for kind in STATUSES if kind == way)
-    return Death(way, rank, moment, kind, words, STATUSES[kind], ranks)
+    kind: FailureKind = next(kind for kind in EXIT_STATUSES if kind == way)
+    return Death(way, rank, moment, kind, words, EXIT_STATUSES[kind], ranks)
 
 
 ALL = (
@@ -59,18 +59,18 @@ ALL = (
     _death("gpu-memory", 1, "step", "rank 1 ran out of memory"),  # (of the CPU, as the Trainer sees it)
     _death("oom-killer", 1, "step", "rank 1 was killed by the kernel's OOM killer"),
     _death("oom-killer", 0, "save", "rank 0 was killed by the kernel's OOM killer"),
-    _death("SIGKILL", 2, "save", "rank 2 was ended by SIGKILL", ranks=3),
-    _death("SIGSEGV", 0, "start", "rank 0 was ended by SIGSEGV"),
-    _death("lost-connection", 1, "step", "rank 0 lost the connection to rank 1, which still ran"),
-    _death("lost-connection", 0, "save", "rank 1 lost the connection to rank 0, which still ran"),
+    _death("SIGKILL", 2, "save", "rank 2 was killed by SIGKILL", ranks=3),
+    _death("SIGSEGV", 0, "start", "rank 0 was killed by SIGSEGV"),
+    _death("lost-connection", 1, "step", "rank 0 lost the connection to rank 1, which is still running"),
+    _death("lost-connection", 0, "save", "rank 1 lost the connection to rank 0, which is still running"),
     _death("port-in-use", 0, "start", "rank 0 found its port in use"),
     _death("port-in-use", 1, "step", "rank 1 found its port in use"),
-    _death("timeout", 0, "start", "rank 0 never came"),
-    _death("timeout", 1, "step", "rank 1 never came"),
+    _death("timeout", 0, "start", "timed out waiting for rank 0, which is still running"),
+    _death("timeout", 1, "step", "timed out waiting for rank 1, which is still running"),
     _death("version-mismatch", 1, "start", "rank 1: '0.0.1'"),
     _death("version-mismatch", 0, "start", "rank 0: '0.0.1'"),
-    _death("early-exit", 1, "step", "rank 1 ended with exit status 0"),
-    _death("early-exit", 0, "save", "rank 0 ended with exit status 0"),
+    _death("early-exit", 1, "step", "rank 1 exited with status 0"),
+    _death("early-exit", 0, "save", "rank 0 exited with status 0"),
 )
 assert len(ALL) == 18
 

@@ -128,7 +128,7 @@ if dist.get_rank() == 0:
     dist.barrier()
 """
     done = paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
-    assert done.returncode == 76 and "rank 1 ended with exit status 0" in done.stderr
+    assert done.returncode == 76 and "rank 1 exited with status 0" in done.stderr
 
 
 def test_a_process_left_in_the_background_does_not_hold_the_command(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_killed_rank_is_named_not_those_that_missed_it(tmp_path: Path) -> None
     script = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)"
     for options in ([], ["--fresh"]):
         done = paceline("launch", "-n", "3", *options, write(tmp_path, script), cwd=tmp_path)
-        assert (done.returncode, "rank 1 was ended by SIGKILL" in done.stderr) == (137, True), done.stderr
+        assert (done.returncode, "rank 1 was killed by SIGKILL" in done.stderr) == (137, True), done.stderr
 
 
 def test_a_rank_that_answers_the_launchers_signal_is_not_the_cause(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_rank_that_was_killed_is_named_with_its_signal() -> None:
         dist.barrier()
 
     for _ in range(5):
-        with pytest.raises(PacelineError, match="rank 1 was ended by SIGKILL"):
+        with pytest.raises(PacelineError, match="rank 1 was killed by SIGKILL"):
             paceline.launch(killed, ranks=2)
 
 

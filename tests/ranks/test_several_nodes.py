@@ -38,7 +38,7 @@ def test_a_rank_that_is_killed_is_started_again_with_all_others(job: Job, unbrok
     first, second = job.both("0:11:rank-SIGKILL", options=("--max-restarts", "1"))
     assert ended(first, second) == [0, 0], first.said + second.said
     for node in (first, second):
-        assert "restart 1 of 1: rank 3 (node 1) was ended by SIGKILL" in node.said
+        assert "restart 1 of 1: rank 3 (node 1) was killed by SIGKILL" in node.said
     job.assert_same(unbroken, began=range(8, 9))
 
 

@@ -1,4 +1,4 @@
-"""The page of each error code, read from `catalog.md` beside this file."""
+"""The page of each error code, from `catalog.md` next to this file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.errors import PacelineError, did_you_mean
 
 
 def pages() -> dict[str, str]:
-    """Every code with its page."""
+    """The page of every code."""
     text = Path(__file__).with_name("catalog.md").read_text(encoding="utf-8")
     found = {}
     for part in text.split("\n## ")[1:]:
@@ -18,10 +18,11 @@ def pages() -> dict[str, str]:
 
 
 def page(code: str) -> str:
+    """The page of one code; for a family such as "launch", its codes."""
     known = pages()
     family = [name for name in known if name.startswith(f"{code}.")]
     if family:
         return "\n".join(family)
     if code not in known:
-        raise PacelineError("unknown-code", f"There is no error code {code!r}: {did_you_mean(code, known)}")
+        raise PacelineError("unknown-code", f"Unknown error code {code!r}: {did_you_mean(code, known)}")
     return known[code]

@@ -1,21 +1,130 @@
-"""What launchers tell each other about the ends of ranks, as JSON and back."""
+"""How a rank exited, the kinds of failure, and the exit status and the fix of each kind."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
 
-from paceline.diagnose.cause import RankExit
 from paceline.run.failures import FailureRecord
 
+FailureKind = Literal[
+    "exception", "gpu-memory", "oom-killer", "signal", "lost-connection", "port-in-use", "timeout",
+    "version-mismatch", "early-exit", "exit", "node-lost",
+]  # fmt: skip
 
-def rank_exit_from_json(told: Mapping[str, Any], node: int, late: float) -> RankExit:
-    """`late` is what the teller's clock is behind ours."""
-    record = None if told["record"] is None else FailureRecord(**told["record"])
-    end = RankExit(**{**told, "record": record})
-    return replace(end, node=node, time=end.time + late)
+# Exit statuses of a launch. A signal is 128 + its number; a rank's own sys.exit(n) is n.
+EXIT_STATUSES: Mapping[FailureKind, int] = MappingProxyType(
+    {
+        "exception": 1,
+        "gpu-memory": 70,
+        "oom-killer": 71,
+        "lost-connection": 72,
+        "port-in-use": 73,
+        "timeout": 74,
+        "version-mismatch": 75,
+        "early-exit": 76,
+        "node-lost": 78,
+    }
+)
+
+FIXES: Mapping[FailureKind, str] = MappingProxyType(
+    {
+        "exception": "",  # its own text says it
+        "gpu-memory": "use a smaller micro_batch (accumulate keeps the batch), bf16, or a layout that shards the model",
+        "oom-killer": "the machine's memory, not the GPU's, was full: use fewer loader workers, fewer ranks per "
+        "machine, less data held in memory, or raise the memory limit of the job",
+        "signal": "if nobody sent it, check the limits of the scheduler or the container, and the rank's log",
+        "lost-connection": "no rank died, so check the network between these addresses: cables, firewall, MTU",
+        "port-in-use": "choose another port, or omit it to use a free one; check for an old run that still holds it",
+        "timeout": "check the log of the rank that the others waited for; if it is only slow, raise timeout",
+        "version-mismatch": "install the same versions on every machine",
+        "early-exit": "ranks must run the same number of steps: look for a return, a break or data that ends sooner",
+        "exit": "the script, or a library it uses, exited on purpose; the rank's log may say why",
+        "node-lost": "check that machine: was it shut down, preempted or disconnected from the network?",
+    }
+)
+SIGNAL_FIXES: Mapping[str, str] = MappingProxyType(
+    {
+        "SIGSEGV": "compiled code crashed: the log's last lines name it; look for a library built for another torch",
+        "SIGBUS": "memory behind a file or /dev/shm was gone: is a disk or /dev/shm full?",
+        "SIGILL": "compiled code is for another processor: install a build for this one",
+    }
+)
+
+_PHASES = {  # of a heartbeat
+    "start": "at the start",
+    "rendezvous": "during rendezvous",
+    "load": "while loading",
+    "first step": "in its first step",
+    "saving": "while saving",
+    "evaluating": "while evaluating",
+    "done": "after training",
+}
+POLL_SECONDS = 0.1  # how late a launcher may notice an exit; a failure record holds the exact time
+_SHELL_SIGNALS = {128 + number for number in (2, 6, 9, 11, 15)}  # how a shell reports a signal
 
 
-def rank_exit_to_json(end: RankExit) -> dict[str, Any]:
-    return asdict(end)
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank exited, and the evidence it left."""
+
+    rank: int
+    node: int
+    code: int | None  # exit status, negative for a signal; None: still running when the launcher stopped it
+    time: float  # in seconds, on one clock for all ranks: from the failure record if there is one, else when noticed
+    record: FailureRecord | None = None
+    phase: str = ""
+    step: int | None = None
+    tail: str = ""  # the last lines of its log
+
+    @property
+    def text(self) -> str:
+        """The traceback or error in its record, else the last lines of its log."""
+        return self.record.text if self.record else self.tail
+
+    @property
+    def error_code(self) -> str:
+        """The code of the paceline error that ended it, or an empty string."""
+        error = self.record.error if self.record else None
+        return f"{error['family']}.{error['name']}" if error else ""
+
+    @property
+    def signal_number(self) -> int:
+        """The signal that killed it, or 0."""
+        if self.code is not None and self.code < 0:
+            return -self.code
+        if self.record is None and self.code in _SHELL_SIGNALS:
+            return self.code - 128
+        return 0
+
+    @property
+    def signal_name(self) -> str:
+        try:
+            return signal.Signals(self.signal_number).name
+        except ValueError:
+            return f"signal {self.signal_number}"
+
+    @property
+    def earliest(self) -> float:
+        """The earliest time at which it may have exited."""
+        return self.time if self.record else self.time - POLL_SECONDS
+
+    @property
+    def where(self) -> str:
+        """What it was doing, according to its heartbeat; with a leading space, or empty."""
+        in_step = self.step is not None and self.phase not in ("first step", "done")
+        places = [f"in step {self.step}" if in_step else "", _PHASES.get(self.phase, "")]
+        return f" {words}" if (words := ", ".join(filter(None, places))) else ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], *, node: int, clock_offset: float) -> RankExit:
+        """An exit reported by another launcher; `clock_offset` is our clock minus that launcher's."""
+        record = None if values["record"] is None else FailureRecord(**values["record"])
+        exited = cls(**{**values, "record": record})
+        return replace(exited, node=node, time=exited.time + clock_offset)

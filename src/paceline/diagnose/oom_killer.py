@@ -1,8 +1,8 @@
-"""Whether a rank that got SIGKILL got it from the kernel's OOM killer, which tells nobody.
+"""Whether the SIGKILL that ended a rank came from the kernel's OOM killer, which notifies nobody.
 
-There are two traces. The kernel's log names each process that it killed, where it may be read. And the kernel counts:
-for each memory cgroup (a container, a SLURM step), and over the whole machine. The counters are read when the ranks
-start and again when one is gone; they can't say which process it was, only that there was one.
+There are two sources of evidence. The kernel log, if it is readable, names each process that was killed. And the kernel
+counts OOM kills for each memory cgroup (a container, a SLURM step) and for the whole machine: the counters are read
+when the ranks start and again after one was killed. They do not say which process it was, only that there was one.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from contextlib import suppress
 from pathlib import Path
 
 _LOG = Path("/dev/kmsg")
-_RECORD = 8192  # bytes: the longest that the kernel writes
+_RECORD = 8192  # bytes: the maximum size of a kernel log record
 _KILLED = re.compile(r"Killed process (\d+)\b")
 
 
-class MemoryKills:
-    """What the kernel has killed for want of memory since this was made."""
+class OomKillDetector:
+    """Detects processes that the OOM killer killed after this was created."""
 
     def __init__(self) -> None:
         self._log_end = max((number for number, _ in _log_records()), default=-1)
         self._counted = _count()
 
     def killed(self, pids: Collection[int]) -> set[int]:
-        """Of these processes, which all ended by SIGKILL: those for which there is evidence."""
+        """Those of these processes, all ended by SIGKILL, for which there is evidence of an OOM kill."""
         named = {
             int(pid)
             for number, text in _log_records()
             if number > self._log_end
             for pid in _KILLED.findall(text)
         }  # fmt: skip
-        # In a container the log speaks of processes by numbers of the machine, which are not ours: so where it names
-        # none of them, counters are asked.
+        # In a container the log holds pids of the host's namespace, not ours; so if it names none of these processes,
+        # the counters decide.
         if known := named & set(pids):
             return known
         return set(pids) if _count() > self._counted else set()
 
 
 def _log_records() -> Iterator[tuple[int, str]]:
-    """The kernel's log: each record's number, and its text."""
-    with suppress(OSError):  # there is none, or it may not be read
+    """Sequence number and text of each record in the kernel log."""
+    with suppress(OSError):  # it is missing or not readable
         log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield from _read(log)
@@ -54,7 +54,7 @@ def _read(log: int) -> Iterator[tuple[int, str]]:
     while True:
         try:
             record = os.read(log, _RECORD).decode(errors="replace")
-        except BrokenPipeError:  # it was overwritten by newer ones while we read: those come next
+        except BrokenPipeError:  # overwritten by newer records while reading: continue with those
             continue
         except BlockingIOError:  # the end
             return
@@ -63,8 +63,8 @@ def _read(log: int) -> Iterator[tuple[int, str]]:
 
 
 def _count() -> int:
-    """How many processes were killed so far in our memory cgroup; on the whole machine only where no cgroup counts,
-    because that number moves for all who share the machine."""
+    """OOM kills so far in our memory cgroup; on the whole machine only if no cgroup has a counter, because that one
+    includes everybody who shares the machine."""
     for path in (*_cgroup_files(), Path("/proc/vmstat")):
         with suppress(OSError):
             for line in path.read_text().splitlines():
@@ -74,8 +74,8 @@ def _count() -> int:
 
 
 def _cgroup_files() -> Iterator[Path]:
-    """Where our memory cgroup counts, in both versions of cgroups, and those above it: the nearest that is there.
-    In a container the path may be one outside of it, and what is mounted at the root is ours."""
+    """Counter files of our memory cgroup and its parents, nearest first, for cgroup v1 and v2. In a container the path
+    may be the host's; then the one mounted at the root is ours."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""What the words are about that a rank left: its traceback, its error with a code, or the last lines of its log.
+"""Failure signatures: what a traceback, a coded error or the last lines of a log are about.
 
-The patterns hold the names of torch's own parts where they can. A user's connection to somebody else, say a download
-that breaks off, is an exception like any other.
+The patterns include the names of torch's own components where possible: a user's connection to something else, such as
+a download that fails, is an exception like any other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-About = Literal["gpu-memory", "lost-connection", "port-in-use", "timeout", "version-mismatch"]
+Signature = Literal["gpu-memory", "lost-connection", "port-in-use", "timeout", "version-mismatch"]
 
 _VERSION_CODES = {"world.different-versions", "launch.node-differs"}
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
@@ -30,9 +30,9 @@ _CHAIN = re.compile(r"\n(?:The above exception was the direct cause|During handl
 _TRACEBACK = "Traceback (most recent call last):\n"
 
 
-def classify(text: str, code: str) -> About | None:
-    """What a rank complains of; None for all that is its own affair. Of errors that led to one another, the first
-    counts. `code` is that of an error of paceline, or empty."""
+def classify(text: str, code: str) -> Signature | None:
+    """The known signature of a failure, or None. In a chain of exceptions the first counts. `code` is the code of a
+    paceline error, or empty."""
     text = _without_source(_CHAIN.split(text)[0])
     if code in _VERSION_CODES:
         return "version-mismatch"
@@ -48,12 +48,12 @@ def classify(text: str, code: str) -> About | None:
 
 
 def _without_source(text: str) -> str:
-    """A traceback without the lines of code that it quotes: what they hold was not said by an error."""
+    """A traceback without the source lines it quotes: only the error's own text counts."""
     return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
 
 
 def blamed_rank(text: str) -> int | None:
-    """The rank whose error this one only repeats: what fails in one rank's part of a save is raised on all of them."""
+    """The rank whose error this one only repeats: a failure in one rank's part of a save is raised on every rank."""
     found = _BLAMED.search(text)
     return int(found.group(1)) if found else None
 
@@ -63,7 +63,7 @@ def has_traceback(text: str) -> bool:
 
 
 def exception_name(text: str) -> str:
-    """The class of the exception that a traceback ends with."""
+    """The class of the exception at the end of a traceback."""
     after = text.rpartition(_TRACEBACK)[2]
     last = next((line for line in after.splitlines() if line and not line.startswith(" ")), "")
     name = re.match(r"[A-Za-z_][\w.]*", last)
@@ -71,5 +71,5 @@ def exception_name(text: str) -> str:
 
 
 def peers(text: str) -> list[str]:
-    """Addresses of those to whom a connection was lost, as gloo and NCCL write them."""
+    """Addresses of the peers to which a connection was lost, as reported by gloo and NCCL."""
     return [f"{address or name}:{port}" for address, name, port in _PEER.findall(text)]

@@ -1,7 +1,7 @@
-"""What to do when ranks have failed: start them again, or end.
+"""What to do after ranks have failed: restart them, or give up.
 
-Restarts are for accidents: a machine that went, a card that failed, memory that was short for once. What can't be one
-is not tried again: a recipe that is wrong, nodes that differ, or a step that has killed the run three times over.
+Restarts are for transient failures: a lost machine, a failed GPU, a shortage of memory. Failures that the next start
+would repeat are not retried: an invalid recipe, nodes that differ, or a step that has failed three times in a row.
 """
 
 from __future__ import annotations
@@ -9,89 +9,93 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.diagnose.cause import Cause, RankExit, find_cause
+from paceline.diagnose.cause import Cause, find_cause
+from paceline.diagnose.exits import RankExit
 
-CRASH_LOOP = 77  # the exit status
-_SAME_STEP = 3
-_LONGEST_DELAY = 60.0
-# Kinds and families of errors that the next start would meet again.
-_LASTING_KINDS = ("version-mismatch", "port-in-use")
-_LASTING_ERRORS = ("config", "layout", "model")
+CRASH_LOOP = 77  # exit status
+_CRASH_LOOP_FAILURES = 3  # in the same step
+_MAX_DELAY = 60.0
+# Kinds of failure, and families of errors, that the next start would repeat.
+_PERMANENT_KINDS = ("version-mismatch", "port-in-use")
+_PERMANENT_ERRORS = ("config", "layout", "model")
 
 
 @dataclass(frozen=True)
 class Restart:
-    """The ranks are to be started again after `delay` seconds."""
+    """Start the ranks again after `delay` seconds."""
 
     cause: Cause
     delay: float
-    suspect: int | None = None  # a step that failed twice: its samples are to be written down
+    suspect: int | None = None  # a step that failed twice: ranks record its samples
 
 
 @dataclass(frozen=True)
 class GiveUp:
+    """End the job."""
+
     cause: Cause
 
 
 class Supervisor:
-    """Remembers the failures of a job. One for all nodes."""
+    """Decides after each failure of a job; there is one for all nodes."""
 
     def __init__(self, max_restarts: int) -> None:
         self.restarts = 0
-        self._max = max_restarts
-        self._steps: list[int | None] = []  # in which the failures were
+        self._max_restarts = max_restarts
+        self._failed_steps: list[int | None] = []
 
-    def judge(
+    def decide(
         self,
-        ends: Sequence[RankExit],
+        exits: Sequence[RankExit],
         *,
         oom_killed: Collection[int] = (),
         lost_nodes: Mapping[int, str] | None = None,
         several_nodes: bool = False,
         suspects: Mapping[int, Sequence[int]] | None = None,
     ) -> Restart | GiveUp:
-        """`suspects`: the samples, by rank, of the step that failed twice before."""
-        cause = find_cause(ends, oom_killed=oom_killed, lost_nodes=lost_nodes or {}, several_nodes=several_nodes)
-        blamed = next((end for end in ends if end.rank == cause.rank), None)
-        step = blamed.step if blamed else max((end.step for end in ends if end.step is not None), default=None)
-        self._steps.append(step)
-        if self._same_steps() >= _SAME_STEP:
+        """`suspects`: by rank, the recorded samples of the step that failed twice."""
+        cause = find_cause(exits, oom_killed=oom_killed, lost_nodes=lost_nodes or {}, several_nodes=several_nodes)
+        blamed = next((each for each in exits if each.rank == cause.rank), None)
+        step = blamed.step if blamed else max((each.step for each in exits if each.step is not None), default=None)
+        self._failed_steps.append(step)
+        if self._failures_in_step() >= _CRASH_LOOP_FAILURES:
             return GiveUp(_crash_loop(cause, step, (suspects or {}).get(-1 if cause.rank is None else cause.rank)))
-        if self.restarts >= self._max or _lasts(cause, blamed):
+        if self.restarts >= self._max_restarts or _is_permanent(cause, blamed):
             return GiveUp(cause)
         self.restarts += 1
-        return Restart(cause, self._delay(), step if self._same_steps() == _SAME_STEP - 1 else None)
+        is_suspect = self._failures_in_step() == _CRASH_LOOP_FAILURES - 1
+        return Restart(cause, self._delay(), step if is_suspect else None)
 
-    def _same_steps(self) -> int:
-        """How many of the last failures were in one and the same step."""
-        last = self._steps[-1]
+    def _failures_in_step(self) -> int:
+        """How many of the latest failures occurred in the same step."""
+        last = self._failed_steps[-1]
         count = 0
-        for step in reversed(self._steps):
+        for step in reversed(self._failed_steps):
             if step != last or step is None:
                 break
             count += 1
         return count
 
     def _delay(self) -> float:
-        """None where training got on since the last failure; else twice as long each time."""
-        idle = 0
-        for earlier, later in zip(self._steps[-2::-1], self._steps[:0:-1], strict=False):
+        """Zero if training progressed since the last failure; otherwise it doubles with each failure."""
+        stalled = 0
+        for earlier, later in zip(self._failed_steps[-2::-1], self._failed_steps[:0:-1], strict=False):
             if later is not None and (earlier is None or later > earlier):
                 break
-            idle += 1
-        return 0.0 if idle == 0 else min(2.0 ** (idle - 1), _LONGEST_DELAY)
+            stalled += 1
+        return 0.0 if stalled == 0 else min(2.0 ** (stalled - 1), _MAX_DELAY)
 
 
-def _lasts(cause: Cause, blamed: RankExit | None) -> bool:
+def _is_permanent(cause: Cause, blamed: RankExit | None) -> bool:
     error = blamed.record.error if blamed is not None and blamed.record is not None else None
-    return cause.kind in _LASTING_KINDS or (error is not None and error["family"] in _LASTING_ERRORS)
+    return cause.kind in _PERMANENT_KINDS or (error is not None and error["family"] in _PERMANENT_ERRORS)
 
 
 def _crash_loop(cause: Cause, step: int | None, samples: Sequence[int] | None) -> Cause:
-    named = "" if not samples else f"; its samples there were {', '.join(map(str, samples))}"
+    listed = f"; its samples were {', '.join(map(str, samples))}" if samples else ""
     return replace(
         cause,
-        what=f"{cause.what}\nstep {step} has now failed {_SAME_STEP} times in a row, so it is not tried again{named}",
+        what=f"{cause.what}\nstep {step} failed {_CRASH_LOOP_FAILURES} times in a row, so it is not retried{listed}",
         status=CRASH_LOOP,
-        fix=f"look at {'these' if samples else 'its'} samples, and at what the step does with them; then resume",
+        fix=f"check {'these' if samples else 'its'} samples and what the step does with them, then resume",
     )

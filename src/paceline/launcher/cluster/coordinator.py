@@ -25,8 +25,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Literal
 
-from paceline.diagnose import exits
-from paceline.diagnose.cause import Cause, RankExit
+from paceline.diagnose.cause import Cause
+from paceline.diagnose.exits import RankExit
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import admission
 from paceline.launcher.cluster.channel import Channel, Closed, Message
@@ -188,8 +188,8 @@ class Coordinator:
 
     def _note(self, member: NodeMember, message: Message) -> None:
         member.is_busy = False
-        late = time.time() - float(message["now"])  # its clock against ours
-        member.ends = [exits.rank_exit_from_json(each, member.node, late) for each in message["ends"]]
+        offset = time.time() - float(message["now"])  # of its clock to ours
+        member.ends = [RankExit.from_json(each, node=member.node, clock_offset=offset) for each in message["ends"]]
         member.oom_killed = list(message["oom_killed"])
         member.suspects = {int(rank): samples for rank, samples in message["suspects"].items()}
         if not member.is_good and self._phase == "running":
@@ -351,7 +351,7 @@ class Coordinator:
         elif not self._lost and not (self._is_failure and ends):  # a node came: this was no accident
             self._gather(0.0)
         else:
-            verdict = self._supervisor.judge(
+            verdict = self._supervisor.decide(
                 ends,
                 oom_killed=[rank for member in members for rank in member.oom_killed],
                 lost_nodes=self._lost,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.diagnose.cause import RankExit
+from paceline.diagnose.exits import RankExit
 from paceline.launcher.cluster.channel import Channel
 
 

@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from paceline.diagnose import exits
 from paceline.diagnose.cause import Cause
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster.admission import JoinRequest
@@ -229,7 +228,7 @@ class Node:
             {
                 "kind": "ended",
                 "now": time.time(),
-                "ends": [exits.rank_exit_to_json(end) for end in outcome.ends],
+                "ends": [end.to_json() for end in outcome.ends],
                 "oom_killed": outcome.oom_killed,
                 "suspects": {rank: list(each.samples) for rank, each in suspects.items() if rank in own},
             }

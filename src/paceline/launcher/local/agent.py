@@ -23,8 +23,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, Wo
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SubprocessContext
 
-from paceline.diagnose.cause import RankExit
-from paceline.diagnose.oom_killer import MemoryKills
+from paceline.diagnose.exits import RankExit
+from paceline.diagnose.oom_killer import OomKillDetector
 from paceline.errors import LaunchError
 from paceline.launcher.local import interrupts, reaper, rendezvous
 from paceline.launcher.local.rank_main import run_rank
@@ -150,7 +150,7 @@ def _supervise(
         master_port=meeting.port,
         local_addr=meeting.host,
     )
-    memory = MemoryKills()
+    memory = OomKillDetector()
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-agent-"))
         stack.enter_context(_rank_environment(start))
@@ -196,7 +196,7 @@ class _Agent(LocalElasticAgent):
             self._stack = None
         self._note()
 
-    def outcome(self, memory: MemoryKills) -> LocalResult:
+    def outcome(self, memory: OomKillDetector) -> LocalResult:
         first = self._start.first_rank
         pages, records = heartbeat.read(self._start.logs), failures.read(self._start.logs)
         ends = []

@@ -67,7 +67,7 @@ def _generations(work: Workload, launch: Launch, ranks: int, where: RankLogs, be
             local_status.show_ledger(where, 0)
             return 0
         samples = {rank: each.samples for rank, each in heartbeat.read_suspects(where.folder).items()}
-        verdict = supervisor.judge(outcome.ends, oom_killed=outcome.oom_killed, suspects=samples)
+        verdict = supervisor.decide(outcome.ends, oom_killed=outcome.oom_killed, suspects=samples)
         local_status.note_failure(verdict.cause, where)
         if isinstance(verdict, GiveUp):
             local_status.show_ledger(where, verdict.cause.status)
