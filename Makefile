@@ -5,11 +5,15 @@ RECIPE ?=
 WORKERS ?= 3
 # Another torch than the one that the tests are pinned to: make TORCH='2.11.*' test. Read when .venv is created.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+# The commit that `make bench-compare` measures against.
+BASE ?= HEAD~1
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: help train test lint suite hooks system gpu docs parity bench clean
+SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery
+
+.PHONY: help train test lint suite hooks system gpu docs parity bench bench-compare soak $(SOAK) clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
@@ -22,6 +26,8 @@ help:
 	@echo "make docs    run every line of code in the docs"
 	@echo "make parity  every model on every layout, beside one process (15 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
+	@echo "make bench-compare [BASE=main] [ARGS='--quick --record']   the key figures of this checkout beside those of BASE"
+	@echo "make soak    the long fault campaigns (1.5 hours); make soak-kills, ... for one of them"
 
 # The stamp is written last, so an interrupted install starts again and a finished one is not repeated.
 $(READY): pyproject.toml constraints.txt
@@ -76,6 +82,37 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/start_time.py
 	@$(BIN)/python benchmarks/import_time.py
 	@$(BIN)/python benchmarks/data_order.py
+
+bench-compare: $(READY)
+	@$(BIN)/python benchmarks/compare_commits.py $(BASE) $(ARGS)
+
+# A campaign that breaks a promise ends with status 1; `make -k soak` runs the others all the same. CI runs a sample of each.
+soak: $(SOAK)
+
+soak-%: export OMP_NUM_THREADS = 1
+
+soak-crash-points: $(READY)
+	$(BIN)/python benchmarks/crash_points.py 5000 300
+
+soak-damage: $(READY)
+	$(BIN)/python benchmarks/checkpoint_damage.py 50000 0 10000
+
+soak-faults: $(READY)
+	$(BIN)/python benchmarks/save_faults.py
+
+soak-kills: $(READY)
+	$(BIN)/python benchmarks/save_kills.py
+	$(BIN)/python benchmarks/save_kills.py --bits 3000
+
+soak-histories: $(READY)
+	$(BIN)/python benchmarks/resume_histories.py --positions 50000
+	$(BIN)/python benchmarks/resume_histories.py --trainings 300
+
+soak-deaths: $(READY)
+	$(BIN)/python benchmarks/deaths.py
+
+soak-recovery: $(READY)
+	$(BIN)/python benchmarks/recovery.py --rounds 20 --without-peers
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache

@@ -1,6 +1,8 @@
 """How long a run of two nodes stands still after a kill: `paceline launch` beside torchrun, interleaved.
 
-    python benchmarks/recovery.py [rounds]
+    python benchmarks/recovery.py [--rounds 5] [--without-peers]
+
+Exit status 1 if a run of paceline does not end, or not with the loss of an unbroken one.
 
 Both run the same training script, with the same checkpoints (one in every step), two ranks on each of two nodes on
 loopback. Killed with SIGKILL is one rank of either node, or the launcher of the node that does not host the store; a
@@ -11,6 +13,7 @@ and be stopped later), and that the run ends with the loss of an unbroken one.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -179,15 +182,19 @@ def _end(run: Run, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    systems = ("paceline", "torchrun")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without-peers", action="store_true")
+    options = parser.parse_args()
+    systems = ("paceline",) if options.without_peers else ("paceline", "torchrun")
+    good = True
     unbroken = {last: recover("paceline", None, last).loss for last in (FEW_STEPS, *STEPS.values())}
     print("| killed | | s to the next step: median, all | longest standstill: median, all | last loss | ended |")
     print("|---|---|---|---|---|---|")
     for kill in KILLS:
         last = STEPS.get(kill, FEW_STEPS)
         found: dict[str, list[Recovered]] = {system: [] for system in systems}
-        for _ in range(rounds):
+        for _ in range(options.rounds):
             for system in systems:
                 found[system].append(recover(system, kill, last))
         for system, runs in found.items():
@@ -195,6 +202,8 @@ def main() -> None:
             ends = ", ".join(sorted({each.ended for each in runs}))
             nexts, gaps = _told([each.next_step for each in runs]), _told([each.standstill for each in runs])
             print(f"| {kill} | {system} | {nexts} | {gaps} | {same} | {ends} |", flush=True)
+            good &= system != "paceline" or (same, ends) == ("same", "good")
+    sys.exit(not good)
 
 
 def _told(seconds: Sequence[float]) -> str:

@@ -102,6 +102,18 @@ def test_the_hooks_are_valid_and_run_what_make_lint_runs() -> None:
     assert [found and found[1] for found in hooked] == [found and found[1] for found in linted]
 
 
+def test_make_runs_programs_and_contributing_names_tests_that_exist() -> None:
+    named = re.findall(r"benchmarks/\w+\.py|tests/[\w/]+\.\w+", MAKEFILE + (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
+def test_every_campaign_of_make_soak_is_listed_with_its_sample_in_ci() -> None:
+    campaigns = re.findall(r"^(soak-[a-z-]+):", MAKEFILE, re.M)
+    rows = re.findall(r"^\| `(soak-[a-z-]+)` \|.*\|.*`tests/.*\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert campaigns and rows == campaigns
+
+
 def changelog_problems(text: str) -> list[str]:
     """What breaks the form: sections from the newest to the oldest, each with its entries grouped by kind."""
     problems = [] if text.startswith("# Changelog\n") else ["no title"]

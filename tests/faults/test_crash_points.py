@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from faults import saves
+from faults import random_kills, saves
+from faults.peers import Paceline
 from faults.saves import Recorded
 
 RANDOM_ONES = 25
@@ -63,3 +64,10 @@ def test_a_save_that_removes_the_old_one_first_is_found_out(recordings: dict[str
     early = [replace(op, path=moved.path / op.path.relative_to(moved.other)) for op in removals]
     rest = [op for op in whole.operations if op not in removals and op is not moved]
     assert problems(replace(whole, operations=[*early, *rest]), in_memory) != []
+
+
+@pytest.mark.parametrize("over_old", [True, False])
+def test_a_save_that_is_killed_at_a_random_moment_leaves_a_good_checkpoint(over_old: bool) -> None:
+    counts = random_kills.kill_saves(Paceline(), 6, over_old=over_old, tensors=2, seed=11)
+    assert counts["mixture"] == 0
+    assert not over_old or counts["nothing"] == 0

@@ -1,0 +1,107 @@
+"""The figures that `make bench-compare` records, and the program that measures them. No test here depends on a time."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PROGRAMS = ("compare_commits.py", "key_figures.py", "import_time.py")
+
+
+@pytest.fixture
+def key_figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import key_figures
+
+    return key_figures
+
+
+def rows_of(history: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in history.read_text().splitlines()]
+
+
+def test_every_figure_is_measured_through_the_public_api(key_figures: ModuleType) -> None:
+    loop = key_figures.loop(rounds=1, steps=5)
+    checkpoint = key_figures.checkpoint(saves=2, layers=1, width=8, rows=2)
+    figures = {*loop, *checkpoint, *key_figures.imports(rounds=1), "launch to first all-reduce"}
+    assert figures == set(key_figures.UNITS)
+    assert loop["step time"] > 0 and 0 < loop["Python calls per step"] < 500
+
+
+def test_the_history_has_one_object_per_line_with_the_same_fields(key_figures: ModuleType) -> None:
+    rows = rows_of(BENCHMARKS / "history.jsonl")
+    assert rows
+    for row in rows:
+        assert list(row) == ["commit", "date", "machine", "figure", "value", "unit"], row
+        assert re.fullmatch(r"[0-9a-f]{40}", str(row["commit"])) and re.fullmatch(r"\d{4}-\d\d-\d\d", str(row["date"]))
+        assert isinstance(row["value"], float) and row["unit"] == key_figures.UNITS[row["figure"]], row
+
+
+class Checkout:
+    """A git repository with the programs and a paceline that consists of its imports."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "benchmarks").mkdir()
+        for program in PROGRAMS:
+            shutil.copy(BENCHMARKS / program, root / "benchmarks")
+        self.git("init", "--quiet")
+
+    def git(self, *args: str) -> str:
+        who = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+        return subprocess.run(
+            ["git", *who, *args], cwd=self.root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    def write(self, source: str) -> None:
+        (self.root / "src" / "paceline").mkdir(parents=True, exist_ok=True)
+        (self.root / "src" / "paceline" / "__init__.py").write_text(source)
+
+    def commit(self, source: str) -> str:
+        self.write(source)
+        self.git("add", "src")
+        self.git("commit", "--quiet", "--message", "A commit")
+        return self.git("rev-parse", "HEAD")
+
+    def compare(self, *args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "benchmarks/compare_commits.py", "--only", "import", "--rounds", "1", *args]
+        return subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=60)
+
+
+def test_two_commits_are_measured_and_recorded_side_by_side(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    old = checkout.commit("import csv, decimal, wave")
+    new = checkout.commit("import wave")
+    done = checkout.compare("--record")
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in rows_of(tmp_path / "benchmarks" / "history.jsonl") if row["figure"] == "imported modules"]
+    assert [row["commit"] for row in rows] == [old, new]
+    before, after = (row["value"] for row in rows)
+    assert isinstance(before, float) and isinstance(after, float) and 1 <= after < before
+    assert f"| imported modules | {before:.4g} | {after:.4g} | modules | {after / before:.3f} |" in done.stdout
+    assert checkout.git("worktree", "list").count("\n") == 0  # the temporary one is removed
+
+
+def test_uncommitted_changes_are_measured_but_not_recorded(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.commit("import wave")
+    checkout.write("import csv, decimal, wave")
+    assert checkout.compare("HEAD", "--record").returncode == 2
+    assert not (tmp_path / "benchmarks" / "history.jsonl").exists()
+    done = checkout.compare("HEAD")
+    assert done.returncode == 0 and "| working tree |" in done.stdout, done.stderr
+
+
+def test_a_base_that_does_not_exist_is_reported(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.commit("import wave")
+    done = checkout.compare("no-such-commit")
+    assert done.returncode == 1 and "no-such-commit" in done.stderr and "Traceback" not in done.stderr
