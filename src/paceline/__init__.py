@@ -13,10 +13,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from paceline import errors
+    from paceline.checkpoint.external import load_external_weights
     from paceline.config.recipe import Config
     from paceline.data.datasets import get_data, register_data
     from paceline.launcher.function import launch
     from paceline.models.losses import Loss
+    from paceline.models.spec import ModelSpec, PipelineSpec
     from paceline.models.zoo import get_model, register_model
     from paceline.runtime import collectives as dist
     from paceline.runtime.noise import noise
@@ -28,12 +30,15 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "Config": ("paceline.config.recipe", "Config"),
     "History": ("paceline.train.history", "History"),
     "Loss": ("paceline.models.losses", "Loss"),
+    "ModelSpec": ("paceline.models.spec", "ModelSpec"),
+    "PipelineSpec": ("paceline.models.spec", "PipelineSpec"),
     "Trainer": ("paceline.train.trainer", "Trainer"),
     "dist": ("paceline.runtime.collectives", None),
     "errors": ("paceline.errors", None),
     "get_data": ("paceline.data.datasets", "get_data"),
     "get_model": ("paceline.models.zoo", "get_model"),
     "launch": ("paceline.launcher.function", "launch"),
+    "load_external_weights": ("paceline.checkpoint.external", "load_external_weights"),
     "noise": ("paceline.runtime.noise", "noise"),
     "register_data": ("paceline.data.datasets", "register_data"),
     "register_model": ("paceline.models.zoo", "register_model"),
@@ -44,12 +49,15 @@ __all__ = [
     "Config",
     "History",
     "Loss",
+    "ModelSpec",
+    "PipelineSpec",
     "Trainer",
     "dist",
     "errors",
     "get_data",
     "get_model",
     "launch",
+    "load_external_weights",
     "noise",
     "register_data",
     "register_model",

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import paceline
 import tiny
-from paceline.models.cross_entropy import cross_entropy
+from paceline.models.losses import cross_entropy
 from paceline.parallel.shards import local_shard
 
 STEPS = 4
@@ -59,7 +59,7 @@ def _train_all(recipes: dict[str, Any], forgotten: bool = False) -> dict[str, An
     if forgotten:
         from paceline.parallel.tensor import layers
 
-        layers.spread = lambda same, group: same
+        layers.copy_to_group = lambda same, group: same
     return {name: _train(recipe) for name, recipe in recipes.items()}
 
 

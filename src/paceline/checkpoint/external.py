@@ -1,8 +1,8 @@
 """Weights that another program saved: a torch file (`.pt`, `.pth`, `.bin`) or a safetensors file.
 
-    brought = bring(Path("resnet50.pth"))
-    model.load_state_dict(brought.weights)
-    brought.metadata                       # {"epoch": 90, ...}: the plain values that lay around the weights
+    external = paceline.load_external_weights(Path("resnet50.pth"))
+    model.load_state_dict(external.weights)
+    external.metadata                      # {"epoch": 90, ...}: the plain values that lay around the weights
 
 A torch file may hold a state dict, or a dict around one: `WRAPPERS` lists the keys that are looked under, in this
 order. What training wrappers add to names is taken away: `_orig_mod` and its like wherever they stand in a name, since

@@ -1,8 +1,8 @@
 """The blocks of a model: the like layers that most of it is made of.
 
 Sharding gathers one block's weights at a time, recomputation drops one block's activations, compilation compiles one
-block once. Which modules these are is named in the recipe, or said by the model (`_no_split_modules`, as Hugging Face
-models do), or found: the modules of the kind that stands most often in the model's lists.
+block once. Which modules these are is named in the recipe, or declared by the model (`ModelSpec.blocks`, Hugging Face's
+`_no_split_modules`), or found: the modules of the kind that stands most often in the model's lists.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from paceline.errors import LayoutError, did_you_mean
+from paceline.models.spec import spec_of
 
 Named = tuple[str, nn.Module]
 
@@ -22,9 +23,8 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> list[N
     """Blocks with their names, in the model's order; none of them lies within another."""
     if wanted is not None:
         return _named(model, wanted)
-    declared = getattr(model, "_no_split_modules", None) or ()
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in declared]
-    return _outermost(found) or _outermost(_most_frequent(model))
+    declared = spec_of(model).blocks
+    return _named(model, declared) if declared else _outermost(_most_frequent(model))
 
 
 def _named(model: nn.Module, patterns: Sequence[str]) -> list[Named]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError
-from paceline.models.cross_entropy import cross_entropy
-from paceline.models.losses import Loss
-from paceline.models.spec import PipelineSpec
+from paceline.models.losses import Loss, cross_entropy
+from paceline.models.spec import ModelSpec, PipelineSpec
 from paceline.models.zoo import register_model
 
 STD = 0.02  # GPT-2's
@@ -83,27 +83,29 @@ class GPT(nn.Module):
     weight, which stays exact however padding falls on ranks.
     """
 
-    initialised_by_reset = True
-    compiled_beside_blocks = ("finish",)  # logits and their loss are as much work as several blocks
-    tensor_plan: ClassVar[dict[str, str]] = {
-        "tokens": "vocabulary",
-        "positions": "sequence",
-        "blocks.*.norm1": "sequence",
-        "blocks.*.attention.qkv": "column",
-        "blocks.*.attention.out": "row",
-        "blocks.*.norm2": "sequence",
-        "blocks.*.up": "column",
-        "blocks.*.down": "row",
-        "norm": "sequence",
-        "head": "vocabulary",
-    }
-    parts = PipelineSpec(
-        first="embed",
-        blocks="blocks",
-        last="read_out",
-        loss="loss",
-        of_first=("tokens", "positions", "drop"),
-        of_last=("norm", "head"),
+    model_spec = ModelSpec(
+        tensor_plan={
+            "tokens": "vocabulary",
+            "positions": "sequence",
+            "blocks.*.norm1": "sequence",
+            "blocks.*.attention.qkv": "column",
+            "blocks.*.attention.out": "row",
+            "blocks.*.norm2": "sequence",
+            "blocks.*.up": "column",
+            "blocks.*.down": "row",
+            "norm": "sequence",
+            "head": "vocabulary",
+        },
+        pipeline=PipelineSpec(
+            first="embed",
+            blocks="blocks",
+            last="read_out",
+            loss="loss",
+            first_modules=("tokens", "positions", "drop"),
+            last_modules=("norm", "head"),
+        ),
+        deferred_init=True,
+        compile_methods=("finish",),  # logits and their loss are as much work as several blocks
     )
 
     def __init__(
@@ -124,6 +126,7 @@ class GPT(nn.Module):
                 fix="choose a width that is a multiple of heads",
             )
         self.context, self.heads, self.ignore_index = context, heads, ignore_index
+        self.model_spec = replace(self.model_spec, heads={"heads": heads})
         self.tokens = Embedding(vocabulary, width)
         self.positions = Embedding(context, width)
         self.drop = nn.Dropout(dropout)

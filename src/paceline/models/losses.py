@@ -3,13 +3,24 @@
 The gradient of a step is Σsum / Σweight over every rank and micro-batch, so any split of the same batch gives the same
 step. A model may return a plain mean, from which the sum is made with the number of samples; where samples weigh
 differently (padding tokens), it returns a `Loss`.
+
+`cross_entropy` takes logits that may be sharded over the vocabulary. Plain logits take torch's own function. Of sharded
+ones (a DTensor, which the tensor axis leaves behind a `vocabulary` head) no rank ever holds a full row: the ranks
+exchange each row's highest logit, its sum of exponentials and its target's logit, and each computes the gradient of
+its own shard.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as torch_dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+IGNORE_INDEX = -100  # torch's own: targets of that value do not count
 
 
 class Loss(NamedTuple):
@@ -17,3 +28,46 @@ class Loss(NamedTuple):
 
     sum: Tensor
     weight: Tensor | float
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE_INDEX, reduction: str = "mean"
+) -> Tensor:
+    """Over the last dim of `logits`; `reduction` is mean or sum, over targets that are not `ignore_index`."""
+    wanted = targets.flatten()
+    if not isinstance(logits, DTensor):
+        return functional.cross_entropy(logits.flatten(0, -2), wanted, ignore_index=ignore_index, reduction=reduction)
+    axis = logits.device_mesh
+    own = logits.to_local().flatten(0, -2)
+    if own.dtype in (torch.bfloat16, torch.float16):  # as autocast does
+        own = own.float()
+    counted = wanted != ignore_index
+    first = axis.get_local_rank() * own.shape[-1]
+    losses: Tensor = _VocabParallelCrossEntropy.apply(own, wanted - first, counted, axis.get_group())
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """The loss of each row. `targets` are counted from this rank's first column: those of others are out of range."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, targets: Tensor, counted: Tensor, group: Any) -> Tensor:
+        highest = own.amax(-1)
+        torch_dist.all_reduce(highest, torch_dist.ReduceOp.MAX, group=group)
+        shifted = own - highest[:, None]
+        here = counted & (targets >= 0) & (targets < own.shape[-1])
+        columns = torch.where(here, targets, 0)
+        of_target = torch.where(here, shifted.gather(-1, columns[:, None])[:, 0], 0.0)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(-1), of_target])
+        torch_dist.all_reduce(sums, group=group)
+        total, of_target = sums
+        ctx.save_for_backward(exponentials.div_(total[:, None]), columns, here, counted)
+        return torch.where(counted, total.log() - of_target, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, columns, here, counted = ctx.saved_tensors
+        of_logits = probabilities.clone()
+        of_logits.scatter_add_(-1, columns[:, None], -here.to(of_logits.dtype)[:, None])
+        return of_logits.mul_(torch.where(counted, gradient, 0.0)[:, None]), None, None, None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.models.spec import PipelineSpec
+from paceline.models.spec import ModelSpec, PipelineSpec
 from paceline.models.zoo import register_model
 
 
@@ -16,7 +16,9 @@ from paceline.models.zoo import register_model
 class MLP(nn.Module):
     """Flattens its input; `hidden` layers of `width` units."""
 
-    parts = PipelineSpec(first="flatten", blocks="layers", last="read_out", loss="loss", of_first=(), of_last=())
+    model_spec = ModelSpec(
+        pipeline=PipelineSpec(first="flatten", blocks="layers", last="read_out", loss="loss"),
+    )
 
     def __init__(self, inputs: int = 3072, width: int = 128, hidden: int = 2, classes: int = 4) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.models.blocks import find_blocks
+from paceline.models.spec import spec_of
 from paceline.plan.memory import ModelSize
 
 
@@ -21,5 +22,5 @@ def size_of(model: nn.Module, blocks: Sequence[str] | None = None, degrees: Sequ
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         largest_block=max([rest, *of_blocks]),
         tensor_degrees=tuple(degrees),
-        stages=len(found) if isinstance(model, nn.Sequential) or hasattr(model, "parts") else 1,
+        stages=len(found) if isinstance(model, nn.Sequential) or spec_of(model).pipeline is not None else 1,
     )

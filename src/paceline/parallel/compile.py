@@ -1,8 +1,8 @@
 """Compilation by torch.compile: each block once, or the whole model.
 
 Blocks of one kind share one compiled graph, so a deep model compiles in the time of one block, and weights that are
-sharded or layers that are placed on several devices stay outside of the graph. What else is worth it, a model says:
-the names of methods in `compiled_beside_blocks`. It happens in place: names and identities stay. The pre-flight runs
+sharded or layers that are placed on several devices stay outside of the graph. What else is worth it, a model declares:
+`ModelSpec.compile_methods`. It happens in place: names and identities stay. The pre-flight runs
 the first micro-batch before the first timed step; a later one of another size compiles again, once.
 """
 
@@ -19,6 +19,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paceline.errors import LayoutError
 from paceline.models.blocks import find_blocks
+from paceline.models.spec import spec_of
 from paceline.parallel.recompute import Recomputed
 from paceline.parallel.shards import is_cut
 
@@ -36,7 +37,7 @@ def compile_model(model: nn.Module, how: bool | str, wanted: list[str] | None = 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     for _, block in blocks:
         _compile_block(block)
-    beside = () if is_cut(model.parameters()) else getattr(model, "compiled_beside_blocks", ())
+    beside = () if is_cut(model.parameters()) else spec_of(model).compile_methods
     for method in beside:
         # From the class: the object's own may be a compiled one already.
         setattr(model, method, torch.compile(MethodType(getattr(type(model), method), model)))

@@ -18,7 +18,7 @@ from paceline.parallel.compile import compile_model, require_compiler
 from paceline.parallel.data_parallel import DataParallel, gpus
 from paceline.parallel.ddp import replicate
 from paceline.parallel.fsdp import reduce_unused, shard, without_all_reduce
-from paceline.parallel.pipeline.stage_partition import Stage
+from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.recompute import recompute
 from paceline.parallel.split import MicroBatched, is_spread, split
 from paceline.parallel.tensor.apply import apply_tensor_parallel

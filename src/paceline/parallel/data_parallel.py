@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import parallel_apply
 from torch.nn.parallel import replicate as copies_on
 
 from paceline.data.batches import apply, rows_of, samples_in
 from paceline.data.slicing import cut
+from paceline.parallel.loss_parts import LossPart, combine_losses
 
 
 class DataParallel(nn.Module):
@@ -25,7 +26,7 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module, self._devices = module, devices
 
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor | float | None]:
+    def forward(self, batch: Any) -> LossPart:
         total = samples_in(batch)
         devices = self._devices[:total]
         bounds = [cut(total, len(devices), number) for number in range(len(devices))]
@@ -35,15 +36,11 @@ class DataParallel(nn.Module):
         ]
         results = parallel_apply(copies_on(self.module, devices), parts, devices=devices)
         home = devices[0]
-        if results[0][1] is None:
-            shares = [(stop - start) / total for start, stop in bounds]
-            return _sum([value.to(home) * share for (value, _), share in zip(results, shares, strict=True)]), None
-        weights = [torch.as_tensor(weight, device=home) for _, weight in results]
-        return _sum([value.to(home) for value, _ in results]), _sum(weights)
-
-
-def _sum(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).sum()
+        moved = [
+            (value.to(home), None if weight is None else torch.as_tensor(weight, device=home))
+            for value, weight in results
+        ]
+        return combine_losses(moved, [stop - start for start, stop in bounds])
 
 
 def gpus() -> list[torch.device]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
+from paceline.models import huggingface
 from paceline.parallel.shards import copy_shard_, retie, tied_parameters
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_cpu
 
@@ -50,11 +50,8 @@ def _owns_meta(module: nn.Module) -> bool:
 
 
 def _reset_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """That of Hugging Face models, whose layers begin otherwise than torch's; else torch's convention."""
-    if hasattr(model, "_init_weights"):
-        initialise: Callable[[nn.Module], Any] = model._init_weights  # type: ignore[assignment]
-        return partial(initialise, module)
-    return getattr(module, "reset_parameters", None)
+    """The model's own initialisation, else torch's convention."""
+    return huggingface.initializer(model, module) or getattr(module, "reset_parameters", None)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.errors import LayoutError
+from paceline.models import huggingface
 from paceline.models.blocks import find_blocks
 from paceline.runtime import noise
 
@@ -93,7 +94,8 @@ def recompute(model: nn.Module, kind: str, wanted: list[str] | None = None) -> s
             block.forward = Recomputed(block.forward, block, selective=kind == "selective")
             count += 1
     said = f"recompute: {kind}, {count} of {len(blocks)} blocks"
-    return said + _without_cache(model) if count else said
+    cached = count > 0 and huggingface.disable_cache(model)
+    return f"{said}; the model's use_cache is off" if cached else said
 
 
 def _every(kind: str) -> int:
@@ -108,15 +110,6 @@ def _restore(block: nn.Module) -> None:
         del block.forward  # an attribute of this block, before its class's own
         if original != block.forward:
             block.forward = original
-
-
-def _without_cache(model: nn.Module) -> str:
-    """A cache of keys and values, which Hugging Face models fill on the way, would take them in twice."""
-    settings = getattr(model, "config", None)
-    if not getattr(settings, "use_cache", False):
-        return ""
-    settings.use_cache = False  # type: ignore[union-attr]
-    return "; the model's use_cache is off"
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ from paceline.data.batches import apply, rows_of, samples_in
 from paceline.data.slicing import cut
 from paceline.errors import LayoutError, did_you_mean
 from paceline.models.blocks import find_blocks
+from paceline.parallel.loss_parts import LossPart, combine_losses, combine_metrics
+from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
 from paceline.runtime import noise
 
 Named = tuple[str, nn.Module]
@@ -71,17 +72,17 @@ def split(model: nn.Module, settings: SplitSection, wanted: Sequence[str] | None
     devices = devices_of(settings)
     _refuse_parts_of_statistics(model, settings)
     before, blocks, after = _layers(model, wanted)
-    starts = _starts(blocks, _sizes(before, blocks, after), len(devices), settings.balance)
-    numbers = [sum(number >= start for start in starts) for number in range(len(blocks) + 1)]
+    lengths = _partition(blocks, _sizes(before, blocks, after), len(devices), settings.balance)
+    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
     places = [
         *((layer, 0) for layer in before),
-        *zip(blocks, numbers[:-1], strict=True),
-        *((layer, numbers[-1]) for layer in after),
+        *zip(blocks, numbers, strict=True),
+        *((layer, len(devices) - 1) for layer in after),
     ]
     places = _with_shared_weights(places)
     _place(model, places, devices)
     return "split: " + "; ".join(
-        f"{device} has {numbers[:-1].count(number)} of {len(blocks)} layers, {_megabytes(places, number)}"
+        f"{device} has {lengths[number]} of {len(blocks)} layers, {_megabytes(places, number)}"
         for number, device in enumerate(devices)
     )
 
@@ -133,8 +134,8 @@ def _sizes(before: list[Named], blocks: list[Named], after: list[Named]) -> list
     return [*sizes[:-1], sizes[-1] + size(after)]
 
 
-def _starts(blocks: list[Named], sizes: list[int], devices: int, balance: list[int] | list[str] | None) -> list[int]:
-    """The numbers of the blocks at which the second and further devices begin."""
+def _partition(blocks: list[Named], sizes: list[int], devices: int, balance: list[int] | list[str] | None) -> list[int]:
+    """How many of the blocks each device holds."""
     if len(blocks) < devices:
         raise LayoutError(
             "fewer-layers-than-devices",
@@ -142,39 +143,19 @@ def _starts(blocks: list[Named], sizes: list[int], devices: int, balance: list[i
             fix="name fewer devices in split.devices, or smaller blocks in blocks",
         )
     if balance is None:
-        return even_cuts(sizes, devices)
-    counts = [entry for entry in balance if isinstance(entry, int)]
-    if len(counts) < len(balance):
-        return _by_name(blocks, devices, [str(entry) for entry in balance])
-    if len(counts) != devices or sum(counts) != len(blocks):
-        raise _not_adding_up(f"{counts}, which is {sum(counts)} layers on {len(counts)} devices", blocks, devices)
-    return list(accumulate(counts))[:-1]
-
-
-def even_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where to cut so that parts are about equal: each where the sum is next to its share, none of them empty."""
-    sums, total = [0, *accumulate(sizes)], sum(sizes)
-    cuts: list[int] = []
-    for part in range(1, parts):
-        possible = range(cuts[-1] + 1 if cuts else 1, len(sizes) - (parts - part) + 1)
-        cuts.append(min(possible, key=lambda place: abs(sums[place] - total * part / parts)))
-    return cuts
-
-
-def _by_name(blocks: list[Named], devices: int, names: list[str]) -> list[int]:
+        return balanced_partition(sizes, devices)
     known = [name for name, _ in blocks]
-    for name in names:
-        if name not in known:
-            raise LayoutError(
-                "no-such-layer",
-                f"split.balance names {name!r}, at which no device can begin: {did_you_mean(name, known)}",
-                fix=f"use the names of layers, from {known[0]} to {known[-1]}",
-            )
-    starts = [known.index(name) for name in names]
-    starts = starts[1:] if len(starts) == devices and starts[0] == 0 else starts
-    if len(starts) != devices - 1 or sorted(set(starts)) != starts or 0 in starts:
-        raise _not_adding_up(str(names), blocks, devices)
-    return starts
+    try:
+        return parse_balance(balance, known, devices)
+    except UnknownLayerError as unknown:
+        raise LayoutError(
+            "no-such-layer",
+            f"split.balance names {unknown.name!r}, at which no device can begin: {did_you_mean(unknown.name, known)}",
+            fix=f"use the names of layers, from {known[0]} to {known[-1]}",
+        ) from None
+    except BalanceError as error:
+        given = f"{balance}, which is {sum(error.lengths)} layers on {len(error.lengths)} devices"
+        raise _not_adding_up(given if isinstance(balance[0], int) else str(balance), blocks, devices) from None
 
 
 def _not_adding_up(given: str, blocks: list[Named], devices: int) -> LayoutError:
@@ -274,36 +255,20 @@ class MicroBatched:
     step: Any  # a LossModule
     count: int
 
-    def __call__(self, batch: Any) -> tuple[Tensor, Tensor | float | None]:
+    def __call__(self, batch: Any) -> LossPart:
         total = samples_in(batch)
         parts = min(self.count, total)
         if parts == 1:
-            whole: tuple[Tensor, Tensor | float | None] = self.step.forward(batch)
-            return whole
+            loss: LossPart = self.step.forward(batch)
+            return loss
         draw = noise.current()
-        results, metrics = [], []
+        results, metrics, samples = [], [], []
         for number in range(parts):
             start, stop = cut(total, parts, number)
             with nullcontext() if draw is None else draw.of_rows(start, stop - start):
-                value, weight = self.step.forward(rows_of(batch, start, stop))
-            results.append((value, weight, stop - start))
+                results.append(self.step.forward(rows_of(batch, start, stop)))
+            samples.append(stop - start)
             metrics.append(self.step.metrics)
-        self.step.metrics = _together(metrics, [samples if w is None else w for _, w, samples in results])
-        if results[0][1] is None:
-            return _sum([value * (samples / total) for value, _, samples in results]), None
-        return _sum([value for value, _, _ in results]), sum(weight for _, weight, _ in results)
-
-
-def _sum(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).sum()
-
-
-def _together(metrics: list[Any], weights: list[Any]) -> Any:
-    """The parts' metrics, each the mean of its part."""
-    if metrics[0] is None:
-        return None
-    total = sum(weights)
-    return {
-        name: sum(part[name] * weight for part, weight in zip(metrics, weights, strict=True)) / total
-        for name in metrics[0]
-    }
+        weights = [count if weight is None else weight for (_, weight), count in zip(results, samples, strict=True)]
+        self.step.metrics = combine_metrics(metrics, weights)
+        return combine_losses(results, samples)

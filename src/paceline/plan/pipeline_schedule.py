@@ -1,4 +1,4 @@
-"""The arithmetic of a pipeline: where a row of layers is cut, how many micro-batches go through it, what is left idle.
+"""The arithmetic of a pipeline: how many micro-batches go through it, and its bubble.
 
 A pipeline of p ranks stands partly still while it fills and drains. With m micro-batches and v stages a rank:
 
@@ -12,11 +12,8 @@ A pipeline of p ranks stands partly still while it fills and drains. With m micr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 from paceline.config.sections import PipelineSection
-from paceline.errors import LayoutError, did_you_mean
+from paceline.errors import LayoutError
 
 ONE_STAGE = ("gpipe", "1f1b")
 
@@ -66,52 +63,6 @@ def require_runnable(settings: PipelineSection, ranks: int) -> None:
         why="there have to be as many as ranks" + ("" if schedule == "1f1b" else ", in rounds of the same length"),
         fix=f"set it to a multiple of {ranks}, or leave it out",
     )
-
-
-def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Lengths of `stages` runs of a row, so that the dearest run is as cheap as can be; none of them is empty."""
-    require_enough(len(costs), stages)
-    total = [0.0, *accumulate(costs)]
-    count = len(costs)
-    best = [[total[end] for end in range(count + 1)]]  # of k + 1 runs over the first `end`: the dearest one's cost
-    starts = [[0] * (count + 1)]
-    for k in range(1, stages):
-        row, begins = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(k + 1, count + 1):
-            row[end], begins[end] = min(
-                (max(best[k - 1][start], total[end] - total[start]), start) for start in range(k, end)
-            )
-        best.append(row)
-        starts.append(begins)
-    lengths, end = [], count
-    for k in reversed(range(stages)):
-        start = starts[k][end]
-        lengths.append(end - start)
-        end = start
-    return lengths[::-1]
-
-
-def explicit_partition(balance: Sequence[int] | Sequence[str], names: Sequence[str], stages: int) -> list[int]:
-    """The lengths that the recipe asks for: numbers of layers, or the layers at which stages begin."""
-    if all(isinstance(entry, int) for entry in balance):
-        lengths = [int(entry) for entry in balance]
-    else:
-        unknown = [str(entry) for entry in balance if entry not in names]
-        if unknown:
-            raise LayoutError(
-                "balance",
-                f"pipeline.balance names {unknown[0]!r}, which is no layer: {did_you_mean(unknown[0], names)}",
-            )
-        begins = [names.index(str(entry)) for entry in balance]
-        begins = begins if begins[:1] == [0] else [0, *begins]
-        lengths = [end - start for start, end in zip(begins, [*begins[1:], len(names)], strict=True)]
-    if len(lengths) != stages or sum(lengths) != len(names) or min(lengths) < 1:
-        raise LayoutError(
-            "balance",
-            f"pipeline.balance makes stages of {lengths} layers; there are {stages} stages and {len(names)} layers.",
-            fix=f"give {stages} numbers that add up to {len(names)}, or the {stages} layers at which stages begin",
-        )
-    return lengths
 
 
 def require_enough(layers: int, stages: int) -> None:

@@ -24,7 +24,7 @@ from paceline.parallel import compose
 from paceline.parallel.ddp import unwrap
 from paceline.parallel.meta_init import is_meta, materialize
 from paceline.parallel.optimizer_binding import bind, names_of
-from paceline.parallel.pipeline.stage_partition import plan as plan_stages
+from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.shards import broadcast_weights, local_shard
 from paceline.parallel.split import MultiContext, devices_of, is_spread
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
@@ -80,7 +80,7 @@ class Engine:
         if plan.degrees.tensor > 1:
             check_plan(unwrap(model)[0], config.tensor, plan.degrees.tensor)
         if plan.degrees.pipeline > 1:
-            plan_stages(unwrap(model)[0], config.pipeline, plan.degrees.pipeline)
+            partition_model(unwrap(model)[0], config.pipeline, plan.degrees.pipeline)
         consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         self.model, wrapper = unwrap(model)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)

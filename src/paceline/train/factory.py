@@ -18,12 +18,13 @@ from paceline.data.batches import tensors_in
 from paceline.data.datasets import find_data, get_data
 from paceline.data.loader import MicroBatch
 from paceline.errors import ConfigError, TrainError
+from paceline.models.spec import declared_spec
 from paceline.models.zoo import find_model, get_model
 from paceline.monitor.loggers import open_loggers
 from paceline.monitor.rank_stats import RankStats
 from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
-from paceline.parallel.pipeline.stage_partition import plan as plan_stages
+from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import derive, show
 from paceline.plan.derive import Derived
@@ -44,8 +45,8 @@ def build_model(config: Config) -> nn.Module:
     section = _named(config.model, "model", "gpt")
     rng.seed_everything(rng.derive_seed(config.seed, 0) >> 1)
     # Such a model gets its weights when it is clear which of them this rank holds.
-    by_reset = getattr(find_model(section.name, section.options()), "initialised_by_reset", False)
-    with torch.device("meta") if by_reset else nullcontext():
+    spec = declared_spec(find_model(section.name, section.options()))
+    with torch.device("meta") if spec is not None and spec.deferred_init else nullcontext():
         return get_model(section.name)(config)
 
 
@@ -77,7 +78,7 @@ def check(config: Config, ranks: int) -> None:
     if plan.degrees.tensor > 1:
         check_plan(shape, config.tensor, plan.degrees.tensor)
     if plan.degrees.pipeline > 1:
-        plan_stages(shape, config.pipeline, plan.degrees.pipeline)
+        partition_model(shape, config.pipeline, plan.degrees.pipeline)
     device = choose_device(config.device, environment.RankInfo())
     if config.fsdp.offload:
         require_gpu(device)

@@ -13,7 +13,6 @@ A Hugging Face model's `.loss` over `labels` is a mean over tokens: it then weig
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TrainError
+from paceline.models import huggingface
 from paceline.models.losses import Loss
 
 IGNORED_LABEL = -100
@@ -129,7 +129,9 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
     known = [key for key in batch if takes_any or key in parameters]
     if len(known) == len(batch):
         rule = f"model({', '.join(f'{key}=…' for key in batch)})"
-        first = _first_counted_label(model, batch)
+        labels = batch.get("labels")
+        by_tokens = isinstance(labels, Tensor) and labels.dim() == 2
+        first = huggingface.first_counted_label(model) if by_tokens else None
         if first is None:
             return rule, lambda model, batch: model(**batch)
         return f"{rule}; a mean over tokens, weighed by the labels that count", _token_mean(first)
@@ -141,20 +143,6 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
             fix="leave the others out of the samples, or give loss_fn=lambda model, batch: …",
         )
     return "model(batch)", _whole
-
-
-def _first_counted_label(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
-    """For a Hugging Face model of tokens: 1 where it shifts the labels by one, else 0; None for any other model."""
-    labels = batch.get("labels")
-    config = getattr(model, "config", None)
-    if not (isinstance(labels, Tensor) and labels.dim() == 2 and hasattr(config, "model_type")):
-        return None
-    names = " ".join(type(part).__name__ for part in (model, getattr(model, "base_model", None)))
-    if getattr(config, "is_encoder_decoder", False) or re.search("MaskedLM|TokenClassification", names):
-        return 0
-    if getattr(config, "model_type", None) in ("xlm", "xlnet", "flaubert"):  # the labels are the caller's to shift
-        return 0
-    return 1 if re.search("CausalLM|LMHead|ConditionalGeneration", names) else None
 
 
 def _token_mean(first: int) -> ModelCall:

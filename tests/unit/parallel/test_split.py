@@ -13,7 +13,7 @@ from paceline.errors import PacelineError
 from paceline.models.gpt import GPT
 from paceline.parallel import split as splitting
 from paceline.parallel.split import _layers as layers_of
-from paceline.parallel.split import even_cuts, is_spread, split
+from paceline.parallel.split import is_spread, split
 
 TWO = ["cpu", "cpu"]
 
@@ -98,14 +98,6 @@ def test_layers_are_what_is_before_the_blocks_the_blocks_and_what_is_after() -> 
     assert names == [["tokens", "positions", "drop"], ["blocks.0", "blocks.1"], ["norm", "head"]]
     plain = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Conv1d(1, 1, 1))
     assert [name for name, _ in layers_of(plain, None)[1]] == ["0", "1", "2", "3"]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parts", "cuts"),
-    [([1, 1, 1, 1], 2, [2]), ([9, 1, 1, 1], 2, [1]), ([1, 1, 1, 9], 3, [2, 3]), ([5, 1, 1, 1, 1, 5], 3, [1, 5])],
-)
-def test_cuts_are_where_the_bytes_are_even_and_no_part_is_empty(sizes: list[int], parts: int, cuts: list[int]) -> None:
-    assert even_cuts(sizes, parts) == cuts
 
 
 def test_balance_may_be_counts_or_names() -> None:

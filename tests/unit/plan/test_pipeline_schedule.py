@@ -1,56 +1,17 @@
-"""Where a row of layers is cut, how many micro-batches there are, and what stands still."""
+"""How many micro-batches a pipeline runs, and its bubble."""
 
 from __future__ import annotations
-
-from itertools import combinations, pairwise
 
 import pytest
 
 from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError
 from paceline.plan.pipeline_schedule import (
-    balanced_partition,
     bubble,
     choose_microbatches,
-    explicit_partition,
     require_runnable,
     stages_a_rank,
 )
-
-
-@pytest.mark.parametrize("costs", [[1, 1, 1, 1], [9, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6], [5, 1, 1, 1, 1, 8], [0, 0, 7]])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it(costs: list[float], stages: int) -> None:
-    def dearest(lengths: list[int]) -> float:
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
-        return max(sum(costs[start:stop]) for start, stop in pairwise(ends))
-
-    lengths = balanced_partition(costs, stages)
-    assert len(lengths) == stages and sum(lengths) == len(costs) and min(lengths) >= 1
-    every = [[0, *cuts, len(costs)] for cuts in combinations(range(1, len(costs)), stages - 1)]
-    assert dearest(lengths) == min(dearest([stop - start for start, stop in pairwise(ends)]) for ends in every)
-
-
-def test_fewer_layers_than_stages_are_refused() -> None:
-    with pytest.raises(LayoutError, match="3 stages") as found:
-        balanced_partition([1.0, 1.0], 3)
-    assert found.value.code == "layout.too-few-blocks"
-
-
-def test_stages_by_hand_are_lengths_or_names() -> None:
-    names = ["a", "b", "c", "d", "e"]
-    assert explicit_partition([2, 3], names, 2) == [2, 3]
-    assert explicit_partition(["a", "d"], names, 2) == [3, 2]
-    assert explicit_partition(["d"], names, 2) == [3, 2]  # the first stage begins where the model does
-
-
-@pytest.mark.parametrize("balance", [[2, 2], [5], [1, 2, 2], ["a", "f"], ["c", "b"], ["a", "b", "c"]])
-def test_stages_by_hand_that_do_not_fit_are_refused(balance: list[int] | list[str]) -> None:
-    with pytest.raises(LayoutError) as found:
-        explicit_partition(balance, ["a", "b", "c", "d", "e"], 2)
-    assert found.value.code == "layout.balance"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from torch.distributed import pipelining
 from paceline.config.sections import PipelineSection as Settings
 from paceline.errors import LayoutError
 from paceline.parallel.fsdp import reshard_all
-from paceline.parallel.pipeline.stage_partition import Stage, StagePartition, TiedParameter
+from paceline.parallel.pipeline.stage import Stage
+from paceline.parallel.pipeline.stage_partition import StagePartition, TiedParameter
 from paceline.parallel.shards import local_shard
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.rng import preserve_rng_state
@@ -48,15 +49,15 @@ class Kind(NamedTuple):
 class PipelineRunner:
     """This rank's stages and how they are run."""
 
-    def __init__(self, stages: Sequence[Stage], cutting: StagePartition, mesh: Mesh, settings: Settings) -> None:
+    def __init__(self, stages: Sequence[Stage], partition: StagePartition, mesh: Mesh, settings: Settings) -> None:
         axis = mesh.axis("pipeline")
         assert axis is not None
-        self.stages, self.shared = list(stages), cutting.shared
+        self.stages, self.tied = list(stages), partition.tied
         self._group, self._device = axis.get_group(), mesh.device
-        self.rank, self.ranks, self._total = mesh.coords["pipeline"], cutting.ranks, len(cutting.stages)
+        self.rank, self.ranks, self._total = mesh.coords["pipeline"], partition.ranks, len(partition.stages)
         self._alone = mesh.data_ranks == 1
         self._settings = settings
-        self.microbatches = settings.microbatches or 2 * cutting.ranks  # until the first batch is seen
+        self.microbatches = settings.microbatches or 2 * partition.ranks  # until the first batch is seen
         self._kinds: dict[int, tuple[Kind, Kind]] = {}
         self._entering: Kind | None = None  # what the kinds were learnt from
         self._rows = 0
@@ -172,9 +173,9 @@ class PipelineRunner:
 
     @torch.no_grad()
     def equalise(self, tensors: Callable[[str], Tensor | None]) -> None:
-        """The original's values for all copies of shared parameters, found by name."""
-        for shared, own in self._held(tensors):
-            first, *others = shared.holders
+        """The original's values for all copies of tied parameters, found by name."""
+        for tied, own in self._held(tensors):
+            first, *others = tied.holders
             if self.rank == first:
                 for rank in others:
                     torch_dist.send(own, group=self._group, group_dst=rank)
@@ -183,9 +184,9 @@ class PipelineRunner:
 
     @torch.no_grad()
     def add_up(self, tensors: Callable[[str], Tensor | None]) -> None:
-        """The sum over all copies, for each of them: gradients of shared parameters."""
-        for shared, own in self._held(tensors):
-            first, *others = shared.holders
+        """The sum over all copies, for each of them: gradients of tied parameters."""
+        for tied, own in self._held(tensors):
+            first, *others = tied.holders
             if self.rank == first:
                 for rank in others:
                     theirs = torch.empty_like(own)
@@ -197,11 +198,11 @@ class PipelineRunner:
 
     def _held(self, tensors: Callable[[str], Tensor | None]) -> list[tuple[TiedParameter, Tensor]]:
         held = []
-        for shared in self.shared:
-            name = shared.holders.get(self.rank)
+        for tied in self.tied:
+            name = tied.holders.get(self.rank)
             tensor = None if name is None else tensors(name)
             if tensor is not None:
-                held.append((shared, local_shard(tensor)))
+                held.append((tied, local_shard(tensor)))
         return held
 
 

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from paceline.config.sections import TensorSection as Settings
 from paceline.errors import LayoutError
-from paceline.models.tensor_plan import heads_of, plan_of, words_of_modules
+from paceline.models.spec import spec_of
+from paceline.models.tensor_plan import plan_of, words_of_modules
 from paceline.parallel.shards import shard_of, tied_parameters
 from paceline.parallel.tensor.comm_ops import gather_from_group
 from paceline.parallel.tensor.layers import prepare
@@ -38,7 +39,7 @@ _CUT_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}  # of a weigh
 def check_plan(model: nn.Module, settings: Settings, degree: int) -> None:
     """What can be known to be wrong from the shapes of the (whole) model, also of one on the meta device."""
     words = words_of_modules(model, plan_of(model, settings.plan))
-    for name, heads in heads_of(model).items():
+    for name, heads in spec_of(model).heads.items():
         if heads % degree:
             raise LayoutError(
                 "heads-not-divisible",
@@ -101,7 +102,7 @@ def _require_complete(model: nn.Module, words: Mapping[str, str]) -> None:
 
 def is_sequence_parallel(model: nn.Module, settings: Settings) -> bool:
     """Whether ranks of the tensor axis hold different tokens between layers, so that dropout has to differ there."""
-    return _is_sequence_parallel(words_of_modules(model, plan_of(model, settings.plan), whole=False), settings)
+    return _is_sequence_parallel(words_of_modules(model, plan_of(model, settings.plan), full=False), settings)
 
 
 def _is_sequence_parallel(words: Mapping[str, str], settings: Settings) -> bool:
@@ -115,7 +116,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, settings: Settings) -> s
     is_whole = mesh.degrees.pipeline == 1
     if is_whole:
         check_plan(model, settings, axis.size())
-    words = words_of_modules(model, plan_of(model, settings.plan), whole=is_whole)
+    words = words_of_modules(model, plan_of(model, settings.plan), full=is_whole)
     sequence_parallel = _is_sequence_parallel(words, settings)
     _cut_parameters(model, words, axis, mesh.device)
     for name, module in _owners(model):

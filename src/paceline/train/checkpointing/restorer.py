@@ -161,7 +161,7 @@ class Restorer:
         if common and first.removeprefix(common[-1]) in own:
             told = f"every name in the file begins with {common[-1]!r}, which has to go"
         return (
-            f"{told}; load the file with paceline.checkpoint.external.load_external_weights, change the "
+            f"{told}; load the file with paceline.load_external_weights, change the "
             "names, and give them to model.load_state_dict(…, strict=False) before the Trainer is made"
         )
 

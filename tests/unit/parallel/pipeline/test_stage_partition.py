@@ -14,7 +14,8 @@ from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
 from paceline.models.mlp import MLP
 from paceline.models.resnet import BasicBlock, ResNet, _small_stem
-from paceline.parallel.pipeline.stage_partition import StagePartition, plan, stages_of, take
+from paceline.parallel.pipeline.stage import build_stages
+from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model, remove_other_stages
 from paceline.train import factory
 
 
@@ -24,56 +25,56 @@ def gpt(**options: Any) -> GPT:
         return GPT(**{"layers": 4, "width": 16, "heads": 2, "vocabulary": 32, "context": 8, **options})
 
 
-def layers(cutting: StagePartition) -> list[list[str]]:
-    return [list(keys) for keys in cutting.stages]
+def layers(partition: StagePartition) -> list[list[str]]:
+    return [list(keys) for keys in partition.stages]
 
 
 def test_stages_in_a_row_compute_what_the_model_computes() -> None:
     inputs = torch.randint(0, 32, (3, 8))
     for settings in (PipelineSection(), PipelineSection(schedule="interleaved")):
-        cutting = plan(gpt(), settings, 2)
+        partition = partition_model(gpt(), settings, 2)
         models = [gpt(), gpt()]
         for rank, model in enumerate(models):
-            take(model, cutting, rank)
-        of_ranks = [iter(stages_of(model, cutting, rank)) for rank, model in enumerate(models)]
+            remove_other_stages(model, partition, rank)
+        of_ranks = [iter(build_stages(model, partition, rank)) for rank, model in enumerate(models)]
         hidden: Any = inputs
-        for number in range(len(cutting.stages)):
+        for number in range(len(partition.stages)):
             hidden = next(of_ranks[number % 2])(hidden)
         assert torch.equal(hidden, gpt()(inputs))
 
 
 def test_what_is_left_keeps_its_names_and_nothing_is_lost() -> None:
     whole = gpt()
-    cutting = plan(whole, PipelineSection(balance=[1, 3]), 2)
+    partition = partition_model(whole, PipelineSection(balance=[1, 3]), 2)
     models = [gpt(), gpt()]
     for rank, model in enumerate(models):
-        take(model, cutting, rank)
+        remove_other_stages(model, partition, rank)
     names = [set(model.state_dict()) for model in models]
     assert names[0] | names[1] == set(whole.state_dict()) and not names[0] & names[1]
     assert {name.split(".")[1] for name in names[1] if name.startswith("blocks")} == {"1", "2", "3"}
     assert "tokens.weight" in names[0] and "head.weight" in names[1]
-    (shared,) = cutting.shared
-    assert shared.holders == {0: "tokens.weight", 1: "head.weight"}
+    (tied,) = partition.tied
+    assert tied.holders == {0: "tokens.weight", 1: "head.weight"}
 
 
 def test_nothing_is_allocated_for_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = gpt()
-    take(model, plan(model, PipelineSection(), 2), 1)
+    remove_other_stages(model, partition_model(model, PipelineSection(), 2), 1)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_memory_counts_embeddings_and_time_does_not() -> None:
     model = gpt(vocabulary=4096)  # its embedding is larger than all blocks together
-    assert layers(plan(model, PipelineSection(cost="memory"), 2)) == [["0", "1"], ["2", "3"]]
-    assert layers(plan(model, PipelineSection(cost="time"), 2)) == [["0", "1", "2"], ["3"]]
+    assert layers(partition_model(model, PipelineSection(cost="memory"), 2)) == [["0", "1"], ["2", "3"]]
+    assert layers(partition_model(model, PipelineSection(cost="time"), 2)) == [["0", "1", "2"], ["3"]]
 
 
 def test_layers_without_weights_go_with_the_one_before_them() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Dropout())
-    assert layers(plan(model, PipelineSection(), 2)) == [["0", "1", "2"], ["3", "4", "5"]]
-    assert layers(plan(model, PipelineSection(balance=["0", "2"]), 2)) == [["0", "1"], ["2", "3", "4", "5"]]
-    assert layers(plan(MLP(8, 4, 2), PipelineSection(), 3)) == [["0", "1"], ["2", "3"], ["4"]]
+    assert layers(partition_model(model, PipelineSection(), 2)) == [["0", "1", "2"], ["3", "4", "5"]]
+    assert layers(partition_model(model, PipelineSection(balance=["0", "2"]), 2)) == [["0", "1"], ["2", "3", "4", "5"]]
+    assert layers(partition_model(MLP(8, 4, 2), PipelineSection(), 3)) == [["0", "1"], ["2", "3"], ["4"]]
 
 
 class Lost(GPT):
@@ -85,20 +86,22 @@ class Lost(GPT):
 @pytest.mark.parametrize(
     ("model", "settings", "code"),
     [
-        (lambda: nn.Linear(2, 2), {}, "no-parts"),
-        (Lost, {}, "no-parts"),
+        (lambda: nn.Linear(2, 2), {}, "no-pipeline-spec"),
+        (Lost, {}, "no-pipeline-spec"),
         (lambda: gpt(layers=2), {"schedule": "interleaved"}, "too-few-blocks"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {}, "too-few-blocks"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), {"balance": [1, 1]}, "balance"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()), {"balance": [2, 1]}, "balance"),
+        (gpt, {"balance": ["blocks.0", "blocks.9"]}, "balance"),
+        (gpt, {"balance": [1, 2]}, "balance"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), {}, "pipeline-and-batchnorm"),
-        (lambda: ResNet(_small_stem(8), BasicBlock, [1, 1], [8, 16], 4), {}, "no-parts"),
+        (lambda: ResNet(_small_stem(8), BasicBlock, [1, 1], [8, 16], 4), {}, "no-pipeline-spec"),
         (gpt, {"microbatches": 1}, "microbatches"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_cut_is_refused(model: Any, settings: dict[str, Any], code: str) -> None:
     with pytest.raises(LayoutError) as found:
-        plan(model(), PipelineSection(**settings), 2)
+        partition_model(model(), PipelineSection(**settings), 2)
     assert found.value.code == f"layout.{code}"
 
 

@@ -1,0 +1,33 @@
+"""The loss of a batch from the losses of its parts, as the loss contract says: a mean is weighed by samples, a sum by
+the weight that the model returned with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LossPart = tuple[Tensor, Tensor | float | None]  # (mean, None) or (sum, weight)
+
+
+def combine_losses(parts: Sequence[LossPart], samples: Sequence[int]) -> LossPart:
+    """`samples` are the numbers of samples in the parts; all values are on one device."""
+    if parts[0][1] is None:
+        total = sum(samples)
+        shares = [value * (count / total) for (value, _), count in zip(parts, samples, strict=True)]
+        return torch.stack(shares).sum(), None
+    weight: Any = sum(weight for _, weight in parts if weight is not None)
+    return torch.stack([value for value, _ in parts]).sum(), weight
+
+
+def combine_metrics(parts: Sequence[Mapping[str, Any] | None], weights: Sequence[Any]) -> dict[str, Any] | None:
+    """Each metric is the mean over its part."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    total = sum(weights)
+    return {
+        name: sum(part[name] * weight for part, weight in zip(found, weights, strict=True)) / total for name in found[0]
+    }

@@ -1,0 +1,84 @@
+"""A stage of a pipeline: consecutive layers of the model, with what the model does before the first and after the
+last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import LayoutError
+from paceline.parallel.pipeline.stage_partition import LayerSequence, StagePartition
+
+
+class Stage(nn.Module):
+    """From the previous stage's output to the next one's input. Its layers are the model's own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sequence: LayerSequence,
+        keys: Sequence[str],
+        *,
+        first: bool,
+        last: bool,
+        context: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.blocks = sequence.layers(model, keys)
+        self.is_first, self.is_last = first, last
+        spec = sequence.spec
+        self._before = getattr(model, spec.first) if spec and first else None
+        self._after = getattr(model, spec.last) if spec and last else None
+        self._context = context
+        for key, block in zip(keys, self.blocks, strict=True):
+            self.add_module(f"layer {key}", block)  # sharding looks for parameters in children
+        for name in (*(sequence.first_modules if first else ()), *(sequence.last_modules if last else ())):
+            self.add_module(name.replace(".", " "), model.get_submodule(name))
+
+    def forward(self, hidden: Tensor) -> Any:
+        if not self.is_first and hidden.requires_grad:
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(Tensor.contiguous)  # point-to-point communication needs contiguous gradients
+        with self._context or nullcontext():
+            if self._before is not None:
+                hidden = self._before(hidden)
+            for block in self.blocks:
+                hidden = block(hidden)
+            if self._after is not None:
+                hidden = self._after(hidden)
+        return hidden if self.is_last else _to_send(hidden)
+
+
+def _to_send(hidden: Any) -> Tensor:
+    if isinstance(hidden, DTensor):
+        hidden = hidden.to_local()
+    if not isinstance(hidden, Tensor):
+        raise LayoutError(
+            "stage-output",
+            f"A layer at the end of a stage returns a {type(hidden).__name__}.",
+            why="one tensor goes from stage to stage",
+            fix="cut elsewhere (pipeline.balance), or let the layer return a tensor",
+        )
+    return hidden.contiguous()
+
+
+def build_stages(
+    model: nn.Module, partition: StagePartition, rank: int, context: AbstractContextManager[Any] | None = None
+) -> list[Stage]:
+    """This rank's stages, made of the layers as they are now."""
+    last = len(partition.stages) - 1
+    return [
+        Stage(
+            model,
+            partition.sequence,
+            partition.stages[number],
+            first=number == 0,
+            last=number == last,
+            context=context,
+        )
+        for number in partition.stages_on(rank)
+    ]

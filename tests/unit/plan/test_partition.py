@@ -1,0 +1,57 @@
+"""Where a sequence of layers is partitioned, by cost or by hand."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
+
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("costs", [[1, 1, 1, 1], [9, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6], [5, 1, 1, 1, 1, 8], [0, 0, 7]])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_highest_cost_of_a_part_is_the_lowest_possible(costs: list[float], parts: int) -> None:
+    def highest(lengths: list[int]) -> float:
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        return max(sum(costs[start:stop]) for start, stop in pairwise(ends))
+
+    lengths = balanced_partition(costs, parts)
+    assert len(lengths) == parts and sum(lengths) == len(costs) and min(lengths) >= 1
+    every = [[0, *cuts, len(costs)] for cuts in combinations(range(1, len(costs)), parts - 1)]
+    assert highest(lengths) == min(highest([stop - start for start, stop in pairwise(ends)]) for ends in every)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "lengths"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([9, 1, 1, 1], 2, [1, 3]),
+        ([1, 1, 1, 9], 3, [1, 2, 1]),
+        ([5, 1, 1, 1, 1, 5], 3, [1, 4, 1]),
+    ],
+)
+def test_parts_are_even_and_none_is_empty(sizes: list[int], parts: int, lengths: list[int]) -> None:
+    assert balanced_partition(sizes, parts) == lengths
+
+
+def test_a_balance_is_lengths_or_the_names_at_which_parts_begin() -> None:
+    assert parse_balance([2, 3], NAMES, 2) == [2, 3]
+    assert parse_balance(["a", "d"], NAMES, 2) == [3, 2]
+    assert parse_balance(["d"], NAMES, 2) == [3, 2]  # the first part begins with the model
+
+
+@pytest.mark.parametrize("balance", [[2, 2], [5], [1, 2, 2], ["c", "b"], ["a", "b", "c"], ["a"]])
+def test_a_balance_that_does_not_fit_is_refused(balance: list[int] | list[str]) -> None:
+    with pytest.raises(BalanceError):
+        parse_balance(balance, NAMES, 2)
+
+
+def test_a_balance_names_existing_layers() -> None:
+    with pytest.raises(UnknownLayerError) as found:
+        parse_balance(["a", "f"], NAMES, 2)
+    assert found.value.name == "f"
