@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tiny
+from paceline.config.components import PRECISIONS
 from paceline.testing import comparison
 from paceline.testing.comparison import ParityLayout, ParityRow, ParityRun
 
@@ -80,7 +81,7 @@ class Cell:
 
     @property
     def bound(self) -> float:
-        return comparison.BOUNDS[self.variant.precision]
+        return PRECISIONS.facts(self.variant.precision).parity_bound
 
 
 def run(cells: Sequence[Cell], prepare: Callable[[], None] | None = None) -> dict[Cell, tuple[ParityRun, ParityRow]]:

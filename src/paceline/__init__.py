@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.models.losses import Loss
     from paceline.models.spec import ModelSpec, PipelineSpec
     from paceline.models.zoo import get_model, register_model
+    from paceline.monitor.loggers import register_logger
+    from paceline.optim.optimizers import register_optimizer
     from paceline.runtime import collectives as dist
     from paceline.runtime.noise import noise
     from paceline.train.history import History
@@ -41,7 +43,9 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "load_external_weights": ("paceline.checkpoint.external", "load_external_weights"),
     "noise": ("paceline.runtime.noise", "noise"),
     "register_data": ("paceline.data.datasets", "register_data"),
+    "register_logger": ("paceline.monitor.loggers", "register_logger"),
     "register_model": ("paceline.models.zoo", "register_model"),
+    "register_optimizer": ("paceline.optim.optimizers", "register_optimizer"),
     "testing": ("paceline.testing", None),
 }
 
@@ -60,7 +64,9 @@ __all__ = [
     "load_external_weights",
     "noise",
     "register_data",
+    "register_logger",
     "register_model",
+    "register_optimizer",
 ]
 
 

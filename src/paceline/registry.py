@@ -1,47 +1,113 @@
-"""Things that a recipe picks by name: a registry of makers, whose parameters are the options that may be given."""
+"""Components that a recipe picks by name: facts about each, and the code that builds it.
+
+    OPTIMIZERS.declare("adamw", OptimizerFacts(…))      config/components.py, without torch
+
+    @OPTIMIZERS.implement("adamw")                      optim/optimizers.py
+    def adamw(params, settings, lr): …
+
+Models and datasets have no facts: `implement` alone registers them. The parameters of an implementation are the options
+that a recipe may set for it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from paceline.errors import PacelineError, did_you_mean
+from paceline.errors import did_you_mean
 
-Made = TypeVar("Made")
-Maker = TypeVar("Maker", bound=Callable[..., Any])
+Facts = TypeVar("Facts")
+Built = TypeVar("Built")
+Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
-class Registry(Generic[Made]):
-    """`kind` is what a person calls such a thing; `load` imports the modules that register the embedded ones."""
+def _lookup_error(code: str, what: str, *, fix: str = "") -> Exception:
+    """Names in a config are validated when it is read, so a wrong one comes from code, not from a recipe."""
+    return LookupError(what)
 
-    def __init__(self, kind: str, error: type[PacelineError], load: Callable[[], object], own: str) -> None:
-        self._kind, self._error, self._load, self._own = kind, error, load, own
-        self._makers: dict[str, Callable[..., Made]] = {}
 
-    def register(self, name: str) -> Callable[[Maker], Maker]:
-        def add(maker: Maker) -> Maker:
-            self._makers[name] = maker
-            return maker
+class Registry(Generic[Facts, Built]):
+    """`kind` is what users call such a component.
+
+    `error` builds the exception of a failed lookup, `own` is how users register one, `load` imports the modules that
+    implement the built-in ones, and `passed` is the number of leading arguments that are not options of a recipe.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        error: Callable[..., Exception] = _lookup_error,
+        own: str = "",
+        load: Callable[[], object] | None = None,
+        passed: int = 0,
+    ) -> None:
+        self.kind = kind
+        self._error, self._own, self._load, self._passed = error, own, load, passed
+        self._facts: dict[str, Facts] = {}
+        self._builders: dict[str, Callable[..., Built]] = {}
+
+    def declare(self, name: str, facts: Facts) -> None:
+        self._facts[name] = facts
+
+    def implement(self, name: str) -> Callable[[Builder], Builder]:
+        def add(builder: Builder) -> Builder:
+            self._builders[name] = builder
+            return builder
 
         return add
 
-    def find(self, name: str, options: Mapping[str, Any]) -> Callable[..., Made]:
-        """The maker of that name, if it takes these options."""
-        self._load()
-        if name not in self._makers:
-            raise self._error(
-                "unknown-name",
-                f"There is no {self._kind} named {name!r}: {did_you_mean(name, self._makers)}",
-                fix=f"register your own with {self._own}",
-            )
-        maker = self._makers[name]
-        known = inspect.signature(maker).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    def register(self, name: str, facts: Facts) -> Callable[[Builder], Builder]:
+        """Declare and implement at once: a component of the user's."""
+
+        def add(builder: Builder) -> Builder:
+            self.declare(name, facts)
+            return self.implement(name)(builder)
+
+        return add
+
+    @property
+    def declared(self) -> list[str]:
+        """Names with facts, in the order of their declaration."""
+        return list(self._facts)
+
+    @property
+    def implemented(self) -> list[str]:
+        return list(self._builders)
+
+    def facts(self, name: str) -> Facts:
+        if name not in self._facts:
+            raise self._unknown(name, self._facts)
+        return self._facts[name]
+
+    def options(self, name: str) -> list[str] | None:
+        """The options that a recipe may set for a component; None: any."""
+        if name not in self._builders:  # declared, and implemented where torch is at hand
+            return []
+        parameters = list(inspect.signature(self._builders[name]).parameters.values())[self._passed :]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return None
+        return [parameter.name for parameter in parameters]
+
+    def find(self, name: str, options: Iterable[str] = ()) -> Callable[..., Built]:
+        """The implementation of that name, if it takes these options."""
+        if self._load is not None:
+            self._load()
+        if name not in self._builders:
+            raise self._unknown(name, self._builders)
+        known = self.options(name)
         for option in options:
-            if option not in known and not takes_any:
+            if known is not None and option not in known:
                 raise self._error(
                     "unknown-option",
-                    f"The {self._kind} {name!r} has no option {option!r}: {did_you_mean(option, known)}",
+                    f"The {self.kind} {name!r} has no option {option!r}: {did_you_mean(option, known)}",
                 )
-        return maker
+        return self._builders[name]
+
+    def _unknown(self, name: str, known: Iterable[str]) -> Exception:
+        return self._error(
+            "unknown-name",
+            f"There is no {self.kind} named {name!r}: {did_you_mean(name, known)}",
+            fix=f"register your own with {self._own}",
+        )

@@ -94,7 +94,10 @@ def test_trainer() -> None:
 
 def test_functions_and_records() -> None:
     kinds = (paceline.History, paceline.Loss)
-    names = ("get_data", "get_model", "launch", "noise", "register_data", "register_model")
+    names = (
+        "get_data", "get_model", "launch", "noise", "register_data", "register_logger", "register_model",
+        "register_optimizer",
+    )  # fmt: skip
     snapshots.compare(
         "functions",
         {

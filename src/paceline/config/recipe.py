@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Posi
 from pydantic.json_schema import GenerateJsonSchema
 
 from paceline.config import files, validation
+from paceline.config.components import LOGGERS, PRECISIONS
 from paceline.config.sections import (
     BestSection,
     CheckpointSection,
@@ -28,6 +29,7 @@ from paceline.config.sections import (
     LaunchSection,
     LayoutSection,
     ModelSection,
+    NameIn,
     OptimizerSection,
     PipelineSection,
     ProfileSection,
@@ -95,7 +97,7 @@ class Config(Section):
     recompute: Annotated[str, AfterValidator(known_recompute)] = Field(
         "off", description="activations made again in the backward: off, full, selective, every-2, every-3, …"
     )
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field("fp32", description="what the model computes in")
+    precision: Annotated[str, NameIn(PRECISIONS)] = Field("fp32", description="what the model computes in")
     tf32: bool = Field(False, description="fp32 matrix products in tf32 on GPUs: faster, 10 bits of mantissa")
     compile: bool | Literal["blocks", "model"] = Field(
         False, description="torch.compile each block (true), or the model as a whole"
@@ -142,7 +144,7 @@ class Config(Section):
     resume: str | None = Field(
         None, description="auto: go on with the newest run of that name; or the folder of a run or a checkpoint"
     )
-    loggers: Annotated[list[Literal["csv", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)] = Field(
+    loggers: Annotated[list[Annotated[str, NameIn(LOGGERS)]], BeforeValidator(as_list)] = Field(
         [], description="further places for the metrics, beside metrics.jsonl"
     )
 

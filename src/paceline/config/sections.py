@@ -16,10 +16,18 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
+    model_validator,
 )
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticKnownError, core_schema
+
+from paceline.config.components import OPTIMIZERS, SCHEDULES
+from paceline.registry import Registry
 
 
 def as_list(value: Any) -> Any:
@@ -55,6 +63,26 @@ def number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+class NameIn:
+    """A name in a registry: an enum in the JSON schema, which users' registrations extend."""
+
+    def __init__(self, registry: Registry[Any, Any]) -> None:
+        self._registry = registry
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._known)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "enum": self._registry.declared}
+
+    def _known(self, value: Any) -> str:
+        names = self._registry.declared
+        if not isinstance(value, str) or value not in names:
+            expected = f"{', '.join(repr(name) for name in names[:-1])} or {names[-1]!r}"
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return value
+
+
 def _title(section: type) -> str:
     """In the JSON schema, which users see, `OptimizerSection` is titled `Optimizer`."""
     return section.__name__.removesuffix("Section")
@@ -87,8 +115,11 @@ class DataSection(NamedSection):
     name: str = Field(description="a named dataset: stdlib-text, shapes, cifar10, or yours")
 
 
-class OptimizerSection(Section):
-    name: Literal["sgd", "adam", "adamw", "adafactor", "muon"] = Field("adamw", description="fused where torch can")
+class OptimizerSection(NamedSection):
+    # An optimizer that a user registers may have options of its own; a built-in one has none but these.
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+    name: Annotated[str, NameIn(OPTIMIZERS)] = Field("adamw", description="fused where torch can")
     lr: PositiveFloat = Field(1e-3, description="the highest learning rate, before lr_rule")
     lr_rule: Literal["none", "linear", "sqrt"] = Field(
         "none", description="how the learning rate follows batch / reference_batch"
@@ -100,11 +131,20 @@ class OptimizerSection(Section):
         [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw, and muon's adamw part"
     )
 
+    @model_validator(mode="after")
+    def _known_options(self) -> OptimizerSection:
+        known = OPTIMIZERS.options(self.name)
+        unknown = [] if known is None else [key for key in self.options() if key not in known]
+        if unknown:
+            errors = [
+                InitErrorDetails(type="extra_forbidden", loc=(key,), input=self.options()[key]) for key in unknown
+            ]
+            raise ValidationError.from_exception_data("optimizer", errors)
+        return self
+
 
 class ScheduleSection(Section):
-    name: Literal["constant", "linear", "cosine", "step", "wsd", "plateau"] = Field(
-        "constant", description="the way down after the warm-up"
-    )
+    name: Annotated[str, NameIn(SCHEDULES)] = Field("constant", description="the way down after the warm-up")
     unit: Literal["steps", "epochs"] = Field("steps", description="what warmup, steps, every and at are counted in")
     warmup: Annotated[int | float, AfterValidator(_steps_or_fraction)] = Field(
         0, ge=0, description="units; or, below 1, a fraction of all steps"

@@ -20,8 +20,10 @@ def _load_embedded() -> None:
     from paceline.data import cifar, shapes, stdlib_text  # noqa: F401
 
 
-_registry: Registry[Pair] = Registry("dataset", DataError, _load_embedded, "paceline.register_data")
-register_data = _registry.register
+_registry: Registry[None, Pair] = Registry(
+    "dataset", error=DataError, own="paceline.register_data", load=_load_embedded
+)
+register_data = _registry.implement
 find_data = _registry.find
 
 

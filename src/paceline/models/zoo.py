@@ -26,8 +26,10 @@ def _load_embedded() -> None:
     from paceline.models import gpt, mlp, resnet, vae  # noqa: F401
 
 
-_registry: Registry[nn.Module] = Registry("model", ModelError, _load_embedded, "@paceline.register_model")
-register_model = _registry.register
+_registry: Registry[None, nn.Module] = Registry(
+    "model", error=ModelError, own="@paceline.register_model", load=_load_embedded
+)
+register_model = _registry.implement
 find_model = _registry.find
 
 

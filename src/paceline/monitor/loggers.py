@@ -21,8 +21,9 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
+from paceline.config.components import LOGGERS, LoggerFacts
 from paceline.errors import PacelineError, TrainError
 from paceline.run.folder import METRICS, RunFolder
 from paceline.run.jsonl import open_to_append
@@ -34,6 +35,29 @@ Record = Mapping[str, Any]
 class Logger(Protocol):
     def write(self, records: Sequence[Record]) -> None: ...
     def close(self) -> None: ...
+
+
+Opener = TypeVar("Opener", bound=Callable[..., Logger])
+
+
+def register_logger(name: str) -> Callable[[Opener], Opener]:
+    """Register a logger of your own, for `loggers: [name]` in a recipe or `Trainer(loggers=[name])`.
+
+        @paceline.register_logger("lines")
+        class Lines:
+            def __init__(self, run, settings): ...
+            def write(self, records): ...
+            def close(self): ...
+
+    It is opened on rank 0 with the run folder (a `Path`) and the recipe (a dict), gets the records of each log point
+    and evaluation, and is closed when training ends. A resumed run opens it again on the same folder.
+    """
+
+    def add(opener: Opener) -> Opener:
+        LOGGERS.register(name, LoggerFacts())(lambda run, settings: opener(run.path, settings))
+        return opener
+
+    return add
 
 
 def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, Any]) -> list[Logger]:
@@ -51,7 +75,8 @@ def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, An
 
 def _open(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logger:
     try:
-        return _PLACES[name](run, settings)
+        logger: Logger = LOGGERS.find(name)(run, settings)
+        return logger
     except PacelineError:
         raise
     except Exception as error:
@@ -87,6 +112,7 @@ class _Guarded:
                 warnings.warn(text, stacklevel=2)
 
 
+@LOGGERS.implement("csv")
 class CsvFile:
     """A CSV file. A new column means that the file is written again, with the new header."""
 
@@ -139,6 +165,7 @@ class CsvFile:
         return csv.DictWriter(file, self._columns, lineterminator="\n", extrasaction="ignore")
 
 
+@LOGGERS.implement("tensorboard")
 class TensorBoard:
     """Event files in `tensorboard/`; `tensorboard --logdir RUNS` shows them. NaN is kept as it is."""
 
@@ -156,6 +183,7 @@ class TensorBoard:
         self._writer.close()
 
 
+@LOGGERS.implement("wandb")
 class WeightsAndBiases:
     """A W&B run, with the recipe as its config. WANDB_MODE, WANDB_ENTITY and the like are W&B's own and hold."""
 
@@ -183,6 +211,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+@LOGGERS.implement("mlflow")
 class Mlflow:
     """An MLflow run, with the recipe as its parameters: on the server of MLFLOW_TRACKING_URI, else in `mlflow.db`."""
 
@@ -227,24 +256,16 @@ class Mlflow:
         return run_id
 
 
-_PLACES: dict[str, Callable[[RunFolder, Mapping[str, Any]], Logger]] = {
-    "csv": CsvFile,
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": Mlflow,
-}
-
-
-def _module(name: str, extra: str) -> Any:
+def _module(name: str, logger: str) -> Any:
     """A package that only this logger needs, imported when it is opened."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise TrainError(
             "logger-not-installed",
-            f"The logger {extra!r} needs the package {name!r}.",
+            f"The logger {logger!r} needs the package {name!r}.",
             why=f"it could not be imported: {error}",
-            fix=f"pip install 'paceline[{extra}]'",
+            fix=f"pip install 'paceline[{LOGGERS.facts(logger).extra}]'",
         ) from None
 
 

@@ -20,8 +20,6 @@ class MuonAdamW(torch.optim.Optimizer):
     Groups are fixed at construction: `add_param_group` could not know which part a parameter belongs to.
     """
 
-    needs_whole_weights = True  # the nearest orthogonal matrix to a part is no part of the whole's
-
     def __init__(
         self,
         hidden: dict[str, Any],

@@ -6,11 +6,14 @@ decay on matrices only, and parameter names in every group, so that its state ca
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from paceline.config.components import OPTIMIZERS, OptimizerFacts
 from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import TrainError
 from paceline.optim.muon import MuonAdamW, hidden_matrices
@@ -18,6 +21,17 @@ from paceline.optim.muon import MuonAdamW, hidden_matrices
 MUON_MOMENTUM = 0.95  # that of Muon's authors
 
 NamedParameter = tuple[str, nn.Parameter]
+Builder = TypeVar("Builder", bound=Callable[..., torch.optim.Optimizer])
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """What an optimizer is built over."""
+
+    model: nn.Module
+    named: list[NamedParameter]  # the trainable ones
+    groups: list[dict[str, Any]]  # the same, by weight decay
+    fused: bool  # whether torch's fused kernels take them
 
 
 def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.optim.Optimizer:
@@ -29,26 +43,61 @@ def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.op
             f"The model {type(model).__name__} has no parameters that need gradients.",
             fix="check requires_grad, or that the layers are attributes of the module",
         )
-    groups = _decay_groups(named, settings.weight_decay)
-    if settings.name == "muon":
-        return _muon(model, named, settings, lr)
-    if settings.name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=lr)
-    fused = _can_fuse(named)
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum or 0.0, fused=fused)
-    kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=lr, betas=_betas(settings), fused=fused)
+    params = OptimizerParams(model, named, _decay_groups(named, settings.weight_decay), _can_fuse(named))
+    build = OPTIMIZERS.find(settings.name)
+    optimizer: torch.optim.Optimizer = build(params, settings, lr, **settings.options())
+    return optimizer
 
 
-def _muon(model: nn.Module, named: list[NamedParameter], settings: Settings, lr: float) -> MuonAdamW:
-    hidden = hidden_matrices(model)
+def register_optimizer(
+    name: str, *, state_per_param: int = 2, elementwise: bool = False, needs_full: bool = False
+) -> Callable[[Builder], Builder]:
+    """Register an optimizer of your own, for `optimizer.name` in a recipe or `Trainer(optimizer={"name": …})`.
+
+        @paceline.register_optimizer("lion", state_per_param=1, elementwise=True)
+        def lion(params, settings, lr, *, decay=0.99):
+            return Lion(params.groups, lr=lr, decay=decay)
+
+    `params.groups` are parameter groups as torch.optim takes them, `settings` is the recipe's section, and `lr` the
+    highest learning rate. Further parameters are options: `optimizer: {name: lion, decay: 0.98}`.
+
+    `state_per_param` counts the tensors that it keeps for each parameter, for the memory estimate. Where weights are
+    sharded, an `elementwise` optimizer gets this rank's shards as plain tensors, one that `needs_full` is refused, and
+    any other gets DTensors.
+    """
+    facts = OptimizerFacts(state_per_param=state_per_param, elementwise=elementwise, needs_full=needs_full)
+    return OPTIMIZERS.register(name, facts)
+
+
+@OPTIMIZERS.implement("sgd")
+def sgd(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params.groups, lr=lr, momentum=settings.momentum or 0.0, fused=params.fused)
+
+
+@OPTIMIZERS.implement("adam")
+def adam(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params.groups, lr=lr, betas=_betas(settings), fused=params.fused)
+
+
+@OPTIMIZERS.implement("adamw")
+def adamw(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params.groups, lr=lr, betas=_betas(settings), fused=params.fused)
+
+
+@OPTIMIZERS.implement("adafactor")
+def adafactor(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params.groups, lr=lr)
+
+
+@OPTIMIZERS.implement("muon")
+def muon(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.Optimizer:
+    hidden = hidden_matrices(params.model)
     mine = {id(parameter) for _, parameter in hidden}
-    rest = [(name, parameter) for name, parameter in named if id(parameter) not in mine]
+    rest = [(name, parameter) for name, parameter in params.named if id(parameter) not in mine]
     if not hidden:
         raise TrainError(
             "no-such-optimizer",
-            f"muon finds no hidden matrix in the model {type(model).__name__}.",
+            f"muon finds no hidden matrix in the model {type(params.model).__name__}.",
             why="it is made for the weights of linear layers inside a model; embeddings, the output layer, "
             "convolutions, norms and biases are AdamW's, and here that is everything",
             fix="set optimizer.name: adamw (or sgd, as is usual for convolutions)",

@@ -1,11 +1,11 @@
-"""The learning rate as a function of the step: no state, so a resumed run needs none.
+"""The learning rate as a function of the step: no state (but `Plateau`'s), so a resumed run needs none.
 
     constant  stays
     linear    falls in a straight line to the horizon
     cosine    falls in half a cosine to the horizon
     wsd       stays, then falls in a straight line over the last part of the horizon (warm-up, stable, decay)
     step      is multiplied by `cut` at given steps
-    plateau   stays; optim/plateau.py multiplies it by what the evaluations say
+    plateau   stays; `Plateau` multiplies it by what the evaluations say
 
 All of them begin with the warm-up and end at `floor`, a fraction of the highest rate.
 """
@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from paceline.config.components import SCHEDULES
 from paceline.config.sections import ScheduleSection as Settings
+from paceline.optim.best import Best
 from paceline.plan.derive import SchedulePlan
 
 
@@ -25,7 +29,7 @@ class Schedule:
     """What the highest learning rate is multiplied by. Everything is counted in optimizer steps of the run."""
 
     name: str
-    steps: int  # the horizon; only linear, cosine and wsd look at it
+    steps: int  # the horizon; 0 where the schedule does not need it
     warmup: int
     floor: float
     warmup_from: float = 0.0
@@ -39,23 +43,45 @@ class Schedule:
         if step < self.warmup:
             # The line begins one step earlier: a first step with a learning rate of zero would be wasted.
             return self.warmup_from + (1.0 - self.warmup_from) * (step + 1) / self.warmup
-        if self.name == "linear":
-            return self._above_floor(1.0 - self._done(step, self.warmup))
-        if self.name == "cosine":
-            return self._above_floor(0.5 * (1.0 + math.cos(math.pi * self._done(step, self.warmup))))
-        if self.name == "wsd":
-            return self._above_floor(1.0 - self._done(step, max(self.fall, self.warmup)))
-        if self.name == "step":
-            number = step // self.every if self.every else bisect_right(self.cuts, step)
-            return max(self.floor, self.cut**number)
-        return 1.0
+        return SCHEDULES.find(self.name)(self, step)
 
-    def _done(self, step: int, start: int) -> float:
+    def done(self, step: int, start: int) -> float:
         """How much of the way from `start` to the horizon lies behind, from 0 to 1."""
         return min(1.0, max(0, step - start) / max(1, self.steps - start))
 
-    def _above_floor(self, height: float) -> float:
+    def above_floor(self, height: float) -> float:
         return self.floor + (1.0 - self.floor) * height
+
+
+@SCHEDULES.implement("constant")
+def constant(schedule: Schedule, step: int) -> float:
+    return 1.0
+
+
+@SCHEDULES.implement("linear")
+def linear(schedule: Schedule, step: int) -> float:
+    return schedule.above_floor(1.0 - schedule.done(step, schedule.warmup))
+
+
+@SCHEDULES.implement("cosine")
+def cosine(schedule: Schedule, step: int) -> float:
+    return schedule.above_floor(0.5 * (1.0 + math.cos(math.pi * schedule.done(step, schedule.warmup))))
+
+
+@SCHEDULES.implement("wsd")
+def wsd(schedule: Schedule, step: int) -> float:
+    return schedule.above_floor(1.0 - schedule.done(step, max(schedule.fall, schedule.warmup)))
+
+
+@SCHEDULES.implement("step")
+def step_decay(schedule: Schedule, step: int) -> float:
+    number = step // schedule.every if schedule.every else bisect_right(schedule.cuts, step)
+    return max(schedule.floor, schedule.cut**number)
+
+
+@SCHEDULES.implement("plateau")
+def plateau(schedule: Schedule, step: int) -> float:
+    return 1.0
 
 
 def from_plan(settings: Settings, plan: SchedulePlan) -> Schedule:
@@ -71,3 +97,40 @@ def from_plan(settings: Settings, plan: SchedulePlan) -> Schedule:
         cuts=tuple(int(cut.value) for cut in plan.cuts),
         cut=settings.factor,
     )
+
+
+class Plateau:
+    """Cuts the learning rate where evaluations no longer improve: after more than `patience` of them without an
+    improvement, `scale` is multiplied by `factor`.
+
+    It means what torch's ReduceLROnPlateau with a relative threshold means. One difference: the threshold is relative
+    to the size of the best value, where torch takes a worse negative value for an improvement. The learning rate of a
+    step is the highest one × `Schedule.factor(step)` (the warm-up) × `scale`.
+    """
+
+    def __init__(
+        self, factor: float, patience: int, threshold: float, mode: str | None, floor: float, metric: str = "loss"
+    ) -> None:
+        self._factor, self._patience, self._floor = factor, patience, floor
+        self._best = Best(metric, mode, min_change=threshold)
+        self._waited = 0
+        self.scale = 1.0
+
+    def observe(self, value: float) -> bool:
+        """Take in an evaluation's result; whether that cut the learning rate."""
+        if self._best.improved(value):
+            self._waited = 0
+            return False
+        self._waited += 1
+        if self._waited <= self._patience:
+            return False
+        self._waited = 0
+        before, self.scale = self.scale, max(self.scale * self._factor, self._floor)
+        return self.scale < before
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "waited": self._waited, "best": self._best.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale, self._waited = state["scale"], state["waited"]
+        self._best.load_state_dict(state["best"])

@@ -13,14 +13,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+from paceline.config.components import OptimizerFacts, optimizer_facts
 from paceline.errors import LayoutError
 from paceline.parallel.shards import as_dtensor_like, local_shard, shard_of
-
-_ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam,
-    optim.RMSprop, optim.Rprop, optim.ASGD,
-)  # fmt: skip
-_NEEDS_WHOLE = (optim.Adafactor, optim.SparseAdam, optim.Muon)
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -28,21 +23,26 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def bind(optimizer: optim.Optimizer, names: Mapping[int, str], model: nn.Module) -> dict[Tensor, Tensor]:
+def bind(
+    optimizer: optim.Optimizer, names: Mapping[int, str], model: nn.Module, facts: OptimizerFacts | None = None
+) -> dict[Tensor, Tensor]:
     """Replace the parameters in `optimizer`; returns what it now holds in place of each cut parameter of the model.
 
-    Parameters that this rank no longer holds (they are another stage's) leave the optimizer.
+    Parameters that this rank no longer holds (they are another stage's) leave the optimizer. `facts` are those of the
+    recipe's optimizer; without them, the class of the optimizer tells.
     """
+    if facts is None:
+        facts = optimizer_facts([(each.__module__, each.__name__) for each in type(optimizer).__mro__])
     now = dict(model.named_parameters())
     cut = any(_is_cut(parameter) for parameter in now.values())
-    if cut and (isinstance(optimizer, _NEEDS_WHOLE) or getattr(optimizer, "needs_whole_weights", False)):
+    if cut and (facts.needs_full or getattr(optimizer, "needs_whole_weights", False)):
         raise LayoutError(
             "optimizer-needs-whole-weights",
             f"{type(optimizer).__name__} can't work on weights that are cut over ranks.",
             why="it computes with whole matrices (their rows, columns or directions), of which each rank holds a part",
             fix="use adamw, adam, sgd or adagrad; or strategy: ddp",
         )
-    as_pieces = not cut or type(optimizer) in _ELEMENTWISE
+    as_pieces = not cut or facts.elementwise
     held: dict[Tensor, Tensor] = {}
     state = dict(optimizer.state)
     optimizer.state.clear()  # in place, as its parts may share it

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 
+from paceline.config.components import SCHEDULES
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
 from paceline.plan.layout import LayoutPlan as Layout
@@ -198,7 +199,7 @@ def _horizon(
             "Nothing says when training ends.",
             fix="give epochs or max_steps: trainer.train(data, epochs=3), or train.epochs=3",
         )
-    if config.schedule.name in {"linear", "cosine", "wsd"} or 0 < config.schedule.warmup < 1:
+    if SCHEDULES.facts(config.schedule.name).needs_horizon or 0 < config.schedule.warmup < 1:
         raise ConfigError(
             "no-horizon",
             f"The schedule {config.schedule.name!r} needs to know the number of steps, but the data has no length.",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.config.components import OPTIMIZERS, PRECISIONS
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
 from paceline.plan.layout import Degrees, LayoutPlan, derive_layout
@@ -62,9 +63,10 @@ class BytesPerParam:
 
 def bytes_of(config: Config) -> BytesPerParam:
     """Weights stay in float32 whatever the precision computes in; so does all that the optimizer keeps."""
-    size = 8 if config.precision == "fp64" else 4
-    states = {"adam": 2, "adamw": 2, "muon": 1, "adafactor": 0, "sgd": 1 if config.optimizer.momentum else 0}
-    return BytesPerParam(size, size, size * states[config.optimizer.name], size if config.ema else 0)
+    size = PRECISIONS.facts(config.precision).param_bytes
+    facts = OPTIMIZERS.facts(config.optimizer.name)
+    states = facts.state_per_param + (facts.momentum_state if config.optimizer.momentum else 0)
+    return BytesPerParam(size, size, size * states, size if config.ema else 0)
 
 
 def needed(config: Config, size: ModelSize, degrees: Degrees) -> int:
@@ -80,9 +82,8 @@ def needed(config: Config, size: ModelSize, degrees: Degrees) -> int:
 
 
 def _gathered(config: Config, size: ModelSize, tensor: int) -> int:
-    each = bytes_of(config)
-    travel = each.weight // 2 if config.precision in ("bf16", "fp16") else each.weight
-    return size.largest_block * (GATHERED_BLOCKS * travel + travel) // tensor
+    each = PRECISIONS.facts(config.precision).gather_bytes
+    return size.largest_block * (GATHERED_BLOCKS * each + each) // tensor
 
 
 def choose(config: Config, size: ModelSize, machine: MachineFacts) -> LayoutPlan:

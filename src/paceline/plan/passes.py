@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.config.components import OPTIMIZERS
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
 from paceline.plan.layout import Degrees, LayoutPlan
@@ -113,7 +114,7 @@ INCOMPATIBLE = (
     Incompatible(
         "adafactor or muon × cut weights",
         "optimizer-needs-whole-weights",
-        lambda config, degrees: config.optimizer.name in ("adafactor", "muon") and not degrees.is_replicated,
+        lambda config, degrees: OPTIMIZERS.facts(config.optimizer.name).needs_full and not degrees.is_replicated,
         "they work on whole matrices, of which each rank holds a part",
         "use adamw, adam or sgd; or strategy: ddp",
     ),

@@ -12,28 +12,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from paceline.config.components import PRECISIONS
+
+
+@dataclass(frozen=True)
+class Precision:
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None  # what matrix products are computed in, where that is not the weights' own
+
+
+@PRECISIONS.implement("fp32")
+def fp32() -> Precision:
+    return Precision()
+
+
+@PRECISIONS.implement("bf16")
+def bf16() -> Precision:
+    return Precision(autocast=torch.bfloat16)
+
+
+@PRECISIONS.implement("fp16")
+def fp16() -> Precision:
+    return Precision(autocast=torch.float16)
+
+
+@PRECISIONS.implement("fp64")
+def fp64() -> Precision:
+    return Precision(weights=torch.float64)
+
+
+def _named(precision: str) -> Precision:
+    found: Precision = PRECISIONS.find(precision)()
+    return found
 
 
 def half(precision: str) -> torch.dtype | None:
     """The half precision that weights are cast to for a matrix product, where there is one."""
-    return _HALF.get(precision)
+    return _named(precision).autocast
 
 
 def prepare_model(model: nn.Module, precision: str) -> None:
-    if precision == "fp64":
+    if _named(precision).weights is torch.float64:
         model.double()
 
 
 def input_cast(precision: str) -> Callable[[Tensor], Tensor] | None:
     """What turns an input into the model's numbers; None where it has them already. Whole numbers stay as they are."""
-    return _to_double if precision == "fp64" else None
+    return _to_double if _named(precision).weights is torch.float64 else None
 
 
 def _to_double(tensor: Tensor) -> Tensor:
@@ -42,10 +74,10 @@ def _to_double(tensor: Tensor) -> Tensor:
 
 def forward_context(precision: str, device: torch.device) -> AbstractContextManager[Any] | None:
     """What a forward runs in; it may be entered again and again."""
-    if precision == "fp64":
+    chosen = _named(precision)
+    if chosen.weights is torch.float64:
         return _StayDouble()
-    dtype = _HALF.get(precision)
-    return None if dtype is None else torch.autocast(device.type, dtype)
+    return None if chosen.autocast is None else torch.autocast(device.type, chosen.autocast)
 
 
 class _StayDouble(TorchFunctionMode):

@@ -23,6 +23,7 @@ from typing import Any, get_args
 from torch import Tensor
 from torch.utils.data import Subset
 
+from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
@@ -31,7 +32,6 @@ from paceline.plan.layout import AXES
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
 EVALUATED = 37  # samples; a number that no layout divides
-BOUNDS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
 # Makes a Trainer from settings: the recipe's top-level keys.
 Maker = Callable[..., Any]
@@ -142,12 +142,13 @@ def parity(
     reference = train_on(1, [{**fixed, "strategy": "single"}], make, data, val, steps)[0]
     if isinstance(reference, str):
         raise ConfigError("bad-layout", f"One process can't train this:\n{reference}")
+    bound = PRECISIONS.facts(precision).parity_bound if bound is None else bound
     rows: dict[str, ParityRow] = {}
     for ranks in sorted({layout.ranks for layout in wanted}):
         same = [layout for layout in wanted if layout.ranks == ranks]
         runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], make, data, val, steps)
         for layout, run in zip(same, runs, strict=True):
-            rows[layout.text] = compare(layout.text, reference, run, BOUNDS[precision] if bound is None else bound)
+            rows[layout.text] = compare(layout.text, reference, run, bound)
     return ParityReport([rows[layout.text] for layout in wanted], reference, precision)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.config.components import OPTIMIZERS, PRECISIONS
 from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
@@ -182,7 +183,8 @@ class Engine:
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.cut: ShardedParams | None = None
         if not self.layout.degrees.is_replicated or config.fsdp.offload:
-            held = bind(self.optimizer, names if staging is None else staging.names_here(), self.model)
+            facts = OPTIMIZERS.facts(config.optimizer.name) if self.own_optimizer else None
+            held = bind(self.optimizer, names if staging is None else staging.names_here(), self.model, facts)
             copies = frozenset() if staging is None else frozenset(staging.copies)
             allow_unused = config.unused_parameters == "allow" or self.world.size == 1
             self.cut = ShardedParams(self.model, held, self.mesh, copies, allow_unused=allow_unused)
@@ -190,7 +192,7 @@ class Engine:
         self.scaler = Scaler(
             self.world.device,
             config.scaler,
-            enabled=config.precision == "fp16",
+            enabled=PRECISIONS.facts(config.precision).loss_scaling,
             agree=None if self.cut is None else partial(collectives.all_reduce, op="max"),
         )
 

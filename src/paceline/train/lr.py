@@ -13,8 +13,7 @@ import torch
 
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
-from paceline.optim.plateau import Plateau
-from paceline.optim.schedules import from_plan
+from paceline.optim.schedules import Plateau, from_plan
 from paceline.plan.derive import Derived, SchedulePlan
 from paceline.train.optimizer_step import Updater
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from paceline.optim.plateau import Plateau
+from paceline.optim.schedules import Plateau
 
 
 def values(seed: int, count: int = 60) -> list[float]:

@@ -1,0 +1,187 @@
+"""How many places a change of the library takes: each is made in a scratch copy, and what it added is used there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import edits
+from edits import Change, Edit
+
+TRAIN = """
+from pathlib import Path
+import torch
+from torch import nn
+
+def train(optimizer={"name": "sgd", "lr": 0.1}, **settings):
+    torch.manual_seed(0)
+    inputs, weights = torch.randn(64, 4), torch.randn(4, 1)
+    trainer = paceline.Trainer(
+        nn.Linear(4, 1), optimizer, criterion=nn.MSELoss(), batch=16, log_every=1, quiet=True, device="cpu", **settings
+    )
+    return trainer.train(torch.utils.data.TensorDataset(inputs, inputs @ weights), epochs=3)
+"""
+
+CLI = """
+import contextlib, io, sys
+from paceline.__main__ import main
+
+def cli(*args):
+    sys.argv, output = ["paceline", *args], io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main()
+        except SystemExit as ended:
+            return ended.code, output.getvalue()
+    return 0, output.getvalue()
+"""
+
+OPTIMIZER = Change(
+    "optimizer",
+    (
+        Edit(
+            "config/components.py",
+            """
+            OPTIMIZERS.declare("signsgd", OptimizerFacts(("SignSGD",), state_per_param=0, elementwise=True))
+            """,
+        ),
+        Edit(
+            "optim/optimizers.py",
+            """
+            @OPTIMIZERS.implement("signsgd")
+            class SignSGD(torch.optim.Optimizer):
+                def __init__(self, params: OptimizerParams, settings: Settings, lr: float) -> None:
+                    super().__init__(params.groups, {"lr": lr})
+
+                @torch.no_grad()
+                def step(self, closure: Any = None) -> None:
+                    for group in self.param_groups:
+                        for parameter in group["params"]:
+                            parameter.sub_(group["lr"] * parameter.grad.sign())
+            """,
+        ),
+    ),
+    TRAIN
+    + """
+losses = train({"name": "signsgd", "lr": 0.05}, run=False).losses
+assert losses[-1] < losses[0], losses
+assert "signsgd" in paceline.Config.json_schema()["$defs"]["Optimizer"]["properties"]["name"]["enum"]
+""",
+)
+
+LOGGER = Change(
+    "logger",
+    (
+        Edit("config/components.py", 'LOGGERS.declare("lines", LoggerFacts())'),
+        Edit(
+            "monitor/loggers.py",
+            """
+            @LOGGERS.implement("lines")
+            class Lines:
+                def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
+                    self._file = open_to_append(run.path / "lines.txt")
+
+                def write(self, records: Sequence[Record]) -> None:
+                    self._file.writelines(f"{record['step']} {record['loss']}\\n" for record in records)
+
+                def close(self) -> None:
+                    self._file.close()
+            """,
+        ),
+    ),
+    TRAIN
+    + """
+history = train(run="here", loggers=["lines"])
+lines = Path(history.run, "lines.txt").read_text().splitlines()
+assert len(lines) == len(history.losses) == 12, lines
+""",
+)
+
+SCHEDULE = Change(
+    "LR schedule",
+    (
+        Edit("config/components.py", 'SCHEDULES.declare("sqrt", ScheduleFacts(needs_horizon=True))'),
+        Edit(
+            "optim/schedules.py",
+            """
+            @SCHEDULES.implement("sqrt")
+            def sqrt(schedule: Schedule, step: int) -> float:
+                return schedule.above_floor(math.sqrt(1.0 - schedule.done(step, schedule.warmup)))
+            """,
+        ),
+    ),
+    TRAIN
+    + """
+rates = [record["lr"] for record in train(schedule={"name": "sqrt", "warmup": 4}, run=False).steps]
+assert rates[3] == rates[4] == 0.1 and abs(rates[10] - 0.1 * (1 - 6 / 8) ** 0.5) < 1e-9, rates
+""",
+)
+
+CODE = Change(
+    "error code",
+    (
+        Edit(
+            "plan/derive.py",
+            """
+            if config.batch == 13:
+                raise ConfigError("unlucky-batch", "The batch is 13.", fix="set batch to 12 or 14")
+            """,
+            into="derive_batch",
+        ),
+        Edit("diagnose/catalog.md", "## config.unlucky-batch\n\nThirteen samples do not make a batch."),
+    ),
+    CLI
+    + f"""
+import runpy
+
+code, shown = cli("config", "show", "batch=13")
+assert code == 2 and "[config.unlucky-batch]" in shown, shown
+assert "Thirteen samples" in cli("explain", "config.unlucky-batch")[1]
+structure = runpy.run_path({str(Path(__file__).with_name("test_structure.py"))!r})
+structure["test_every_error_code_has_a_page_and_every_page_a_code"]()
+""",
+)
+
+CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (SCHEDULE, 2), (CODE, 2)]
+
+
+@pytest.mark.parametrize(("change", "count"), CHANGES, ids=[change.name for change, _ in CHANGES])
+def test_a_change_takes_few_edits(change: Change, count: int, tmp_path: Path) -> None:
+    assert len(change.edits) == count
+    edits.try_out(change, tmp_path)
+
+
+def test_an_edit_goes_where_it_is_told() -> None:
+    source = dedent(
+        """
+        TABLE = (
+            "ä",
+        )
+        ROW = {"a": 1}
+        class Kind:
+            one = 1
+        def find():
+            "What it finds."
+            return 2
+        """
+    )
+
+    def into(name: str, text: str) -> dict[str, object]:
+        found: dict[str, object] = {}
+        exec(edits.insert(source, Edit("x.py", text, into=name)), found)
+        return found
+
+    assert into("TABLE", '"é",')["TABLE"] == ("ä", "é")
+    assert into("ROW", '"b": 2,')["ROW"] == {"a": 1, "b": 2}
+    assert into("Kind", "two = 2")["Kind"].two == 2  # type: ignore[attr-defined]
+    assert into("find", "if True:\n    return 1")["find"]() == 1  # type: ignore[operator]
+    with pytest.raises(LookupError):
+        into("nothing", "1")
+
+
+def test_a_change_that_lacks_an_edit_fails(tmp_path: Path) -> None:
+    half = Change("half", SCHEDULE.edits[:1], SCHEDULE.use)
+    with pytest.raises(AssertionError, match="sqrt"):
+        edits.try_out(half, tmp_path)
