@@ -29,9 +29,9 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint import reader
-from paceline.checkpoint.hashing import Hashing
 from paceline.checkpoint.planner import LocalShard
-from paceline.checkpoint.reader import open_checkpoint, read_whole
+from paceline.checkpoint.reader import open_checkpoint, read_full
+from paceline.checkpoint.shard_file import BlockHasher
 from paceline.checkpoint.writer import Description, Writer
 
 
@@ -133,10 +133,10 @@ def stall(megabytes: int, rounds: int, device: torch.device, width: int, spacing
         print(f"  {len(beside)} steps while paceline wrote: {median(beside) / usual:.3f} of a usual one")
 
 
-class Watched(Hashing):
+class Watched(BlockHasher):
     """The hashing of the last load."""
 
-    last: Hashing
+    last: BlockHasher
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
     loads: list[float] = []
     digesting: list[float] = []
     writer = Writer()
-    reader.Hashing = Watched  # type: ignore[misc]
+    reader.BlockHasher = Watched  # type: ignore[misc]
     for number in range(rounds + 1):
         os.sync()
         began = time.perf_counter()
@@ -165,7 +165,7 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
         os.sync()
         _forget(made.folder)
         began = time.perf_counter()
-        read_whole(open_checkpoint(made.folder), "model/")
+        read_full(open_checkpoint(made.folder), "model/")
         loads.append(time.perf_counter() - began)
         digesting.append(Watched.last.busy / loads[-1])
         shutil.rmtree(made.folder)

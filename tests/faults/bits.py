@@ -20,7 +20,7 @@ from faults import worlds
 from paceline import Trainer
 from paceline.checkpoint import directory, host_copy
 from paceline.checkpoint.host_copy import HostCopy
-from paceline.checkpoint.reader import read_whole
+from paceline.checkpoint.reader import read_full
 from paceline.parallel.shards import local_shard
 
 
@@ -95,9 +95,9 @@ def copy_at_the_last_moment() -> None:
 
 def wrong_ones(folder: Path, noted: list[dict[str, str]]) -> list[str]:
     """Of the checkpoints of steps 1, 2, …: those that are missing, or hold something else than that step did."""
-    found = {checkpoint.manifest.step: checkpoint for checkpoint in directory.good(folder / "r" / "checkpoints")}
+    found = {checkpoint.manifest.step: checkpoint for checkpoint in directory.verified(folder / "r" / "checkpoints")}
     wrong = []
     for step, expected in enumerate(noted, start=1):
-        held = hashes_of(read_whole(found[step], "")) if step in found else {}
+        held = hashes_of(read_full(found[step], "")) if step in found else {}
         wrong += [f"step {step}: {name}" for name, digest in expected.items() if held.get(name) != digest][:1]
     return wrong

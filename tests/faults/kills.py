@@ -21,7 +21,7 @@ import tiny
 from faults import worlds
 from paceline.checkpoint import directory
 from paceline.checkpoint.filesystem import Filesystem
-from paceline.checkpoint.reader import read_whole
+from paceline.checkpoint.reader import read_full
 from paceline.checkpoint.writer import Writer, _Job
 
 STEPS, OLD, NEW = 7, 2, 4
@@ -114,7 +114,7 @@ class Unbroken:
 def unbroken(folder: Path, strategy: str) -> Unbroken:
     records = worlds.values(2, partial(train, folder, strategy, False, save_every=1, keep=None))[0]
     found = {
-        checkpoint.manifest.step: read_whole(checkpoint, "") for checkpoint in directory.good(_checkpoints(folder))
+        checkpoint.manifest.step: read_full(checkpoint, "") for checkpoint in directory.verified(_checkpoints(folder))
     }
     return Unbroken(dict(records), found)
 
@@ -137,13 +137,13 @@ def problem_after(kill: Kill, folder: Path, expected: Unbroken) -> str:
 def _problem_on_disk(kill: Kill, folder: Path, expected: Unbroken) -> str:
     """There is a good one, old or new; and every one that has a name is good and holds the step that it says."""
     found = directory.candidates(_checkpoints(folder))
-    good = list(directory.good(_checkpoints(folder)))
+    good = list(directory.verified(_checkpoints(folder)))
     if len(found) != len(good):
         return f"of {len(found)} checkpoints {len(good)} are good"
     if not good or (kill.phase.commits and all(checkpoint.manifest.step < NEW for checkpoint in good)):
         return f"only {[checkpoint.folder.name for checkpoint in good]} are there"
     for checkpoint in good:
-        difference = differing(read_whole(checkpoint, ""), expected.contents[checkpoint.manifest.step])
+        difference = differing(read_full(checkpoint, ""), expected.contents[checkpoint.manifest.step])
         if difference:
             return f"{checkpoint.folder.name} holds another {difference}"
     return ""
@@ -173,8 +173,8 @@ def _problem_going_on(kill: Kill, folder: Path, expected: Unbroken) -> str:
         wrong = [step for step, loss in each.value if loss != expected.losses[step]]
         if wrong or not each.value or each.value[-1][0] != STEPS:
             return f"resumed, the losses of steps {wrong} differ: {each.value}"
-    last = next(directory.good(_checkpoints(folder)))
-    difference = differing(read_whole(last, ""), expected.contents[STEPS])
+    last = next(directory.verified(_checkpoints(folder)))
+    difference = differing(read_full(last, ""), expected.contents[STEPS])
     left = [path.name for path in _checkpoints(folder).iterdir() if path.name.startswith(".")]
     return f"resumed, {difference} differs" if difference else f"{left} were left behind" if left else ""
 

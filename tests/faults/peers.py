@@ -37,7 +37,7 @@ class Paceline:
         saves.save(folder, 1, content, overwrite=True)
 
     def load(self, folder: Path, like: Content) -> Content:
-        return reader.read_whole(next(directory.good(folder)), "")
+        return reader.read_full(next(directory.verified(folder)), "")
 
 
 @dataclass(frozen=True)

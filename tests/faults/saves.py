@@ -91,7 +91,7 @@ def _tidy(disk: RecordingDisk, folder: Path, keep: int | None, committed: list[i
 
     def after(path: Path) -> None:
         committed.append(len(disk.operations))
-        directory.point(disk, folder, "latest", [path.name])
+        directory.write_pointer(disk, folder, "latest", [path.name])
         if keep is not None:
             directory.prune(disk, folder, keep, None)
 
@@ -200,7 +200,7 @@ def problem_after(recorded: Recorded, prefix: int, state: State, root: Path) -> 
     allowed = ["new"] if prefix >= recorded.committed else ["new", "nothing" if recorded.old is None else "old"]
     if found not in allowed:
         return f"found {found}, allowed {' or '.join(allowed)}"
-    directory.clear_left_behind(Filesystem(), folder)
+    directory.remove_leftovers(Filesystem(), folder)
     if _found(recorded, folder) != found:
         return f"found {found}, and after clearing up {_found(recorded, folder)}"
     left = [path.name for path in folder.glob(".*")] if folder.is_dir() else []
@@ -219,8 +219,8 @@ def is_good(folder: Path) -> bool:
 
 
 def _found(recorded: Recorded, folder: Path) -> str:
-    checkpoint = next(directory.good(folder), None)
+    checkpoint = next(directory.verified(folder), None)
     if checkpoint is None:
         return "nothing"
-    read = bits(reader.read_whole(checkpoint, ""))
+    read = bits(reader.read_full(checkpoint, ""))
     return "new" if read == recorded.new else "old" if read == recorded.old else "a mixture"

@@ -97,7 +97,7 @@ def train(folder: Path, data: Any = None, model: torch.nn.Module | None = None, 
 
 
 def saved(folder: Path) -> list[str]:
-    found = directory.good(folder / "r" / "checkpoints")
+    found = directory.verified(folder / "r" / "checkpoints")
     return sorted(checkpoint.folder.name for checkpoint in found)
 
 
@@ -117,7 +117,7 @@ def test_after_an_error_on_all_ranks_the_run_goes_on_from_its_last_step(
     assert [each.kind for each in ended] == ["Broken", "Broken"]
     assert f"step {BROKEN} was saved" in ended[0].output
     assert saved(tmp_path) == [directory.step_name(BROKEN)]  # the one that was being written is older, and went
-    assert directory.pointed(tmp_path / "r" / "checkpoints", "latest") == [directory.step_name(BROKEN)]
+    assert directory.read_pointer(tmp_path / "r" / "checkpoints", "latest") == [directory.step_name(BROKEN)]
     whole = worlds.values(2, partial(train, tmp_path / "whole", strategy=strategy))
     assert worlds.values(2, partial(train, tmp_path, **settings)) == [losses[BROKEN:] for losses in whole]
 

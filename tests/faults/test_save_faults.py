@@ -102,7 +102,7 @@ def test_left_behind_folders_do_not_pile_up(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             saves.save(tmp_path, 2, NEW, Stubborn("write", call, 28))
     assert len(list(tmp_path.glob(".*"))) == 3
-    directory.clear_left_behind(Filesystem(), tmp_path)
+    directory.remove_leftovers(Filesystem(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 

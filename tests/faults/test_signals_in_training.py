@@ -48,7 +48,7 @@ def train(folder: Path, steps: int = STEPS, **settings: Any) -> list[float]:
 
 
 def saved(folder: Path) -> list[str]:
-    return sorted(checkpoint.folder.name for checkpoint in directory.good(folder / "r" / "checkpoints"))
+    return sorted(checkpoint.folder.name for checkpoint in directory.verified(folder / "r" / "checkpoints"))
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 1), ("fsdp", 0), ("fsdp", 1)])

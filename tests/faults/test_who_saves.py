@@ -82,7 +82,7 @@ def test_where_weights_are_cut_who_did_not_come_is_named(tmp_path: Path, layout:
     heard = worlds.values(2, body)
     assert heard[1 - caller] == ""
     assert f"[checkpoint.ranks-missing] Rank {1 - caller} did not come to save_checkpoint within 1 s" in heard[caller]
-    assert [checkpoint.folder.name for checkpoint in directory.good(tmp_path)] == ["all"]
+    assert [checkpoint.folder.name for checkpoint in directory.verified(tmp_path)] == ["all"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -119,7 +119,7 @@ def test_of_different_paths_the_first_ranks_counts(tmp_path: Path, strategy: str
         trained(strategy=strategy).save_checkpoint(tmp_path / f"of-{this_rank()}")
 
     worlds.values(2, body)
-    assert [checkpoint.folder.name for checkpoint in directory.good(tmp_path)] == ["of-0"]
+    assert [checkpoint.folder.name for checkpoint in directory.verified(tmp_path)] == ["of-0"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -155,4 +155,4 @@ def test_a_save_of_ones_own_beside_scheduled_ones(tmp_path: Path, strategy: str)
         trainer.train(tiny.blobs(), max_steps=6)
 
     worlds.values(2, body)
-    assert len(list(directory.good(tmp_path))) == len(list(directory.good(tmp_path / "r" / "checkpoints"))) == 6
+    assert len(list(directory.verified(tmp_path))) == len(list(directory.verified(tmp_path / "r" / "checkpoints"))) == 6

@@ -74,7 +74,7 @@ def attempt(folder: Path, way: Way, disk: Filesystem) -> CheckpointError | None:
     saves.save(folder, 1, OLD)
 
     def after(path: Path) -> None:
-        directory.point(disk, folder, "latest", [path.name])
+        directory.write_pointer(disk, folder, "latest", [path.name])
         directory.prune(disk, folder, 1, None)
 
     try:
@@ -103,7 +103,7 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
     bad = [each.folder.name for each in directory.candidates(folder) if not saves.is_good(each.folder)]
     if bad:
         return f"damaged: {bad}"
-    directory.clear_left_behind(Filesystem(), folder)
+    directory.remove_leftovers(Filesystem(), folder)
     if newest(folder) != found:
         return f"found {newest(folder)} after clearing up"
     saves.save(folder, 9, NEXT)
@@ -112,10 +112,10 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
 
 
 def newest(folder: Path) -> str:
-    checkpoint = next(directory.good(folder), None)
+    checkpoint = next(directory.verified(folder), None)
     if checkpoint is None:
         return "nothing"
-    read = saves.bits(reader.read_whole(checkpoint, ""))
+    read = saves.bits(reader.read_full(checkpoint, ""))
     known = {"old": OLD, "new": NEW, "next": NEXT}
     return next((name for name, content in known.items() if read == saves.bits(content)), "a mixture")
 

@@ -1,13 +1,13 @@
-"""The folder that checkpoints lie in: how one gets there whole, which are there, and which may go.
+"""The checkpoints folder: atomic commit, pointers, candidates and pruning.
 
     checkpoints/
       step-000100/  step-000200/  step-000300/
-      latest                       the name of the last one, for people and other programs
+      latest                       the name of the last one, for people and other tools
       best                         the names of the best ones, best first
       .step-000400.partial-1f2e/   being written, or left behind by a save that was killed
 
-A folder whose name begins with a dot is not a checkpoint. Every other one got its name when it was whole and on the
-disk, so at any moment, also after a power cut, there is either the old state or the new one.
+A folder whose name begins with a dot is not a checkpoint. Every other one was renamed once it was complete and synced,
+so at any moment, also after a power failure, there is either the old state or the new one.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from paceline.checkpoint.reader import Checkpoint, open_checkpoint, verify
 from paceline.errors import CheckpointError
 from paceline.run.folder import BEST, LATEST
 
-_SPARE = 1.05  # of the bytes to be written, that have to be free
-_LEFT_BEHIND = (".partial-", ".old-", ".gone-")
+_HEADROOM = 1.05  # times the bytes to write must be free
+_LEFTOVERS = (".partial-", ".old-", ".gone-")
 
 
 def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def free_name(folder: Path) -> Path:
-    """The folder itself, or with a number behind it: a run that went back and came to the same step again."""
+def unused_name(folder: Path) -> Path:
+    """`folder`, with a number appended if it exists: a run that resumed from an earlier step."""
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
     return next(name for name in names if not name.exists())
 
 
-def begin(disk: Filesystem, target: Path, size: int, *, overwrite: bool = False) -> Path:
-    """A folder beside `target` to write `size` bytes into."""
+def create_partial(disk: Filesystem, target: Path, size: int, *, overwrite: bool = False) -> Path:
+    """Create a folder next to `target` to write `size` bytes into."""
     if target.exists() and not overwrite:
         raise CheckpointError(
             "exists",
@@ -57,7 +57,7 @@ def begin(disk: Filesystem, target: Path, size: int, *, overwrite: bool = False)
             fix="save under another name, or remove it first",
         )
     _make_parents(disk, target.parent)
-    needed, free = int(size * _SPARE), disk.free_bytes(target.parent)
+    needed, free = int(size * _HEADROOM), disk.free_bytes(target.parent)
     if 0 < free < needed:
         raise CheckpointError(
             "no-space",
@@ -78,14 +78,14 @@ def _make_parents(disk: Filesystem, folder: Path) -> None:
 
 
 def commit(disk: Filesystem, partial: Path, target: Path, manifest: Manifest, *, overwrite: bool = False) -> None:
-    """Give a whole folder its name. When this returns, a power cut can't take it away."""
+    """Rename a complete folder to `target`. Durable when this returns."""
     try:
         body, digest = manifests.encode(manifest)
         _require_readable(len(body), manifest, target)
         write_new(disk, partial / manifests.NAME, body)
         write_new(disk, partial / manifests.DIGEST, digest)
         disk.sync_folder(partial)
-        replaced = _give_name(disk, partial, target, overwrite)
+        replaced = _publish(disk, partial, target, overwrite)
     except BaseException:
         try_to_remove(disk, partial)
         raise
@@ -95,7 +95,7 @@ def commit(disk: Filesystem, partial: Path, target: Path, manifest: Manifest, *,
 
 
 def _require_readable(length: int, manifest: Manifest, target: Path) -> None:
-    limit = manifests.longest(sum(file.bytes for file in manifest.files.values()))
+    limit = manifests.max_bytes(sum(file.bytes for file in manifest.files.values()))
     if length > limit:
         raise CheckpointError(
             "too-much-metadata",
@@ -105,8 +105,8 @@ def _require_readable(length: int, manifest: Manifest, target: Path) -> None:
         )
 
 
-def _give_name(disk: Filesystem, partial: Path, target: Path, overwrite: bool) -> Path | None:
-    """Where the checkpoint that had the name is now."""
+def _publish(disk: Filesystem, partial: Path, target: Path, overwrite: bool) -> Path | None:
+    """Returns where the checkpoint that had the name was moved to."""
     if not (overwrite and target.exists()):
         disk.rename(partial, target)
         return None
@@ -124,13 +124,13 @@ def _give_name(disk: Filesystem, partial: Path, target: Path, overwrite: bool) -
 
 
 def try_to_remove(disk: Filesystem, path: Path) -> None:
-    """What can't be removed now is removed when the run is next opened."""
+    """Leftovers are removed when the run is opened again."""
     with suppress(OSError):
         disk.remove(path)
 
 
-def point(disk: Filesystem, folder: Path, pointer: str, names: Collection[str]) -> None:
-    """Write the names into a small file, all at once."""
+def write_pointer(disk: Filesystem, folder: Path, pointer: str, names: Collection[str]) -> None:
+    """Write names into a pointer file, atomically."""
     partial = folder / f".{pointer}.partial-{secrets.token_hex(4)}"
     write_new(disk, partial, "".join(f"{name}\n" for name in names).encode())
     disk.rename(partial, folder / pointer)
@@ -138,9 +138,9 @@ def point(disk: Filesystem, folder: Path, pointer: str, names: Collection[str]) 
 
 
 def creation_time(folder: Path) -> str:
-    """Now; but later than the latest one's, also where the clock was set back: which is the newest goes by it."""
+    """Now, or just after the latest checkpoint if the clock was set back: the newest one is found by it."""
     now = datetime.now(UTC)
-    for name in pointed(folder, LATEST)[:1]:
+    for name in read_pointer(folder, LATEST)[:1]:
         try:
             last = datetime.fromisoformat(open_checkpoint(folder / name).manifest.created)
             now = max(now, last + timedelta(microseconds=1))
@@ -149,7 +149,7 @@ def creation_time(folder: Path) -> str:
     return now.isoformat(timespec="microseconds")
 
 
-def pointed(folder: Path, pointer: str) -> list[str]:
+def read_pointer(folder: Path, pointer: str) -> list[str]:
     try:
         return (folder / pointer).read_text().split()
     except (OSError, ValueError):
@@ -157,8 +157,8 @@ def pointed(folder: Path, pointer: str) -> list[str]:
 
 
 def prune(disk: Filesystem, folder: Path, keep: int, keep_every: int | None) -> list[str]:
-    """Remove all but the newest `keep`, the best ones, and every `keep_every`-th step; the names that went."""
-    best = set(pointed(folder, BEST))
+    """Remove all but the newest `keep`, the best ones, and every `keep_every`-th step. Returns the removed names."""
+    best = set(read_pointer(folder, BEST))
     gone = []
     for found in [each for each in candidates(folder) if each.manifest is not None][keep:]:
         assert found.manifest is not None
@@ -170,35 +170,35 @@ def prune(disk: Filesystem, folder: Path, keep: int, keep_every: int | None) -> 
 
 
 def remove(disk: Filesystem, folder: Path) -> None:
-    """The name goes first, so that a half-removed one is never taken for a damaged one."""
+    """Rename first, so that a partly removed checkpoint is not mistaken for a corrupted one."""
     gone = folder.with_name(f".{folder.name}.gone-{secrets.token_hex(4)}")
     disk.rename(folder, gone)
     disk.sync_folder(folder.parent)
     disk.remove(gone)
 
 
-def clear_left_behind(disk: Filesystem, folder: Path) -> None:
-    """Remove what killed saves left. Only for the one who holds the run's lock: nobody else may be writing."""
+def remove_leftovers(disk: Filesystem, folder: Path) -> None:
+    """Remove the leftovers of killed saves. Requires the run's lock: nobody else may be writing."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if _only_copy(path):
-            disk.rename(path, _own_name(path))
+        if _is_only_copy(path):
+            disk.rename(path, _original_name(path))
             disk.sync_folder(folder)
-        elif path.name.startswith(".") and any(mark in path.name for mark in _LEFT_BEHIND):
+        elif path.name.startswith(".") and any(mark in path.name for mark in _LEFTOVERS):
             disk.remove(path)
 
 
-def _only_copy(path: Path) -> bool:
-    """An old one that was moved aside, and whose successor never came."""
-    return path.name.startswith(".") and ".old-" in path.name and not _own_name(path).exists()
+def _is_only_copy(path: Path) -> bool:
+    """An overwritten checkpoint that was moved aside, and whose replacement was not committed."""
+    return path.name.startswith(".") and ".old-" in path.name and not _original_name(path).exists()
 
 
-def _own_name(moved: Path) -> Path:
+def _original_name(moved: Path) -> Path:
     return moved.with_name(moved.name[1:].partition(".old-")[0])
 
 
 @dataclass(frozen=True)
 class Found:
-    """What looks like a checkpoint; without a manifest where that can't be read."""
+    """What looks like a checkpoint. `manifest` is None if it can't be read."""
 
     folder: Path
     manifest: Manifest | None
@@ -206,11 +206,11 @@ class Found:
 
 
 def candidates(folder: Path) -> list[Found]:
-    """The checkpoints in a folder, newest first. Sizes are checked, hashes are not. One whose manifest can't be read
-    stands where its files' time puts it."""
+    """The checkpoints in a folder, newest first. Sizes are checked, hashes are not. Those without
+    a readable manifest are sorted by modification time."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name.startswith(".") and not _only_copy(path):
+        if path.name.startswith(".") and not _is_only_copy(path):
             continue
         looks = path.name.startswith("step-") or (path / manifests.NAME).exists()
         if path.is_dir() and not path.is_symlink() and looks:
@@ -228,10 +228,10 @@ def _age(found: Found) -> tuple[str, int]:
     return (datetime.fromtimestamp(found.folder.stat().st_mtime, UTC).isoformat(timespec="microseconds"), 0)
 
 
-def good(folder: Path, besides: Path | None = None) -> Iterator[Checkpoint]:
-    """Checkpoints in a folder that are as they were written, newest first, each read from end to end."""
+def verified(folder: Path, excluding: Path | None = None) -> Iterator[Checkpoint]:
+    """The intact checkpoints in a folder, newest first. Each is read and verified in full."""
     for found in candidates(folder):
-        if found.manifest is not None and found.folder != besides:
+        if found.manifest is not None and found.folder != excluding:
             try:
                 yield verify(found.folder)
             except CheckpointError:

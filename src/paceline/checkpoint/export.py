@@ -1,12 +1,12 @@
-"""A checkpoint's model for other programs, which know nothing of paceline.
+"""Export a checkpoint's model for other programs.
 
     export(Path("runs/gpt/checkpoints/step-000120"), "safetensors", Path("gpt.safetensors"))
 
-`safetensors`: one file. A weight with several names is in it once; the file notes the others, as safetensors'
-`save_model` does, so that its `load_model` finds them.
-`torch`: a state dict with every name, which `model.load_state_dict` takes as it is.
-`huggingface`: a folder. A `gpt` becomes a GPT-2 that transformers loads; of another model it holds the weights under
-their own names, and what the recipe says of it.
+`safetensors`: one file. Tied weights are stored once, with their other names in the metadata, as safetensors'
+`save_model` does for its `load_model`.
+`torch`: a state dict with every name, for `model.load_state_dict`.
+`huggingface`: a folder. A `gpt` becomes a GPT-2 for transformers; for any other model, its weights under their own
+names and the recipe's model section.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _MODEL, _EMA = "model/", "ema/"
 
 
 def export(folder: Path, to: Format, output: Path, *, ema: bool = False) -> int:
-    """Write the model of the checkpoint `folder`; the number of its weights. With `ema`, their averages.
+    """Write the model of the checkpoint `folder`, or its averages with `ema`. Returns the number of weights.
 
-    Every byte is compared with its hash on the way.
+    Every byte is compared with its hash.
     """
     checkpoint = open_checkpoint(folder)
     sources = _sources(checkpoint, ema)
     _require_free(output)
     weights = _read(checkpoint, sources)
-    own = {name: weights[source] for name, source in sources.items()}
+    named = {name: weights[source] for name, source in sources.items()}
     write = {"safetensors": _safetensors, "torch": _torch, "huggingface": _huggingface}[to]
-    _whole_or_not(output, lambda partial: write(partial, own, checkpoint.manifest))
+    _atomically(output, lambda partial: write(partial, named, checkpoint.manifest))
     return sum(prod(tensor.shape) for tensor in weights.values())
 
 
 def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
-    """Each name of the model, with the name of the tensor that is read for it; tied ones have the same."""
+    """Each name of the model, with the tensor that is read for it: the same for tied weights."""
     manifest = checkpoint.manifest
     names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(_MODEL)]
     if not names:
@@ -74,7 +74,7 @@ def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
 
 
 def _averages(manifest: Manifest, sources: Mapping[str, str]) -> dict[str, str]:
-    """By the tensor whose average it is. A tied weight has one, under any of its names; buffers have none."""
+    """Averages, by the tensor they belong to. Tied weights have one, under any of their names; buffers none."""
     averages: dict[str, str] = {}
     for name, source in sources.items():
         average = manifest.aliases.get(_EMA + name, _EMA + name)
@@ -90,29 +90,29 @@ def _read(checkpoint: Checkpoint, sources: Mapping[str, str]) -> dict[str, Tenso
     )
 
 
-def _safetensors(path: Path, own: Mapping[str, Tensor], manifest: Manifest) -> None:
+def _safetensors(path: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
     kept: dict[int, str] = {}
     notes = {"format": "pt", "step": str(manifest.step)}
-    for name, tensor in own.items():
+    for name, tensor in named.items():
         first = kept.setdefault(id(tensor), name)
         if first != name:
             notes[name] = first
     path.touch()
     usual = path.stat().st_mode  # save_file makes one that nobody else may read
-    save_file({name: own[name].contiguous() for name in kept.values()}, path, metadata=notes)
+    save_file({name: named[name].contiguous() for name in kept.values()}, path, metadata=notes)
     path.chmod(stat.S_IMODE(usual))
 
 
-def _torch(path: Path, own: Mapping[str, Tensor], manifest: Manifest) -> None:
-    torch.save(dict(own), path)
+def _torch(path: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
+    torch.save(dict(named), path)
 
 
-def _huggingface(folder: Path, own: Mapping[str, Tensor], manifest: Manifest) -> None:
+def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
     section = dict(manifest.recipe.get("model") or {})
     origin = f"step {manifest.step} of a training with paceline {manifest.versions.get('paceline', '')}".strip()
     if section.get("name") == "gpt":
         heads, dropout = (section.get(option, _default(option)) for option in ("heads", "dropout"))
-        own, settings = gpt2_export.weights(own, heads), gpt2_export.config(own, heads, dropout)
+        named, settings = gpt2_export.weights(named, heads), gpt2_export.config(named, heads, dropout)
         text = f"A GPT-2, {origin}. Load it with `transformers.GPT2LMHeadModel.from_pretrained(folder)`.\n"
     else:
         settings = {"model": section, "step": manifest.step}
@@ -121,18 +121,18 @@ def _huggingface(folder: Path, own: Mapping[str, Tensor], manifest: Manifest) ->
             "holds what the recipe says of the model. Build it, then `safetensors.torch.load_model(model, path)`.\n"
         )
     folder.mkdir()
-    _safetensors(folder / "model.safetensors", own, manifest)
+    _safetensors(folder / "model.safetensors", named, manifest)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     (folder / "README.md").write_text(text)
 
 
 def _default(option: str) -> Any:
-    """What a recipe that does not name it leaves to the model."""
+    """The model's default for an option that the recipe leaves out."""
     return inspect.signature(GPT).parameters[option].default
 
 
-def _whole_or_not(output: Path, write: Callable[[Path], None]) -> None:
-    """Beside its place first, and renamed when it is on the disk."""
+def _atomically(output: Path, write: Callable[[Path], None]) -> None:
+    """Write next to `output`, sync, then rename."""
     disk = Filesystem()
     partial = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
     try:

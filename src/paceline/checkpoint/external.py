@@ -1,16 +1,15 @@
-"""Weights that another program saved: a torch file (`.pt`, `.pth`, `.bin`) or a safetensors file.
+"""Weights saved by another program: a torch file (`.pt`, `.pth`, `.bin`) or a safetensors file.
 
     external = paceline.load_external_weights(Path("resnet50.pth"))
     model.load_state_dict(external.weights)
-    external.metadata                      # {"epoch": 90, ...}: the plain values that lay around the weights
+    external.metadata                      # {"epoch": 90, ...}: the plain values around the weights
 
-A torch file may hold a state dict, or a dict around one: `WRAPPERS` lists the keys that are looked under, in this
-order. What training wrappers add to names is taken away: `_orig_mod` and its like wherever they stand in a name, since
-no model of one's own has them, and `module.` at the front, as long as every name begins with it. Optimizer state and
-what else has tensors in it is left out.
+A torch file may hold a state dict, or a dict around one: `WRAPPERS` lists the keys to look under, in order. Prefixes of
+training wrappers are removed from names: `_orig_mod` and the like anywhere, and a leading `module.` if every name has
+it. Optimizer state and other values with tensors are ignored.
 
-No pickled code is ever run: a file that needs some is refused. Tensors come to the CPU, wherever they were saved, and
-stay in the file until they are used (mmap), where its format allows that.
+No pickled code is ever run: a file that needs some is refused. Tensors are loaded to the CPU, memory-mapped where the
+format allows it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ExternalWeights:
 
 
 def load_external_weights(path: Path) -> ExternalWeights:
-    """Weights and plain values of a file, with names as the bare model has them."""
+    """The weights and plain values of a file, with the names of the unwrapped model."""
     if not path.exists():
         raise CheckpointError("missing", f"There is no file {path}.", fix="check the path")
     if not path.is_file():
@@ -90,7 +89,7 @@ def _from_torch(path: Path) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """torch itself compares no checksums, and would give a flipped bit as a weight."""
+    """torch does not compare checksums, and would return a flipped bit as a weight."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if any(record.filename.endswith("/constants.pkl") for record in records):
@@ -101,14 +100,14 @@ def _check_archive(path: Path) -> None:
 
 
 def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """To its end, where the checksum is compared."""
+    """zipfile compares the checksum at the end of a record."""
     with archive.open(record) as content:
         while content.read(_PIECE):
             pass
 
 
 def _unwrapped(path: Path, found: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The first state dict that is found, and plain values on the way to it."""
+    """The first state dict found, and the plain values around it."""
     metadata: dict[str, Any] = {}
     for _ in range(_DEEPEST):
         if not isinstance(found, Mapping):

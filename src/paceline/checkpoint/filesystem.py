@@ -1,6 +1,6 @@
-"""The file operations that a save is made of, and no others.
+"""The file operations of a save.
 
-They stand in one class so that a test can record them, replay every prefix of them, or make any of them fail.
+They are methods of one class so that a test can record them, replay every prefix of them, or make any of them fail.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _RENAME_EXCHANGE = 2
 
 
 class Filesystem:
-    """The real one."""
+    """The real filesystem."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """A new file for writing; never one that is there, nor through a link."""
+        """Create a file for writing. Fails if it exists; links are not followed."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """How much was written, which may be less."""
+        """Returns how many bytes were written, which may be fewer."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
@@ -46,7 +46,7 @@ class Filesystem:
         source.rename(target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Swap two names in one step; whether this system and disk can."""
+        """Swap two names atomically. Returns False where that is not supported."""
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if renameat2 is None:
             return False
@@ -58,7 +58,7 @@ class Filesystem:
         raise OSError(number, os.strerror(number), str(one))
 
     def remove(self, path: Path) -> None:
-        """A folder and all in it, or a file."""
+        """Remove a file, or a folder with its contents."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -69,7 +69,7 @@ class Filesystem:
 
 
 def write_all(disk: Filesystem, descriptor: int, data: memoryview) -> None:
-    """All of it: one call may write a part only."""
+    """Write all of `data`: a single call may write less."""
     while data:
         written = disk.write(descriptor, data)
         if written <= 0:
@@ -78,7 +78,7 @@ def write_all(disk: Filesystem, descriptor: int, data: memoryview) -> None:
 
 
 def write_new(disk: Filesystem, path: Path, data: bytes) -> None:
-    """A small file, on the disk when this returns."""
+    """Write a new small file. Synced to disk when this returns."""
     descriptor = disk.create(path)
     try:
         write_all(disk, descriptor, memoryview(data))

@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint holds and where, with a hash for every block of it. See docs/reference/checkpoint.md.
+"""The manifest: what a checkpoint holds and where, with a hash for every block. See docs/reference/checkpoint.md.
 
-Whatever is read from a disk may be damaged or made up. A manifest that passes `decode` is safe to act on: names stay
-inside the folder, every byte of every file belongs to exactly one chunk, and the chunks of a tensor make it up without
-gap or overlap, so nothing larger than the files themselves is ever allocated.
+Files on a disk may be corrupted or forged. A manifest that `decode` accepts is safe to use: names stay inside the
+folder, every byte of every file belongs to exactly one chunk, and the chunks of a tensor cover it without gaps or
+overlaps, so nothing larger than the files themselves is ever allocated.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstraints, ValidationError
 
 FORMAT = 2
-BLOCK = 16 << 20  # bytes that have one hash
-_LARGEST = 256 << 20  # bytes of a manifest that are looked at
-_USUAL = 4 << 20  # bytes of a manifest that nobody wonders about
-_PARSED = 16  # times its bytes are what a manifest may take in memory: a longer one has to describe as much
-_MOST_CUTS = 8  # dimensions
+BLOCK = 16 << 20  # bytes per hash
+_LARGEST_MANIFEST = 256 << 20  # bytes; a larger one is refused
+_SMALL_MANIFEST = 4 << 20  # bytes that are always accepted
+_PARSED_FACTOR = 16  # a parsed manifest takes up to so many times its bytes: a long one must describe that much
+_MOST_SHARDED_DIMS = 8
 NAME, DIGEST = "manifest.json", "manifest.xxh128"
 
 DTYPES = {
@@ -38,21 +38,21 @@ FileName = Annotated[str, StringConstraints(pattern=r"^rank-[0-9]{1,6}\.safetens
 Extents = Annotated[list[Annotated[int, Field(ge=0, le=1 << 48)]], Field(max_length=64)]
 
 
-class _Part(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Chunk(_Part):
-    """A rectangle of a tensor, whose bytes lie in one piece."""
+class Chunk(_Record):
+    """A rectangle of a tensor, contiguous in its file."""
 
     file: FileName
-    at: NonNegativeInt  # the byte of the file at which it begins
+    at: NonNegativeInt  # byte offset in the file
     offsets: Extents
     sizes: Extents
-    hashes: list[Hash]  # of each block of its bytes
+    hashes: list[Hash]  # one for each block
 
 
-class Entry(_Part):
+class Entry(_Record):
     """A tensor."""
 
     dtype: str
@@ -64,51 +64,51 @@ class Entry(_Part):
         return DTYPES[self.dtype]
 
 
-class File(_Part):
-    """A safetensors file: its size, and the hash of what comes before the tensors' bytes."""
+class File(_Record):
+    """A safetensors file."""
 
     bytes: NonNegativeInt
     header_bytes: NonNegativeInt
     header_hash: Hash
 
 
-class Manifest(_Part):
+class Manifest(_Record):
     format: int
     step: NonNegativeInt
     epoch: NonNegativeInt
-    optimizer: bool  # whether the optimizer's state is in it: without, a run can't go on exactly
+    optimizer: bool  # whether it holds the optimizer's state, without which a resumed run differs
     created: str
-    parent: str | None  # the checkpoint that was saved or loaded before it
+    parent: str | None  # the checkpoint saved or loaded before it
     versions: dict[str, str]
     layout: dict[str, Any]
     recipe: dict[str, Any]
-    data: dict[str, Any]  # the position in the data, and what it means
-    state: dict[str, Any]  # plain values of optimizer, schedule, scaler, callbacks, …
+    data: dict[str, Any]  # position in the data
+    state: dict[str, Any]  # plain values of the state entries
     metadata: Any
-    block: Annotated[int, Field(ge=4096, le=1 << 30, multiple_of=4096)]  # bytes that have one hash
+    block: Annotated[int, Field(ge=4096, le=1 << 30, multiple_of=4096)]  # bytes per hash
     files: dict[FileName, File]
     tensors: dict[str, Entry]
-    aliases: dict[str, str]  # further names of tensors
+    aliases: dict[str, str]  # other names of tensors, such as tied weights
 
     def entry(self, name: str) -> Entry | None:
         return self.tensors.get(self.aliases.get(name, name))
 
 
-class Rejected(ValueError):
-    """Why a manifest is none."""
+class InvalidManifest(ValueError):
+    """Why a manifest is not accepted."""
 
 
-class OtherFormat(Rejected):
-    """It is one, but of another version."""
+class UnsupportedFormat(InvalidManifest):
+    """A manifest of another format version."""
 
 
 def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def longest(tensors: int) -> int:
-    """The bytes that a manifest may have beside so many bytes of tensors."""
-    return min(_LARGEST, max(_USUAL, tensors // _PARSED))
+def max_bytes(tensor_bytes: int) -> int:
+    """The size limit of a manifest for so many bytes of tensors."""
+    return min(_LARGEST_MANIFEST, max(_SMALL_MANIFEST, tensor_bytes // _PARSED_FACTOR))
 
 
 def chunk_bytes(entry: Entry, chunk: Chunk) -> int:
@@ -116,36 +116,36 @@ def chunk_bytes(entry: Entry, chunk: Chunk) -> int:
 
 
 def encode(manifest: Manifest) -> tuple[bytes, bytes]:
-    """The contents of both files. The second is what `xxh128sum -c` reads."""
+    """The contents of both files. `xxh128sum -c` reads the second."""
     body = manifest.model_dump_json().encode() + b"\n"
     return body, f"{digest(body)}  {NAME}\n".encode()
 
 
 def decode(body: bytes, digest_file: bytes) -> Manifest:
     if digest_file != f"{digest(body)}  {NAME}\n".encode():
-        raise Rejected(f"{NAME} is not what {DIGEST} was made from")
+        raise InvalidManifest(f"{NAME} is not what {DIGEST} was made from")
     try:
         manifest = Manifest.model_validate_json(body)
     except (ValidationError, RecursionError) as error:
         found = re.match(rb'\{"format":(\d{1,9}),', body)  # always its first word
         if found and int(found[1]) != FORMAT:
-            raise OtherFormat(f"it has the format {int(found[1])}, this version reads {FORMAT}") from None
+            raise UnsupportedFormat(f"it has the format {int(found[1])}, this version reads {FORMAT}") from None
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "nested too deeply"}
         place = ".".join(str(part) for part in first["loc"]) or "all of it"
-        raise Rejected(f"{NAME}: {place[:200]}: {first['msg']}") from None
+        raise InvalidManifest(f"{NAME}: {place[:200]}: {first['msg']}") from None
     if manifest.format != FORMAT:
-        raise OtherFormat(f"it has the format {manifest.format}, this version reads {FORMAT}")
+        raise UnsupportedFormat(f"it has the format {manifest.format}, this version reads {FORMAT}")
     for name, entry in manifest.tensors.items():
         problem = _problem(entry, manifest)
         if problem:
-            raise Rejected(f"{NAME}: {name}: {problem}")
+            raise InvalidManifest(f"{NAME}: {name}: {problem}")
     for name, target in manifest.aliases.items():
         if target not in manifest.tensors:
-            raise Rejected(f"{NAME}: {name} stands for {target}, which is not there")
+            raise InvalidManifest(f"{NAME}: {name} stands for {target}, which is not there")
     _check_files(manifest)
     for name, entry in manifest.tensors.items():
         if _overlap(entry):
-            raise Rejected(f"{NAME}: {name}: its chunks overlap")
+            raise InvalidManifest(f"{NAME}: {name}: its chunks overlap")
     return manifest
 
 
@@ -167,28 +167,27 @@ def _problem(entry: Entry, manifest: Manifest) -> str | None:
 
 
 def _overlap(entry: Entry) -> bool:
-    """Whether the chunks are anything else than the tensor, cut up; in a time that grows with their number only.
+    """Whether chunks overlap, in time linear in their number.
 
-    Corners of rectangles carry signs, + and - in turn. Where two chunks meet, theirs cancel out, so that of a tensor
-    that is cut up its own corners are left.
+    Each corner of a rectangle has a sign, + or - in turn. Where chunks adjoin, their corners cancel out, so chunks that
+    tile a tensor leave just its own corners.
     """
-    cut = [dim for dim, size in enumerate(entry.shape) if any(chunk.sizes[dim] != size for chunk in entry.chunks)]
-    if len(cut) > _MOST_CUTS:
-        raise Rejected(f"{NAME}: a tensor is cut in {len(cut)} dimensions")
-    marks: Counter[tuple[int, ...]] = Counter()
-    for corner in product((0, 1), repeat=len(cut)):
+    sharded = [dim for dim, size in enumerate(entry.shape) if any(chunk.sizes[dim] != size for chunk in entry.chunks)]
+    if len(sharded) > _MOST_SHARDED_DIMS:
+        raise InvalidManifest(f"{NAME}: a tensor is cut in {len(sharded)} dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for corner in product((0, 1), repeat=len(sharded)):
         sign = (-1) ** sum(corner)
-        marks[tuple(end * entry.shape[dim] for dim, end in zip(cut, corner, strict=True))] -= sign
+        corners[tuple(end * entry.shape[dim] for dim, end in zip(sharded, corner, strict=True))] -= sign
         for chunk in entry.chunks:
             if prod(chunk.sizes):
-                marks[tuple(chunk.offsets[d] + end * chunk.sizes[d] for d, end in zip(cut, corner, strict=True))] += (
-                    sign
-                )
-    return prod(entry.shape) > 0 and any(marks.values())
+                ends = zip(sharded, corner, strict=True)
+                corners[tuple(chunk.offsets[dim] + end * chunk.sizes[dim] for dim, end in ends)] += sign
+    return prod(entry.shape) > 0 and any(corners.values())
 
 
 def _check_files(manifest: Manifest) -> None:
-    """The chunks of a file follow each other from its header to its end."""
+    """The chunks of a file must cover it from its header to its end."""
     spans: dict[str, list[tuple[int, int]]] = {
         name: [(0, file.header_bytes), (file.bytes, file.bytes)] for name, file in manifest.files.items()
     }
@@ -198,4 +197,4 @@ def _check_files(manifest: Manifest) -> None:
     for name, parts in spans.items():
         parts.sort()
         if any(end != begin for (_, end), (begin, _) in pairwise(parts)):
-            raise Rejected(f"{NAME}: the chunks of {name} leave a gap or overlap")
+            raise InvalidManifest(f"{NAME}: the chunks of {name} leave a gap or overlap")

@@ -1,8 +1,8 @@
-"""Who writes and who reads what: torch.distributed.checkpoint's planners, asked through a narrow door.
+"""Which rank writes and reads what, planned by torch.distributed.checkpoint.
 
-A save's plan: of what several ranks hold, one writes it, and the bytes are spread evenly. It stays the same as long as
-names, shapes and cuts do, so it is made once and kept. A load's plan: which rectangles of which chunks make up the
-pieces that this rank holds, however they were cut when they were saved.
+Save: each replicated tensor is written by one rank, and bytes are balanced across ranks. A plan stays valid while
+names, shapes and placements do, so it is made once and reused. Load: which rectangles of which chunks make up this
+rank's shards, whatever layout they were saved on.
 """
 
 from __future__ import annotations
@@ -34,66 +34,66 @@ Group = torch_dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A tensor's part on this rank, and a tensor that is cut in the same way: None where it is whole."""
+    """This rank's shard of a tensor, and a DTensor with the same placement; None if it is not sharded."""
 
     local: Tensor
-    cut: DTensor | None = None
+    like: DTensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        return self.local.shape if self.cut is None else self.cut.shape
+        return self.local.shape if self.like is None else self.like.shape
 
     def as_tensor(self) -> Tensor:
-        if self.cut is None:
+        if self.like is None:
             return self.local
         return DTensor.from_local(
-            self.local, self.cut.device_mesh, self.cut.placements, shape=self.cut.shape, stride=self.cut.stride()
+            self.local, self.like.device_mesh, self.like.placements, shape=self.like.shape, stride=self.like.stride()
         )
 
     def signature(self) -> tuple[Any, ...]:
-        cut = None if self.cut is None else (id(self.cut.device_mesh), self.cut.placements, self.cut.shape)
-        return (self.local.shape, self.local.dtype, cut)
+        like = None if self.like is None else (id(self.like.device_mesh), self.like.placements, self.like.shape)
+        return (self.local.shape, self.local.dtype, like)
 
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A rectangle that this rank writes."""
+    """A rectangle of a tensor that this rank writes."""
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def signature(tensors: Mapping[str, LocalShard]) -> tuple[Any, ...]:
-    return tuple((name, held.signature()) for name, held in tensors.items())
+    return tuple((name, shard.signature()) for name, shard in tensors.items())
 
 
 def plan_save(tensors: Mapping[str, LocalShard], group: Group) -> list[WriteItem]:
-    """What this rank writes. With a group all its ranks have to come; without, this rank writes what it has."""
+    """What this rank writes. Collective over `group`; without one, this rank writes everything it has."""
     alone = group is None
     rank = 0 if alone else torch_dist.get_rank(group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({name: held.as_tensor() for name, held in tensors.items()}, is_coordinator=rank == 0)
+    planner.set_up_planner({name: shard.as_tensor() for name, shard in tensors.items()}, is_coordinator=rank == 0)
     own = planner.create_local_plan()
-    return [_share(item) for item in _globally(planner, own, group).items]
+    return [_write_item(item) for item in _global_plan(planner, own, group).items]
 
 
-def _globally(planner: DefaultSavePlanner, own: SavePlan, group: Group) -> SavePlan:
+def _global_plan(planner: DefaultSavePlanner, own: SavePlan, group: Group) -> SavePlan:
     if group is None:
         plans, _ = planner.create_global_plan([own])
         return planner.finish_plan(plans[0])
     size, rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
-    everybody: list[Any] | None = [None] * size if rank == 0 else None
-    torch_dist.gather_object(own, everybody, group=group, group_dst=0)
-    shares = None if everybody is None else planner.create_global_plan(everybody)[0]
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
+    torch_dist.gather_object(own, gathered, group=group, group_dst=0)
+    global_plans = None if gathered is None else planner.create_global_plan(gathered)[0]
     mine: list[Any] = [None]
-    torch_dist.scatter_object_list(mine, shares, group=group, group_src=0)
+    torch_dist.scatter_object_list(mine, global_plans, group=group, group_src=0)
     return planner.finish_plan(mine[0])
 
 
-def _share(item: Any) -> WriteItem:
+def _write_item(item: Any) -> WriteItem:
     data = item.tensor_data
     return WriteItem(
         item.index.fqn,
@@ -106,27 +106,27 @@ def _share(item: Any) -> WriteItem:
 
 @dataclass(frozen=True)
 class ReadItem:
-    """Copy a rectangle of a chunk into a rectangle of what this rank holds."""
+    """A rectangle of a chunk, and where it goes in this rank's shard."""
 
     name: str
-    chunk: int  # which of the tensor's
+    chunk: int  # index into the tensor's chunks
     source: tuple[int, ...]  # offsets within the chunk
-    target: tuple[int, ...]  # offsets within this rank's part
+    target: tuple[int, ...]  # offsets within the shard
     lengths: tuple[int, ...]
 
 
-def plan_load(wanted: Mapping[str, Tensor], manifest: Manifest) -> list[ReadItem]:
-    """`wanted` are tensors of the shapes that the manifest has, cut as they are wanted."""
-    known = {name: entry for name in wanted if (entry := manifest.entry(name)) is not None}
+def plan_load(targets: Mapping[str, Tensor], manifest: Manifest) -> list[ReadItem]:
+    """`targets` are tensors of the manifest's shapes, sharded as they are on this rank."""
+    known = {name: entry for name in targets if (entry := manifest.entry(name)) is not None}
     metadata = Metadata({name: _metadata(entry) for name, entry in known.items()})
-    plan = create_default_local_load_plan(dict(wanted), metadata)
-    reads = []
+    plan = create_default_local_load_plan(dict(targets), metadata)
+    items = []
     for item in plan.items:
-        number = item.storage_index.index
-        assert number is not None
+        index = item.storage_index.index
+        assert index is not None
         rectangle = (tuple(item.storage_offsets), tuple(item.dest_offsets), tuple(item.lengths))
-        reads.append(ReadItem(item.dest_index.fqn, number, *rectangle))
-    return reads
+        items.append(ReadItem(item.dest_index.fqn, index, *rectangle))
+    return items
 
 
 def _metadata(entry: Entry) -> TensorStorageMetadata:

@@ -1,4 +1,4 @@
-"""A checkpoint read back: nothing leaves here that was not compared with its hash."""
+"""Verified reads: every block is compared with its hash before it is returned."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint import shard_file
-from paceline.checkpoint.hashing import Hashing
-from paceline.checkpoint.manifest import Chunk, Entry, Manifest, OtherFormat, Rejected, chunk_bytes
+from paceline.checkpoint.manifest import Chunk, Entry, InvalidManifest, Manifest, UnsupportedFormat, chunk_bytes
 from paceline.checkpoint.planner import ReadItem, narrow, plan_load
+from paceline.checkpoint.shard_file import BlockHasher
 from paceline.errors import CheckpointError
 from paceline.run.folder import ROOT, RunFolder
 
-_Spans = dict[tuple[str, int], list[ReadItem]]
+_ItemsOfChunk = dict[tuple[str, int], list[ReadItem]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint, whose manifest was read and whose files have the sizes it says."""
+    """A committed checkpoint whose manifest is valid and whose files have the right sizes."""
 
     folder: Path
     manifest: Manifest
@@ -46,7 +46,7 @@ def damaged(folder: Path, what: str) -> CheckpointError:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the manifest and looks at every file's size."""
+    """Read the manifest and check every file's size."""
     if not (folder / manifests.NAME).exists():
         if folder.is_dir() and folder.name.startswith("step-"):
             raise damaged(folder, f"there is no {manifests.NAME} in it")
@@ -56,21 +56,21 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             fix=f"give the folder that holds {manifests.NAME}, e.g. {RunFolder(ROOT / 'gpt').checkpoints}/step-000120",
         )
     try:
-        limit = manifests.longest(sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors")))
+        limit = manifests.max_bytes(sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors")))
         body, digest = (_small_file(folder / name, limit) for name in (manifests.NAME, manifests.DIGEST))
         manifest = manifests.decode(body, digest)
         for name, file in manifest.files.items():
-            with _opened(folder / name) as descriptor:
+            with _open_regular(folder / name) as descriptor:
                 size = os.fstat(descriptor).st_size
             if size != file.bytes:
-                raise Rejected(f"{name} has {size} bytes instead of {file.bytes}")
-    except OtherFormat as error:
+                raise InvalidManifest(f"{name} has {size} bytes instead of {file.bytes}")
+    except UnsupportedFormat as error:
         raise CheckpointError(
             "other-format",
             f"The checkpoint {folder} can't be read: {error}.",
             fix="load it with the version that wrote it",
         ) from None
-    except (OSError, Rejected) as error:
+    except (OSError, InvalidManifest) as error:
         raise damaged(folder, _reason(error)) from None
     return Checkpoint(folder, manifest)
 
@@ -82,43 +82,43 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A plain file, never what a link points to, nor a pipe that nobody writes to."""
+def _open_regular(path: Path) -> Iterator[int]:
+    """A regular file: links are not followed, and a pipe does not block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Rejected(f"{path.name} is not a plain file")
+            raise InvalidManifest(f"{path.name} is not a plain file")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _small_file(path: Path, limit: int) -> bytes:
-    with _opened(path) as descriptor:
+    with _open_regular(path) as descriptor:
         if os.fstat(descriptor).st_size > limit:
-            raise Rejected(f"{path.name} has more than {limit} bytes")
+            raise InvalidManifest(f"{path.name} has more than {limit} bytes")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read()
 
 
-def read_tensors(checkpoint: Checkpoint, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each wanted tensor, on the CPU, in the dtype in which it was saved.
+def read_tensors(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shard of each target, on the CPU, in the dtype in which it was saved.
 
-    `wanted` are tensors (also on `meta`, also DTensors) that have the names and shapes that the checkpoint has.
+    `targets` are tensors (also on `meta`, also DTensors) with names and shapes of the checkpoint.
     """
     manifest = checkpoint.manifest
-    spans: _Spans = defaultdict(list)
-    for read in plan_load(wanted, manifest):
-        spans[read.name, read.chunk].append(read)
-    parts: dict[str, Tensor] = {}
+    items: _ItemsOfChunk = defaultdict(list)
+    for item in plan_load(targets, manifest):
+        items[item.name, item.chunk].append(item)
+    tensors: dict[str, Tensor] = {}
     with _Reader(checkpoint.folder, manifest.block) as reader:
         reader.check_headers(manifest)
-        for name, number in sorted(spans, key=lambda key: _position(manifest, *key)):
-            _read_chunk(reader, manifest, name, number, spans[name, number], wanted[name], parts)
-    for name, tensor in wanted.items():  # pieces without values take no read
-        if name not in parts:
-            parts[name] = torch.empty(_local_shape(tensor), dtype=_entry(manifest, name).torch_dtype)
-    return parts
+        for name, index in sorted(items, key=lambda key: _position(manifest, *key)):
+            _read_chunk(reader, manifest, name, index, items[name, index], targets[name], tensors)
+    for name, tensor in targets.items():  # an empty shard has no read items
+        if name not in tensors:
+            tensors[name] = torch.empty(_local_shape(tensor), dtype=_entry(manifest, name).torch_dtype)
+    return tensors
 
 
 def _entry(manifest: Manifest, name: str) -> Entry:
@@ -127,8 +127,8 @@ def _entry(manifest: Manifest, name: str) -> Entry:
     return entry
 
 
-def _position(manifest: Manifest, name: str, number: int) -> tuple[str, int]:
-    chunk = _entry(manifest, name).chunks[number]
+def _position(manifest: Manifest, name: str, index: int) -> tuple[str, int]:
+    chunk = _entry(manifest, name).chunks[index]
     return chunk.file, chunk.at
 
 
@@ -141,56 +141,56 @@ def _read_chunk(
     reader: _Reader,
     manifest: Manifest,
     name: str,
-    number: int,
-    reads: list[ReadItem],
-    wanted: Tensor,
-    parts: dict[str, Tensor],
+    index: int,
+    items: list[ReadItem],
+    target: Tensor,
+    tensors: dict[str, Tensor],
 ) -> None:
     entry = _entry(manifest, name)
-    chunk = entry.chunks[number]
-    first, last = _rows(chunk, reads)
+    chunk = entry.chunks[index]
+    first, last = _rows(chunk, items)
     values = reader.rows(name, entry, chunk, first, last)
-    shape = _local_shape(wanted)
-    for read in reads:
-        source = (read.source[0] - first, *read.source[1:]) if read.source else ()
-        part = narrow(values, source, read.lengths)
-        if part.shape == shape and part.is_contiguous() and len(reads) == 1:
-            parts[name] = part
+    shape = _local_shape(target)
+    for item in items:
+        source = (item.source[0] - first, *item.source[1:]) if item.source else ()
+        piece = narrow(values, source, item.lengths)
+        if piece.shape == shape and piece.is_contiguous() and len(items) == 1:
+            tensors[name] = piece
             continue
-        if name not in parts:
-            parts[name] = torch.empty(shape, dtype=values.dtype)
-        narrow(parts[name], read.target, read.lengths).copy_(part)
+        if name not in tensors:
+            tensors[name] = torch.empty(shape, dtype=values.dtype)
+        narrow(tensors[name], item.target, item.lengths).copy_(piece)
 
 
 def _headers(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """What each file's header has to say."""
-    said: dict[str, dict[str, Any]] = {name: {} for name in manifest.files}
+    """The header that each file must have."""
+    expected: dict[str, dict[str, Any]] = {name: {} for name in manifest.files}
     for name, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             at = chunk.at - manifest.files[chunk.file].header_bytes
             key = shard_file.label(name, entry.shape, chunk.offsets, chunk.sizes)
-            said[chunk.file][key] = shard_file.described(entry.torch_dtype, chunk.sizes, at)
-    return said
+            expected[chunk.file][key] = shard_file.header_entry(entry.torch_dtype, chunk.sizes, at)
+    return expected
 
 
-def _rows(chunk: Chunk, reads: list[ReadItem]) -> tuple[int, int]:
-    """The rows of the chunk that are needed: what lies before and after them is not read."""
+def _rows(chunk: Chunk, items: list[ReadItem]) -> tuple[int, int]:
+    """The rows of the chunk that are needed: those before and after them are not read."""
     if not chunk.sizes:
         return 0, 1
-    return min(r.source[0] for r in reads), max(r.source[0] + r.lengths[0] for r in reads)
+    return min(item.source[0] for item in items), max(item.source[0] + item.lengths[0] for item in items)
 
 
 class _Reader:
-    """Reads rows of chunks; another thread compares the hashes meanwhile."""
+    """Reads rows of chunks, which another thread hashes meanwhile."""
 
     def __init__(self, folder: Path, block: int) -> None:
         self._folder, self._block = folder, block
         self._checks: list[tuple[Future[str], str, str]] = []
         self._name, self._descriptor = "", -1
-        self.hashing = Hashing()
+        self._hasher = BlockHasher()
 
     def __enter__(self) -> _Reader:
-        self.hashing.__enter__()
+        self._hasher.__enter__()
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
@@ -198,7 +198,7 @@ class _Reader:
             if kind is None:
                 self._compare(0)
         finally:
-            self.hashing.__exit__()
+            self._hasher.__exit__()
             self._close()
 
     def _close(self) -> None:
@@ -209,28 +209,28 @@ class _Reader:
     def _file(self, name: str) -> int:
         if name != self._name or self._descriptor < 0:
             self._close()
-            with _opened(self._folder / name) as descriptor:
+            with _open_regular(self._folder / name) as descriptor:
                 self._descriptor, self._name = os.dup(descriptor), name
         return self._descriptor
 
     def check_headers(self, manifest: Manifest) -> None:
-        """Loading goes by the manifest, other programs go by the headers: both have to say the same."""
-        said = _headers(manifest)
+        """We go by the manifest, other programs by the headers: both must list the same tensors."""
+        expected = _headers(manifest)
         for name, file in manifest.files.items():
             try:
                 header = bytearray(file.header_bytes)
                 self._read(name, 0, memoryview(header))
                 if manifests.digest(bytes(header)) != file.header_hash:
-                    raise Rejected(f"the header of {name}: the hash differs")
-                if json.loads(header[8:]) != said[name]:
-                    raise Rejected(f"the header of {name} says other tensors than {manifests.NAME}")
-            except (OSError, Rejected) as error:
+                    raise InvalidManifest(f"the header of {name}: the hash differs")
+                if json.loads(header[8:]) != expected[name]:
+                    raise InvalidManifest(f"the header of {name} says other tensors than {manifests.NAME}")
+            except (OSError, InvalidManifest) as error:
                 raise damaged(self._folder, _reason(error)) from None
             except (ValueError, RecursionError):
                 raise damaged(self._folder, f"the header of {name} is no JSON") from None
 
     def rows(self, name: str, entry: Entry, chunk: Chunk, first: int, last: int) -> Tensor:
-        """Rows `first` up to `last` of a chunk, with whole blocks around them read and compared."""
+        """Rows `first` up to `last` of a chunk. The blocks that contain them are read and verified."""
         dtype = entry.torch_dtype
         width = prod(chunk.sizes[1:]) * dtype.itemsize
         begin = first * width // self._block * self._block
@@ -239,13 +239,13 @@ class _Reader:
         data = torch.empty(max(end - begin, 0), dtype=torch.uint8)
         view = data.numpy().data
         for at in range(0, len(view), self._block):
-            known, place = chunk.hashes[(begin + at) // self._block], chunk.at + begin + at
+            expected, place = chunk.hashes[(begin + at) // self._block], chunk.at + begin + at
             where = f"{name} in {chunk.file}, bytes {place} and following"
             try:
                 self._read(chunk.file, place, view[at : at + self._block])
-            except (OSError, Rejected) as error:
+            except (OSError, InvalidManifest) as error:
                 raise damaged(self._folder, f"{name} in {_reason(error)}") from None
-            self._checks.append((self.hashing.of(view[at : at + self._block]), known, where))
+            self._checks.append((self._hasher.submit(view[at : at + self._block]), expected, where))
         self._compare(8)
         start = first * width - begin
         return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -255,27 +255,27 @@ class _Reader:
         while view:
             count = os.preadv(descriptor, [view], at)
             if count == 0:
-                raise Rejected(f"{file}: it ends too early")
+                raise InvalidManifest(f"{file}: it ends too early")
             view, at = view[count:], at + count
 
     def _compare(self, leave: int) -> None:
-        """All comparisons but the last few, which may go on beside further reading."""
+        """Wait for all but the last `leave` hashes, which may be computed beside further reads."""
         while len(self._checks) > leave:
-            found, known, where = self._checks.pop(0)
-            if found.result() != known:
+            found, expected, where = self._checks.pop(0)
+            if found.result() != expected:
                 raise damaged(self._folder, f"{where}: the hash differs")
 
 
-def read_whole(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
-    """Every tensor whose name begins with `prefix`, whole, by the rest of its name; aliases too."""
+def read_full(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
+    """Every full tensor whose name begins with `prefix`, by the rest of its name; aliases too."""
     manifest = checkpoint.manifest
     names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)]
-    wanted = {name: torch.empty(_entry(manifest, name).shape, device="meta") for name in names}
-    return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(checkpoint, wanted).items()}
+    targets = {name: torch.empty(_entry(manifest, name).shape, device="meta") for name in names}
+    return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(checkpoint, targets).items()}
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Read and compare all of it, block by block."""
+    """Read everything and compare it with its hashes, block by block."""
     checkpoint = open_checkpoint(folder)
     manifest = checkpoint.manifest
     with _Reader(folder, manifest.block) as reader:

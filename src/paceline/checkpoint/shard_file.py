@@ -1,10 +1,10 @@
-"""One rank's file: its tensors' bytes in safetensors' format, hashed by a second thread while the first one writes."""
+"""One rank's file in the safetensors format, hashed on a second thread while the first one writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,27 +15,27 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.filesystem import Filesystem, write_all
-from paceline.checkpoint.hashing import Hashing
 from paceline.checkpoint.manifest import BLOCK, CODES, Chunk, File, digest
 from paceline.checkpoint.planner import WriteItem
 from paceline.errors import CheckpointError
 
 _ALIGNMENT = 8
+_INLINE = 64 << 10  # bytes below which handing a block to the thread costs more than hashing it
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where each share lies in a file, in the order in which they are written."""
+    """The items of a file in the order in which they are written."""
 
     header: bytes
-    shares: list[WriteItem]
-    starts: list[int]  # counted from the first byte after the header
-    size: int  # of all shares
+    items: list[WriteItem]
+    starts: list[int]  # byte offsets, from the end of the header
+    size: int  # of all items, in bytes
 
 
 @dataclass
 class Written:
-    """What a rank tells the one that writes the manifest."""
+    """What a rank reports to rank 0, which writes the manifest."""
 
     name: str
     file: File
@@ -43,9 +43,7 @@ class Written:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        chunks = [
-            [share.name, CODES[share.dtype], list(share.shape), chunk.model_dump()] for share, chunk in self.chunks
-        ]
+        chunks = [[item.name, CODES[item.dtype], list(item.shape), chunk.model_dump()] for item, chunk in self.chunks]
         return {"name": self.name, "file": self.file.model_dump(), "chunks": chunks, "seconds": self.seconds}
 
 
@@ -58,68 +56,95 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def lay_out(shares: Sequence[WriteItem]) -> FileLayout:
-    """Wide dtypes first, so that all are aligned."""
-    ordered = sorted(shares, key=lambda share: -share.dtype.itemsize)
+def lay_out(items: Sequence[WriteItem]) -> FileLayout:
+    """Wide dtypes first, so that every item is aligned."""
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
     header: dict[str, Any] = {}
     starts, at = [], 0
-    for share in ordered:
-        require_dtype(share.name, share.dtype)
-        header[label(share.name, share.shape, share.offsets, share.sizes)] = described(share.dtype, share.sizes, at)
+    for item in ordered:
+        require_dtype(item.name, item.dtype)
+        header[label(item.name, item.shape, item.offsets, item.sizes)] = header_entry(item.dtype, item.sizes, at)
         starts.append(at)
-        at += prod(share.sizes) * share.dtype.itemsize
+        at += prod(item.sizes) * item.dtype.itemsize
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return FileLayout(len(text).to_bytes(8, "little") + text, ordered, starts, at)
 
 
 def label(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """A tensor's name; of a part of one, with where it lies: `model/tokens.weight[0:128,64:128]`."""
+    """A tensor's name, with the slice if it is a chunk: `model/tokens.weight[0:128,64:128]`."""
     if list(sizes) == list(shape):
         return name
     spans = zip(offsets, sizes, strict=True)
     return f"{name}[{','.join(f'{offset}:{offset + size}' for offset, size in spans)}]"
 
 
-def described(dtype: torch.dtype, sizes: Sequence[int], at: int) -> dict[str, Any]:
-    """A tensor as safetensors' header has it."""
+def header_entry(dtype: torch.dtype, sizes: Sequence[int], at: int) -> dict[str, Any]:
+    """A tensor in the header of a safetensors file."""
     end = at + prod(sizes) * dtype.itemsize
     return {"dtype": CODES[dtype], "shape": list(sizes), "data_offsets": [at, end]}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU: the same memory."""
+    """A contiguous CPU tensor as bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_file(disk: Filesystem, path: Path, layout: FileLayout, share_bytes: Callable[[int], memoryview]) -> Written:
-    """Write the shares, each of whose bytes `share_bytes` gives by number; on the disk when this returns."""
+def write_file(disk: Filesystem, path: Path, layout: FileLayout, item_bytes: Callable[[int], memoryview]) -> Written:
+    """Write the items, whose bytes `item_bytes` returns by index. Synced to disk when this returns."""
     began = perf_counter()
     chunks: list[tuple[WriteItem, list[Future[str]], int]] = []
-    with Hashing() as hashing:
+    with BlockHasher() as hasher:
         descriptor = disk.create(path)
         try:
             write_all(disk, descriptor, memoryview(layout.header))
-            for number, share in enumerate(layout.shares):
-                hashes = _write_share(disk, descriptor, share_bytes(number), hashing)
-                chunks.append((share, hashes, len(layout.header) + layout.starts[number]))
+            for index, item in enumerate(layout.items):
+                hashes = _write_item(disk, descriptor, item_bytes(index), hasher)
+                chunks.append((item, hashes, len(layout.header) + layout.starts[index]))
             disk.sync(descriptor)
         finally:
             disk.close(descriptor)
-        made = [(share, _chunk(path.name, share, at, hashes)) for share, hashes, at in chunks]
+        made = [(item, _chunk(path.name, item, at, hashes)) for item, hashes, at in chunks]
     header = layout.header
     file = File(bytes=len(header) + layout.size, header_bytes=len(header), header_hash=digest(header))
-    return Written(path.name, file, made, {"write": perf_counter() - began, "hash": hashing.busy})
+    return Written(path.name, file, made, {"write": perf_counter() - began, "hash": hasher.busy})
 
 
-def _write_share(disk: Filesystem, descriptor: int, data: memoryview, hashing: Hashing) -> list[Future[str]]:
+def _write_item(disk: Filesystem, descriptor: int, data: memoryview, hasher: BlockHasher) -> list[Future[str]]:
     hashes = []
     for at in range(0, len(data), BLOCK):
-        hashes.append(hashing.of(data[at : at + BLOCK]))
+        hashes.append(hasher.submit(data[at : at + BLOCK]))
         write_all(disk, descriptor, data[at : at + BLOCK])
     return hashes
 
 
-def _chunk(file: str, share: WriteItem, at: int, hashes: list[Future[str]]) -> Chunk:
-    offsets, sizes = list(share.offsets), list(share.sizes)
+def _chunk(file: str, item: WriteItem, at: int, hashes: list[Future[str]]) -> Chunk:
+    offsets, sizes = list(item.offsets), list(item.sizes)
     return Chunk(file=file, at=at, offsets=offsets, sizes=sizes, hashes=[each.result() for each in hashes])
+
+
+class BlockHasher:
+    """Hashes blocks on a thread of its own; hashing, reading and writing all release the GIL. `busy` is in seconds."""
+
+    def __init__(self) -> None:
+        self.busy = 0.0
+
+    def __enter__(self) -> BlockHasher:
+        self._pool = ThreadPoolExecutor(1, "paceline-hash")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, block: memoryview) -> Future[str]:
+        if len(block) >= _INLINE:
+            return self._pool.submit(self._digest, block)
+        done: Future[str] = Future()
+        done.set_result(self._digest(block))
+        return done
+
+    def _digest(self, block: memoryview) -> str:
+        began = perf_counter()
+        text = digest(block)
+        self.busy += perf_counter() - began
+        return text

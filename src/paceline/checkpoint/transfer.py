@@ -1,14 +1,13 @@
-"""Files for ranks that can't see the run folder: they go to the first rank, or come from it, through the group.
+"""Files of ranks without access to the run folder: sent to and received from the first rank.
 
     written = send_file(group, lambda disk: write_file(disk, …))   # on a rank that can't see the folder …
     receive_file(group, rank, disk, path)                          # … while the first rank writes what it sends
 
-    with fetched(folder, group, without_access) as local:          # on all ranks: a committed checkpoint, where this
-        read_tensors(open_checkpoint(local), wanted)               # rank can read it
+    with fetch(folder, group, without_access) as local:            # on every rank: a committed checkpoint, at a path
+        read_tensors(open_checkpoint(local), targets)              # that this rank can read
 
-Bytes travel in blocks, each after its length; a length that is none says how it ended. A rank that saves in this way
-needs no disk of its own: beside its tensors it holds one block in memory. Ranks are counted in the group, which has to
-be one for CPU tensors (gloo).
+Each block of bytes follows its length; a length of 0 or -1 ends the file. The sender needs no disk, and one block of
+memory. Ranks are those of the group, which must support CPU tensors (gloo).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from paceline.errors import CheckpointError
 from paceline.runtime import objects
 
 _BLOCK = 16 << 20
-_WHOLE, _BROKEN_OFF = 0, -1  # in place of a length
+_END, _ABORTED = 0, -1  # in place of a length
 _Result = TypeVar("_Result")
 
 
 class _Outgoing(Filesystem):
-    """A disk with a single file, which lies with another rank."""
+    """A filesystem with a single file, on another rank."""
 
     def __init__(self, group: Group, target: int) -> None:
         self._group, self._target = group, target
@@ -57,13 +56,13 @@ class _Outgoing(Filesystem):
         return count
 
     def sync(self, descriptor: int) -> None:
-        """The one who receives does that."""
+        """The receiver syncs."""
 
     def close(self, descriptor: int) -> None:
         """There is no descriptor."""
 
     def end(self, mark: int) -> None:
-        if mark == _WHOLE and self._filled:
+        if mark == _END and self._filled:
             self._send()
         self._send_length(mark)
 
@@ -79,21 +78,21 @@ class _Outgoing(Filesystem):
 
 
 def send_file(group: Group, write: Callable[[Filesystem], _Result], target: int = 0) -> _Result:
-    """Let `write` write one file onto the disk it is given; `target` has to call `receive_file` meanwhile."""
+    """Call `write` with a filesystem that sends one file to `target`, which must call `receive_file`."""
     outgoing = _Outgoing(group, target)
     try:
         result = write(outgoing)
     except BaseException:
-        outgoing.end(_BROKEN_OFF)
+        outgoing.end(_ABORTED)
         raise
-    outgoing.end(_WHOLE)
+    outgoing.end(_END)
     return result
 
 
 def receive_file(group: Group, source: int, disk: Filesystem, path: Path) -> None:
-    """Write what `source` sends; on the disk when this returns.
+    """Write the file that `source` sends. Synced to disk when this returns.
 
-    The sender can't be stopped: where the disk fails, the rest is taken and thrown away before the error is raised.
+    The sender can't be interrupted: if the disk fails, the rest is received and discarded before the error is raised.
     """
     blocks = _incoming(group, source)
     try:
@@ -116,35 +115,37 @@ def _incoming(group: Group, source: int) -> Iterator[memoryview]:
     while True:
         torch_dist.recv(length, group=group, group_src=source)
         size = int(length.item())
-        if size == _BROKEN_OFF:
+        if size == _ABORTED:
             raise OSError(None, f"rank {source} of the group broke off while sending")
-        if size == _WHOLE:
+        if size == _END:
             return
         torch_dist.recv(memory[:size], group=group, group_src=source)
         yield memory.numpy().data[:size]
 
 
 @contextmanager
-def fetched(folder: Path, group: Group, without_access: Collection[int]) -> Iterator[Path]:
-    """A committed checkpoint of the first rank's, for all ranks: itself, or a copy that is gone after the block.
+def fetch(folder: Path, group: Group, without_access: Collection[int]) -> Iterator[Path]:
+    """The path of the first rank's checkpoint on this rank: itself, or a copy that is removed on exit.
 
-    An error on any rank is raised on all of them, so that none waits for another. Hashes are not compared here: whoever
-    loads from the folder does that.
+    Collective: an error on any rank is raised on every rank. Hashes are compared by whoever reads from the path.
     """
     if group is None or not without_access:
         yield folder
         return
     rank = torch_dist.get_rank(group)
     begun = capture_error(
-        lambda: _files(folder) if rank == 0 else _scratch(folder) if rank in without_access else {}, "not-fetched"
+        lambda: _files(folder) if rank == 0 else _temporary_copy(folder) if rank in without_access else {},
+        "not-fetched",
     )
     local = Path(begun.get("copy", folder))
     try:
-        names = _agreed(group, begun)[0]["names"]
+        names = _gather_or_raise(group, begun)[0]["names"]
         if rank == 0:
-            _agreed(group, capture_error(lambda: _send_all(folder, names, group, without_access), "not-fetched"))
+            _gather_or_raise(
+                group, capture_error(lambda: _send_all(folder, names, group, without_access), "not-fetched")
+            )
         else:
-            _agreed(
+            _gather_or_raise(
                 group,
                 capture_error(lambda: _receive_all(local, names, group), "not-fetched")
                 if rank in without_access
@@ -160,15 +161,15 @@ def _files(folder: Path) -> dict[str, Any]:
     return {"names": [manifests.NAME, manifests.DIGEST, *open_checkpoint(folder).manifest.files]}
 
 
-def _scratch(folder: Path) -> dict[str, Any]:
-    """An empty folder of the same name, by which errors call it."""
+def _temporary_copy(folder: Path) -> dict[str, Any]:
+    """An empty folder of the same name, which errors mention."""
     copy = Path(tempfile.mkdtemp(prefix="paceline-")) / folder.name
     copy.mkdir()
     return {"copy": str(copy)}
 
 
 def _send_all(folder: Path, names: list[str], group: Group, without_access: Collection[int]) -> dict[str, Any]:
-    """Each file to each rank, whatever happens: those who receive wait for every one of them."""
+    """Send every file to every rank even after an error: the receivers wait for each of them."""
     problems = []
     for target in without_access:
         for name in names:
@@ -200,10 +201,10 @@ def _receive_all(copy: Path, names: list[str], group: Group) -> dict[str, Any]:
     return {}
 
 
-def _agreed(group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank told; the first error, on all ranks."""
-    everybody = objects.all_gather(own, group)
-    for rank, each in enumerate(everybody):
+def _gather_or_raise(group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's report. Raises the first error, on every rank."""
+    reports = objects.all_gather(own, group)
+    for rank, each in enumerate(reports):
         if "error" in each:
             name, what, why, fix = each["error"]
             if name != "not-fetched":
@@ -215,4 +216,4 @@ def _agreed(group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
                 fix="check free space of the temporary folder there (TMPDIR), or put the run folder on a disk that all "
                 "nodes see",
             )
-    return everybody
+    return reports

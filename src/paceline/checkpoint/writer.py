@@ -1,12 +1,12 @@
-"""A save from the first to the last moment, on all ranks together or on one alone.
+"""A save from start to commit, on every rank of a group or on one rank alone.
 
     saving = writer.begin(folder, tensors, description, background=True)
     ...                                  # the next forward and backward
-    saving.wait_for_copy()                      # before the weights change
+    saving.wait_for_copy()               # before the weights change
     folder = saving.result()             # when it is committed
 
-In the background it takes a message, a plan that is kept from the save before, and the start of a copy; everything else
-happens on a thread: each rank writes its file, all tell the first one what they wrote, and that one commits.
+In the background, training waits for one message, a plan (reused from the save before) and the start of a copy. The
+rest runs on a thread: each rank writes its file and reports to the first one, which commits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.runtime import objects
 
 @dataclass(frozen=True)
 class Description:
-    """What the manifest says beside where the tensors are. The first rank's counts, but for the aliases."""
+    """What the manifest holds beside the tensors. Taken from the first rank, except for aliases."""
 
     step: int
     epoch: int
@@ -53,7 +53,7 @@ class Description:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Where a save went, and what it cost: seconds for this rank's writing and hashing, and from end to end."""
+    """Where a save went and what it cost: seconds of this rank's writing and hashing, and in total."""
 
     folder: Path
     bytes: int
@@ -61,13 +61,13 @@ class SaveResult:
 
 
 class PendingSave:
-    """One save that may still be going on."""
+    """A save that may still be in progress."""
 
     def __init__(self, task: Future[SaveResult], copy: HostCopy | None = None) -> None:
         self._task, self._copy = task, copy
 
     def wait_for_copy(self) -> None:
-        """From here on the tensors may change."""
+        """Return when the tensors may change."""
         if self._copy is not None:
             self._copy.wait_for_copy()
 
@@ -81,10 +81,10 @@ class PendingSave:
 
 
 class Writer:
-    """Saves of the ranks of a group, one after the other; without a group, of this rank alone.
+    """Saves of a group's ranks, one at a time; without a group, of this rank alone.
 
-    Ranks `without_access` to the folder write through the first rank of the group. `after` is
-    called on the first rank when a checkpoint has its name, still on the writing thread.
+    Ranks `without_access` to the folder write through the first rank of the group. `after` is called on the first rank
+    once a checkpoint is committed, on the writing thread.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Writer:
     ) -> None:
         self._group, self._disk, self._without_access = group, disk or Filesystem(), without_access
         self._rank = 0 if group is None else torch_dist.get_rank(group)
-        self._known: tuple[Any, ...] | None = None
+        self._planned_for: tuple[Any, ...] | None = None
         self._layout: FileLayout | None = None
         self._copy: HostCopy | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -104,19 +104,19 @@ class Writer:
         tensors: Mapping[str, LocalShard],
         description: Description,
         *,
-        at_once: Collection[str] = (),
+        volatile: Collection[str] = (),
         background: bool = False,
         overwrite: bool = False,
-        another_name: bool = False,
+        unique_name: bool = False,
         after: Callable[[Path], None] | None = None,
     ) -> PendingSave:
-        """`at_once` names what the next forward may change. With `another_name` a name that is taken gets a number."""
+        """`volatile` names tensors that the next forward may change. `unique_name` appends a number to a taken name."""
         if self._last is not None:
-            self._last._task.exception()  # one after the other; whoever began it hears of its errors
-        layout = self._planned(tensors)
+            self._last._task.exception()  # one at a time; the caller that began it gets its errors
+        layout = self._plan(tensors)
         where = (self._group, self._rank, self._without_access, self._disk, target)
-        job = _Job(*where, description, layout, overwrite, another_name, after)
-        locals_ = [tensors[share.name].local for share in layout.shares]
+        job = _SaveJob(*where, description, layout, overwrite, unique_name, after)
+        locals_ = [tensors[item.name].local for item in layout.items]
         if not background:
             task: Future[SaveResult] = Future()
             try:
@@ -127,24 +127,24 @@ class Writer:
             return self._last
         if self._copy is None or self._copy.layout is not layout:
             self._copy = HostCopy(layout, {tensor.device for tensor in locals_})
-        self._copy.begin(locals_, {n for n, share in enumerate(layout.shares) if share.name in at_once})
+        self._copy.begin(locals_, {n for n, item in enumerate(layout.items) if item.name in volatile})
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "paceline-save", initializer=_step_back)
+            self._thread = ThreadPoolExecutor(1, "paceline-save", initializer=_lower_priority)
         self._last = PendingSave(self._thread.submit(job.run_copied, self._copy), self._copy)
         return self._last
 
-    def _planned(self, tensors: Mapping[str, LocalShard]) -> FileLayout:
+    def _plan(self, tensors: Mapping[str, LocalShard]) -> FileLayout:
         now = signature(tensors)
-        changed = now != self._known
+        changed = now != self._planned_for
         if self._group is not None:  # a parameter that is first used late changes one stage's plan only
             changed = any(objects.all_gather(changed, self._group))
         if changed or self._layout is None:
             self._layout = lay_out(plan_save(tensors, self._group))
-            self._known = now
+            self._planned_for = now
         return self._layout
 
     def close(self) -> None:
-        """Wait for what is being written, and give the memory back."""
+        """Wait for a pending save, and free the host buffer."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         if self._copy is not None:
@@ -153,7 +153,7 @@ class Writer:
 
 
 @dataclass
-class _Job:
+class _SaveJob:
     group: Group
     rank: int
     without_access: Collection[int]
@@ -162,78 +162,78 @@ class _Job:
     description: Description
     layout: FileLayout
     overwrite: bool
-    another_name: bool
+    unique_name: bool
     after: Callable[[Path], None] | None
 
     def run_copied(self, copy: HostCopy) -> SaveResult:
         copy.finish()
-        return self.run(copy.share_bytes)
+        return self.run(copy.item_bytes)
 
-    def run(self, share_bytes: Callable[[int], memoryview]) -> SaveResult:
+    def run(self, item_bytes: Callable[[int], memoryview]) -> SaveResult:
         began = perf_counter()
         sizes = self._gather(self.layout.size)
-        opened = self._on_first(lambda: self._begin(sum(sizes)))
+        opened = self._on_first_rank(lambda: self._create_partial(sum(sizes)))
         partial = Path(opened["partial"])
         self.target = Path(opened["target"])
-        parts = self._gather(self._written(partial, share_bytes))
-        failed = [(rank, part["error"]) for rank, part in enumerate(parts) if "error" in part]
+        reports = self._gather(self._written(partial, item_bytes))
+        failed = [(rank, report["error"]) for rank, report in enumerate(reports) if "error" in report]
         if failed:
             if self.rank == 0:
                 directory.try_to_remove(self.disk, partial)
-            raise _not_saved(self.target, *failed[0], of=len(parts))
-        self._on_first(lambda: self._commit(partial, parts))
-        seconds = {**parts[self.rank]["seconds"], "all": perf_counter() - began}
-        return SaveResult(self.target, sum(part["file"]["bytes"] for part in parts), seconds)
+            raise _not_saved(self.target, *failed[0], of=len(reports))
+        self._on_first_rank(lambda: self._commit(partial, reports))
+        seconds = {**reports[self.rank]["seconds"], "all": perf_counter() - began}
+        return SaveResult(self.target, sum(report["file"]["bytes"] for report in reports), seconds)
 
     def _gather(self, value: Any) -> list[Any]:
-        return [value] if self.group is None else self._together(lambda: objects.all_gather(value, self.group))
+        return [value] if self.group is None else self._collective(lambda: objects.all_gather(value, self.group))
 
-    def _together(self, exchange: Callable[[], Any]) -> Any:
+    def _collective(self, exchange: Callable[[], Any]) -> Any:
         try:
             return exchange()
         except RuntimeError as error:  # torch's, where another rank has died or is late
             lost = f"the ranks have lost each other ({str(error).splitlines()[0]})"
             raise _not_saved(self.target, self.rank, ["not-saved", lost, "", ""]) from error
 
-    def _on_first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Let the first rank do it; its result, or its error, on all of them."""
+    def _on_first_rank(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run on the first rank; its result or error reaches every rank."""
         result = capture_error(work, "not-saved") if self.rank == 0 else {}
         if self.group is not None:
             first, own = torch_dist.get_global_rank(self.group, 0), result
-            result = self._together(lambda: objects.broadcast(own, first, self.group))
+            result = self._collective(lambda: objects.broadcast(own, first, self.group))
         if "error" in result:
             raise _not_saved(self.target, 0, result["error"])
         return result
 
-    def _begin(self, size: int) -> dict[str, Any]:
-        if self.another_name:
-            self.target = directory.free_name(self.target)
-        partial = directory.begin(self.disk, self.target, size, overwrite=self.overwrite)
+    def _create_partial(self, size: int) -> dict[str, Any]:
+        if self.unique_name:
+            self.target = directory.unused_name(self.target)
+        partial = directory.create_partial(self.disk, self.target, size, overwrite=self.overwrite)
         return {"partial": str(partial), "target": str(self.target)}
 
-    def _written(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
-        """What this rank wrote, or why it could not. The first one then writes for those that can't see the folder."""
-        own = capture_error(lambda: self._write(partial, share_bytes), "not-saved")
+    def _written(self, partial: Path, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
+        """What this rank wrote, or its error. The first rank also writes for those without access."""
+        own = capture_error(lambda: self._write(partial, item_bytes), "not-saved")
         for source in self.without_access if self.rank == 0 else ():
             path = partial / _file_name(source)
             received = capture_error(lambda path=path, source=source: self._receive(source, path), "not-saved")  # type: ignore[misc]
             own = received if "error" in received and "error" not in own else own
         return own
 
-    def _write(self, partial: Path, share_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
+    def _write(self, partial: Path, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
         path = partial / _file_name(self.rank)
         if self.rank in self.without_access:
-            written = transfer.send_file(self.group, lambda disk: write_file(disk, path, self.layout, share_bytes))
+            written = transfer.send_file(self.group, lambda disk: write_file(disk, path, self.layout, item_bytes))
         else:
-            written = write_file(self.disk, path, self.layout, share_bytes)
+            written = write_file(self.disk, path, self.layout, item_bytes)
         return {**written.to_json(), "aliases": dict(self.description.aliases)}
 
     def _receive(self, source: int, path: Path) -> dict[str, Any]:
         transfer.receive_file(self.group, source, self.disk, path)
         return {}
 
-    def _commit(self, partial: Path, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        manifest = _manifest(self.description, parts, directory.creation_time(self.target.parent))
+    def _commit(self, partial: Path, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        manifest = _manifest(self.description, reports, directory.creation_time(self.target.parent))
         directory.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
         if self.after is not None:
             try:
@@ -247,8 +247,8 @@ def _file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def _step_back() -> None:
-    """Where cores are few, training goes first. (On Linux a thread has a priority of its own, and hands it on.)"""
+def _lower_priority() -> None:
+    """Training goes first where cores are few. (On Linux, threads have a priority of their own.)"""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
@@ -275,18 +275,18 @@ def _not_tidied(target: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _manifest(description: Description, parts: list[dict[str, Any]], created: str) -> Manifest:
+def _manifest(description: Description, reports: list[dict[str, Any]], created: str) -> Manifest:
     found: dict[str, tuple[str, list[int], list[Chunk]]] = {}
     aliases: dict[str, str] = {}
-    for part in parts:
-        aliases |= part["aliases"]
-        for name, dtype, shape, chunk in part["chunks"]:
+    for report in reports:
+        aliases |= report["aliases"]
+        for name, dtype, shape, chunk in report["chunks"]:
             found.setdefault(name, (dtype, shape, []))[2].append(Chunk(**chunk))
     return Manifest(
         format=FORMAT,
         created=created,
         block=BLOCK,
-        files={part["name"]: File(**part["file"]) for part in parts},
+        files={report["name"]: File(**report["file"]) for report in reports},
         tensors={name: Entry(dtype=dtype, shape=shape, chunks=own) for name, (dtype, shape, own) in found.items()},
         **{**asdict(description), "aliases": aliases},
     )

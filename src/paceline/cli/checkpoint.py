@@ -150,7 +150,7 @@ def _facts(found: Found) -> dict[str, Any]:
     pointers = (LATEST, BEST)
     facts: dict[str, Any] = {
         "path": str(found.folder),
-        "marks": [each for each in pointers if found.folder.name in directory.pointed(found.folder.parent, each)],
+        "marks": [each for each in pointers if found.folder.name in directory.read_pointer(found.folder.parent, each)],
         "problem": None if found.problem is None else _reason(found.problem),
     }
     if found.manifest is not None:

@@ -28,8 +28,8 @@ def test_the_newest_comes_first_by_when_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
-    assert directory.candidates(tmp_path / "none") == [] and list(directory.good(tmp_path / "none")) == []
-    directory.clear_left_behind(Filesystem(), tmp_path / "none")
+    assert directory.candidates(tmp_path / "none") == [] and list(directory.verified(tmp_path / "none")) == []
+    directory.remove_leftovers(Filesystem(), tmp_path / "none")
 
 
 def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
@@ -47,13 +47,13 @@ def test_a_damaged_one_is_listed_in_its_place_with_its_problem_and_is_not_good(t
     found = directory.candidates(tmp_path)
     assert [each.folder.name for each in found] == ["step-000002", "step-000001"]
     assert found[0].manifest is None and found[0].problem is not None
-    assert [each.manifest.step for each in directory.good(tmp_path)] == [1]
+    assert [each.manifest.step for each in directory.verified(tmp_path)] == [1]
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
     fill(tmp_path, 1)
-    assert saves.save(tmp_path, 1, saves.values(5), another_name=True).name == "step-000001-2"
-    assert saves.save(tmp_path, 1, saves.values(6), another_name=True).name == "step-000001-3"
+    assert saves.save(tmp_path, 1, saves.values(5), unique_name=True).name == "step-000001-2"
+    assert saves.save(tmp_path, 1, saves.values(6), unique_name=True).name == "step-000001-3"
 
 
 def test_a_committed_one_is_not_overwritten_unasked(tmp_path: Path) -> None:
@@ -74,17 +74,17 @@ def test_what_is_no_checkpoint_is_not_overwritten_even_when_asked(tmp_path: Path
 
 
 def test_a_pointer_is_read_back_and_replaced(tmp_path: Path) -> None:
-    assert directory.pointed(tmp_path, "best") == []
-    directory.point(Filesystem(), tmp_path, "best", ["a", "b"])
-    directory.point(Filesystem(), tmp_path, "best", ["c"])
-    assert directory.pointed(tmp_path, "best") == ["c"]
+    assert directory.read_pointer(tmp_path, "best") == []
+    directory.write_pointer(Filesystem(), tmp_path, "best", ["a", "b"])
+    directory.write_pointer(Filesystem(), tmp_path, "best", ["c"])
+    assert directory.read_pointer(tmp_path, "best") == ["c"]
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 def test_pruning_spares_the_newest_the_best_and_every_so_many(tmp_path: Path) -> None:
     fill(tmp_path, 10, 15, 20, 25, 30)
     saves.save(tmp_path / "other", 1, saves.values(1, rows=2)).rename(tmp_path / "by-hand")
-    directory.point(Filesystem(), tmp_path, "best", ["step-000015"])
+    directory.write_pointer(Filesystem(), tmp_path, "best", ["step-000015"])
     gone = directory.prune(Filesystem(), tmp_path, 2, 10)
     assert gone == ["step-000025"]
     assert sorted(names(tmp_path)) == ["by-hand", "step-000010", "step-000015", "step-000020", "step-000030"]
@@ -94,7 +94,7 @@ def test_one_that_was_moved_aside_without_a_successor_gets_its_name_back(tmp_pat
     fill(tmp_path, 1)
     (tmp_path / "step-000001").rename(tmp_path / ".step-000001.old-12ab")
     assert names(tmp_path) == [".step-000001.old-12ab"]
-    directory.clear_left_behind(Filesystem(), tmp_path)
+    directory.remove_leftovers(Filesystem(), tmp_path)
     assert names(tmp_path) == ["step-000001"]
 
 
@@ -102,5 +102,5 @@ def test_one_that_was_being_removed_is_no_candidate_and_is_cleared(tmp_path: Pat
     fill(tmp_path, 1, 2)
     (tmp_path / "step-000001").rename(tmp_path / ".step-000001.gone-12ab")
     assert names(tmp_path) == ["step-000002"]
-    directory.clear_left_behind(Filesystem(), tmp_path)
+    directory.remove_leftovers(Filesystem(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]

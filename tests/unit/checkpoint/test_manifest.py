@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.manifest import Manifest, Rejected
+from paceline.checkpoint.manifest import InvalidManifest, Manifest
 
 HASH = "0" * 32
 FILE = "rank-0.safetensors"
@@ -52,7 +52,7 @@ def test_what_was_encoded_is_decoded() -> None:
 
 def test_a_digest_of_another_manifest_is_refused() -> None:
     body, _ = manifests.encode(decode(described(HALVES, [4, 4])))
-    with pytest.raises(Rejected, match=r"not what manifest\.xxh128 was made from"):
+    with pytest.raises(InvalidManifest, match=r"not what manifest\.xxh128 was made from"):
         manifests.decode(body, f"{HASH}  {manifests.NAME}\n".encode())
 
 
@@ -87,7 +87,7 @@ def test_what_can_not_be_is_refused(name: str) -> None:
     change, words = BAD[name]
     value = described(HALVES, [4, 4])
     change(value)
-    with pytest.raises(Rejected, match=words):
+    with pytest.raises(InvalidManifest, match=words):
         decode(value)
 
 
@@ -127,7 +127,7 @@ def test_chunks_pass_exactly_when_they_make_up_the_tensor(made: tuple[list[Recta
     if union == whole:
         decode(described(pieces, shape))
     else:
-        with pytest.raises(Rejected):
+        with pytest.raises(InvalidManifest):
             decode(described(pieces, shape))
 
 

@@ -50,12 +50,12 @@ def test_a_tensor_of_many_blocks_that_two_ranks_cut_is_put_together(reader: dict
     whole = torch.arange(3000 * 3000, dtype=torch.float64).reshape(3000, 3000)
     assert BLOCK < whole.nbytes // 4 < 2 * BLOCK
     folder = tmp_path / "step-000012"
-    partial = directory.begin(Filesystem(), folder, 0)
+    partial = directory.create_partial(Filesystem(), folder, 0)
     quarters = list(product((0, 1500), (0, 1500)))
     files, chunks = {}, []
     for rank, own in enumerate((quarters[:2], quarters[2:])):
         layout = lay_out([WriteItem("model/w", whole.dtype, (3000, 3000), offsets, (1500, 1500)) for offsets in own])
-        parts = [narrow(whole, share.offsets, share.sizes).contiguous() for share in layout.shares]
+        parts = [narrow(whole, item.offsets, item.sizes).contiguous() for item in layout.items]
         written = write_file(
             Filesystem(), partial / f"rank-{rank}.safetensors", layout, lambda n, p=parts: bytes_of(p[n])
         )

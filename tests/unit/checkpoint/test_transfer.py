@@ -16,7 +16,7 @@ from paceline import dist
 from paceline.checkpoint import transfer
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.planner import LocalShard
-from paceline.checkpoint.reader import read_whole, verify
+from paceline.checkpoint.reader import read_full, verify
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 from paceline.testing import ranks, run_on_ranks
@@ -44,8 +44,8 @@ def save_and_load(folder: Path) -> None:
         path = folder / f"step-{step:06d}"
         writer.begin(path, tensors(), Description(step, 0, True), background=background).result()
         assert path.exists() == (dist.rank() == 0)
-        with transfer.fetched(path, group, [1]) as local:
-            loaded = read_whole(verify(local), "model/")
+        with transfer.fetch(path, group, [1]) as local:
+            loaded = read_full(verify(local), "model/")
         assert local.exists() == (dist.rank() == 0)
         for name, held in tensors().items():
             assert torch.equal(loaded[name.removeprefix("model/")], held.local)
@@ -103,7 +103,7 @@ def test_a_fetch_that_fails_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch
     group = torch_dist.group.WORLD
     with (
         pytest.raises(CheckpointError, match=r"checkpoint.missing"),
-        transfer.fetched(tmp_path / "step-000001", group, [1]),
+        transfer.fetch(tmp_path / "step-000001", group, [1]),
     ):
         pass
     Writer(group).begin(tmp_path / "step-000001", tensors(), Description(1, 0, True)).result()
@@ -111,6 +111,6 @@ def test_a_fetch_that_fails_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     with (
         pytest.raises(CheckpointError, match=r"checkpoint.not-fetched.*rank 2: No such file"),
-        transfer.fetched(tmp_path / "step-000001", group, [1, 2]),
+        transfer.fetch(tmp_path / "step-000001", group, [1, 2]),
     ):
         pass

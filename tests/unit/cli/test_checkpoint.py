@@ -39,8 +39,8 @@ def checkpoints(in_folder: Path) -> Path:
         tensors = {"model/a": torch.full((8, 4), float(step)), "model/b": torch.zeros(3).bfloat16()}
         described = {"step": step, "optimizer": step == 200, "layout": layout, "metadata": {"note": "mine"}}
         write(folder / directory.step_name(step), tensors, aliases={"model/z": "model/a"}, **described)
-    directory.point(Filesystem(), folder, "latest", ["step-000200"])
-    directory.point(Filesystem(), folder, "best", ["step-000100"])
+    directory.write_pointer(Filesystem(), folder, "latest", ["step-000200"])
+    directory.write_pointer(Filesystem(), folder, "best", ["step-000100"])
     return folder
 
 

@@ -13,7 +13,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.state import LoadedState
-from paceline.checkpoint.transfer import fetched
+from paceline.checkpoint.transfer import fetch
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
 from paceline.parallel.shards import copy_shard_, local_shard
@@ -66,12 +66,12 @@ class Restorer:
     def _newest_good_beside(self, path: Path) -> str:
         found = None
         if self._engine.world.is_main:
-            found = next((str(each.folder) for each in directory.good(path.parent, besides=path)), None)
+            found = next((str(each.folder) for each in directory.verified(path.parent, excluding=path)), None)
         found = collectives.broadcast_object(found)
         return f"the newest good one beside it is {found}" if found else "there is no good one beside it"
 
     def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
-        with fetched(path, self._saver.channel(), self._blind_to(path)) as here:
+        with fetch(path, self._saver.channel(), self._blind_to(path)) as here:
             loaded = run_on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
         _require_same(path, loaded.checkpoint)
         self._apply(loaded, weights_only)
@@ -184,7 +184,7 @@ class Restorer:
         """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
         folder = run.checkpoints
         if self._engine.world.is_main:
-            directory.clear_left_behind(Filesystem(), folder)
+            directory.remove_leftovers(Filesystem(), folder)
         collectives.barrier()
         if not collectives.broadcast_object(bool(directory.candidates(folder))):
             self._engine.log.info(f"{why}: {run.short} has no checkpoint yet: it begins at its beginning")

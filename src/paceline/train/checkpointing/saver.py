@@ -102,9 +102,9 @@ class Saver:
                 self.checkpoints / directory.step_name(step),
                 captured.tensors,
                 self._describe(captured, True),
-                at_once=captured.volatile,
+                volatile=captured.volatile,
                 background=background,
-                another_name=True,
+                unique_name=True,
                 after=lambda folder: self._committed(folder, best),
             )
         self._saving_step = self._saved = step
@@ -129,7 +129,7 @@ class Saver:
     def _committed(self, folder: Path, best: bool) -> None:
         """On rank 0, on the writing thread: the pointers move, and then old ones go."""
         disk, settings = Filesystem(), self._config
-        directory.point(disk, folder.parent, LATEST, [folder.name])
+        directory.write_pointer(disk, folder.parent, LATEST, [folder.name])
         if best:
             self._point_to_best(folder.name)
         if settings.keep is not None:
@@ -138,9 +138,9 @@ class Saver:
     def _point_to_best(self, name: str) -> None:
         """Each best one is better than those before, so the newest come first."""
         if self._engine.world.is_main and self.checkpoints is not None:
-            before = [each for each in directory.pointed(self.checkpoints, BEST) if each != name]
+            before = [each for each in directory.read_pointer(self.checkpoints, BEST) if each != name]
             try:
-                directory.point(Filesystem(), self.checkpoints, BEST, [name, *before][: self._config.keep_best])
+                directory.write_pointer(Filesystem(), self.checkpoints, BEST, [name, *before][: self._config.keep_best])
             except OSError as error:  # the checkpoint is there; other ranks know nothing of pointers
                 self._engine.log.warning(f"{name} is the best one, but {BEST} can't say so: {error.strerror or error}")
 
@@ -233,7 +233,7 @@ class Saver:
                 self.presence.require(_RESCUE_SECONDS, f"the last save, of step {step}", _CUT)
             except CheckpointError:
                 return f"step {step} was not saved: the weights are cut over ranks, and not all of them came"
-        target = directory.free_name(self.checkpoints / directory.step_name(step))
+        target = directory.unused_name(self.checkpoints / directory.step_name(step))
         return self._attempt(lambda: self.write(target, after=lambda folder: self._committed(folder, False)), step)
 
     def _attempt(self, save: Callable[[], None], step: int) -> str:
