@@ -29,7 +29,7 @@ NOT_A_FILE = {
 def file_names() -> set[str]:
     """The name of every file and folder of a run folder, with `#` for a rank."""
     folder = RunFolder(Path("run"))
-    values = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+    values = [getattr(folder, name) for name in vars(RunFolder) if not name.startswith("_")]
     names = {part for value in values if isinstance(value, Path) for part in value.relative_to("run").parts}
     for value in values:
         if isinstance(value, RankFiles):

@@ -4,23 +4,8 @@
     folder.metrics               # runs/gpt/metrics.jsonl
     folder.rank_log(3)           # runs/gpt/logs/rank-3.log
 
-The first run named `gpt` is `runs/gpt`; the next ones are `runs/gpt-2`, `runs/gpt-3`, …
-
-    config.yaml                  the effective recipe
-    derived.json                 values derived from it, with reasons
-    metrics.jsonl                one line per step and evaluation (jsonl.py)
-    ledger.jsonl                 events of the launcher and of rank 0 (ledger.py)
-    .lock                        held by the job that writes to the folder (lock.py)
-    checkpoints/                 one folder per checkpoint; `latest` and `best` name checkpoints
-    events/rank-00000.jsonl      throughput and memory of each rank
-    profile/rank-00000.json      profiler trace of each rank
-    logs/rank-0.log              output of each rank
-    logs/progress-0              heartbeat of each rank; beside it suspects-0.json (heartbeat.py)
-    logs/failure-0.json          failure record of each rank (failures.py)
-    logs/target.json             the program that ranks run in a new interpreter
-    metrics.csv, tensorboard/, wandb.id, mlflow.id, mlflow.db    of the loggers
-
-A launch without a run folder keeps its logs in a temporary folder of the same layout.
+The first run named `gpt` is `runs/gpt`; the next ones are `runs/gpt-2`, `runs/gpt-3`, … A launch without a run folder
+keeps its logs in a temporary folder of the same layout.
 """
 
 from __future__ import annotations
@@ -36,7 +21,7 @@ from paceline.errors import CheckpointError, LaunchError, did_you_mean
 ROOT = Path("runs")
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # also named in messages
 LATEST, BEST = "latest", "best"  # in any folder of checkpoints
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _LOGS = "checkpoints", "logs"
 
 
 @dataclass(frozen=True)
@@ -57,98 +42,58 @@ class RankFiles:
         return {int(rank): found[rank] for rank in sorted(found) if rank.isdecimal()}
 
 
+class _File:
+    """Declares a file or folder of a run folder."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path.joinpath(*self._parts)
+
+
+class _FilePerRank:
+    """Declares a file that each rank has, in a folder of a run folder."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> RankFiles:
+        return RankFiles(folder.path / self._folder, self._name)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run folder. Creating an instance does not touch the disk."""
 
     path: Path
 
+    config = _File(CONFIG)  # the effective recipe
+    derived = _File("derived.json")  # values derived from it, with reasons
+    metrics = _File(METRICS)  # one line per step and evaluation (jsonl.py)
+    ledger = _File("ledger.jsonl")  # events of the launcher and of rank 0 (ledger.py)
+    lock = _File(".lock")  # held by the job that writes to the folder (lock.py)
+    checkpoints = _File(_CHECKPOINTS)  # one folder per checkpoint
+    latest = _File(_CHECKPOINTS, LATEST)  # the name of the newest checkpoint
+    best = _File(_CHECKPOINTS, BEST)  # the names of the best ones
+    rank_stats = _FilePerRank("events", "rank-{:05d}.jsonl")  # throughput and memory
+    trace = _FilePerRank("profile", "rank-{:05d}.json")  # of the profiler
+
+    logs = _File(_LOGS)
+    rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output
+    heartbeat = _FilePerRank(_LOGS, "progress-{}")  # what the rank is doing (heartbeat.py)
+    suspects = _FilePerRank(_LOGS, "suspects-{}.json")  # its samples in a suspect step (heartbeat.py)
+    failure = _FilePerRank(_LOGS, "failure-{}.json")  # why it exited (failures.py)
+    target = _File(_LOGS, "target.json")  # the program that ranks run in a new interpreter
+
+    csv = _File("metrics.csv")  # from here on, files of the loggers
+    tensorboard = _File("tensorboard")
+    wandb_id = _File("wandb.id")
+    mlflow_id = _File("mlflow.id")
+    mlflow_database = _File("mlflow.db")
+
     def __str__(self) -> str:
         return str(self.path)
-
-    @property
-    def config(self) -> Path:
-        return self.path / CONFIG
-
-    @property
-    def derived(self) -> Path:
-        return self.path / "derived.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / _CHECKPOINTS
-
-    @property
-    def latest(self) -> Path:
-        return self.checkpoints / LATEST
-
-    @property
-    def best(self) -> Path:
-        return self.checkpoints / BEST
-
-    @property
-    def csv(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb_id(self) -> Path:
-        return self.path / "wandb.id"
-
-    @property
-    def mlflow_id(self) -> Path:
-        return self.path / "mlflow.id"
-
-    @property
-    def mlflow_database(self) -> Path:
-        return self.path / "mlflow.db"
-
-    @property
-    def rank_stats(self) -> RankFiles:
-        return RankFiles(self.path / "events", "rank-{:05d}.jsonl")
-
-    @property
-    def trace(self) -> RankFiles:
-        return RankFiles(self.path / "profile", "rank-{:05d}.json")
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def target(self) -> Path:
-        return self.logs / "target.json"
-
-    @property
-    def rank_log(self) -> RankFiles:
-        return RankFiles(self.logs, "rank-{}.log")
-
-    @property
-    def heartbeat(self) -> RankFiles:
-        return RankFiles(self.logs, "progress-{}")
-
-    @property
-    def suspects(self) -> RankFiles:
-        return RankFiles(self.logs, "suspects-{}.json")
-
-    @property
-    def failure(self) -> RankFiles:
-        return RankFiles(self.logs, "failure-{}.json")
 
     @property
     def has_run(self) -> bool:

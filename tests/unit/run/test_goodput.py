@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.run.folder import RunFolder
-from paceline.run.goodput import Goodput, duration, summarize
+from paceline.run.goodput import Goodput, summarize
 from paceline.run.ledger import Ledger
 
 Line = tuple[float, str, dict[str, Any]]
@@ -163,4 +163,3 @@ def test_a_person_reads_where_the_time_went() -> None:
         "  start 2.1 s, rendezvous 0.4 s, load 0.8 s, first step 1.2 s, saves 50.0 s, "
         "lost and replayed 8.2 s (12 steps)"
     )
-    assert [duration(seconds) for seconds in (59.96, 3600, 90_061)] == ["1 min 0 s", "1 h 0 min", "25 h 1 min"]
