@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import pytest
 
 from paceline.cli.main import main
-from paceline.launcher.cluster.channel import TOKEN
+from paceline.runtime.environment import TOKEN
 
 DEADLINE = 100.0
 T = TypeVar("T")

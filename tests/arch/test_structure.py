@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,8 +62,14 @@ def test_nothing_is_read_with_pickle_or_run_through_a_shell() -> None:
 
 
 def test_rank_variables_are_spelled_in_one_file() -> None:
-    names = ('"RANK"', '"WORLD_SIZE"', '"LOCAL_RANK"', '"LOCAL_WORLD_SIZE"')
-    users = {path.relative_to(SOURCE).as_posix() for path in FILES if any(name in path.read_text() for name in names)}
+    """torchrun's for a rank, and all of our own."""
+    name = re.compile(r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|TORCHELASTIC_RESTART_COUNT|PACELINE_[A-Z_]+")
+    users = {
+        path.relative_to(SOURCE).as_posix()
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and name.fullmatch(node.value)
+    }
     assert users == {"runtime/environment.py"}
 
 

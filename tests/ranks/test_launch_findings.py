@@ -12,6 +12,7 @@ from paceline.errors import LaunchError
 from paceline.launcher.cluster import channel
 from paceline.launcher.launch import Launch
 from paceline.launcher.local import rank_logs
+from paceline.runtime import environment
 
 
 def launched(folder: Path, script: str, *options: str) -> tuple[int, str]:
@@ -51,14 +52,14 @@ def test_a_run_folder_that_holds_something_is_never_removed(in_folder: Path) -> 
 
 
 def test_a_variable_reaches_the_ranks_and_the_token_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(channel.TOKEN, "a token of sixteen letters")
-    assert channel.job_token() == "a token of sixteen letters" and channel.TOKEN not in os.environ
+    monkeypatch.setenv(environment.TOKEN, "a token of sixteen letters")
+    assert channel.job_token() == "a token of sixteen letters" and environment.TOKEN not in os.environ
     status, said = launched(tmp_path, "import os; print(os.environ['OTHER'])", "--env", "OTHER=a b;c")
     assert (status, said.splitlines()[1]) == (0, "a b;c")
 
 
 def test_an_empty_token_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(channel.TOKEN, raising=False)
+    monkeypatch.delenv(environment.TOKEN, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / ".paceline" / "token"
     assert len(channel.job_token()) == 64 and path.stat().st_mode & 0o777 == 0o600

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import LaunchError
+from paceline.runtime import environment
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Target:
 
     def run(self) -> None:
         """Become the target: its arguments are this process's arguments, its code is `__main__`."""
-        args = (f"--local_rank={os.environ['LOCAL_RANK']}", *self.args) if self.local_rank else self.args
+        args = self.args
+        if self.local_rank:
+            info = environment.read_rank_info() or environment.RankInfo()
+            args = (f"--local_rank={info.local_rank}", *args)
         if self.kind == "program":
             _replace_process(self.name, args)
         sys.argv = [self.name, *args]

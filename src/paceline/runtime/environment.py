@@ -21,6 +21,7 @@ SUSPECT_STEP = "PACELINE_SUSPECT_STEP"  # the step whose samples ranks write dow
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 DEBUG = "PACELINE_DEBUG"
 LAUNCHED = "PACELINE_LAUNCHED"
+TOKEN = "PACELINE_TOKEN"  # the secret that the launchers of a job share
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import yaml
 
 from paceline.errors import LaunchError
+from paceline.runtime.environment import TOKEN
 
 PORT = 29500  # the one that Kubeflow's runtime opens
-TOKEN = "PACELINE_TOKEN"
 _JOB = _CONTAINER = "node"  # the names that Kubeflow's runtimes have
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # of RFC 1035: both controllers want it to begin with a letter

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.runtime.environment import TOKEN
 
 Message = dict[str, Any]
 
-TOKEN = "PACELINE_TOKEN"  # the name of a variable
 _MAGIC = b"paceline-1\n"
 _NONCE, _SIGNATURE, _LENGTH = 32, 32, 4
 _LARGEST = 16 << 20  # bytes of a message

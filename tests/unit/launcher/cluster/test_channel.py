@@ -15,10 +15,11 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launcher.cluster.admission import JoinRequest
-from paceline.launcher.cluster.channel import TOKEN, Channel, Closed, Message, connect, job_token
+from paceline.launcher.cluster.channel import Channel, Closed, Message, connect, job_token
 from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.membership import JobPlan
 from paceline.launcher.network import LOOPBACK, listen
+from paceline.runtime.environment import TOKEN
 
 SECRET = "the job's own"
 IDENTITY = {"version": {"torch": "2"}, "code": {}, "recipe": {}}
