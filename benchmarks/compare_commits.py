@@ -1,7 +1,7 @@
 """The key figures of this checkout beside those of another commit, measured in turn, as ratios.
 
     python benchmarks/compare_commits.py [BASE]                    BASE is HEAD~1 unless given
-    python benchmarks/compare_commits.py main --quick              3 rounds instead of 9: 2 minutes on 2 idle cores
+    python benchmarks/compare_commits.py main --quick              3 rounds instead of 9: 90 s of CPU time
     python benchmarks/compare_commits.py --record                  append both to benchmarks/history.jsonl
     python benchmarks/compare_commits.py --only import,loop
 
