@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import paceline
 import tiny
 from paceline.errors import DataError, TrainError
 from paceline.testing import ranks
+from paceline.train.evaluate import weighted_means
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -206,3 +208,13 @@ def test_averaged_weights_are_saved_and_loaded(tmp_path: Any) -> None:
     with pytest.raises(TrainError) as caught:
         tiny.classifier_trainer().ema_weights()
     assert caught.value.code == "train.no-ema"
+
+
+@ranks(2)
+def test_weighted_means_join_what_each_rank_knows() -> None:
+    first = paceline.dist.is_main()
+    means = weighted_means(
+        {"loss": [6.0, 2.0], "empty": [0.0, 0.0]} if first else {"loss": [0.0, 1.0], "own": [5.0, 2.0]}
+    )
+    assert (means["loss"], means["own"]) == (2.0, 2.5)
+    assert math.isnan(means["empty"])

@@ -19,7 +19,6 @@ from typing import Any
 
 from paceline.diagnose.cause import Cause, find_cause
 from paceline.errors import LaunchError, PacelineError
-from paceline.launcher import results
 from paceline.launcher.cluster import manual, node_env
 from paceline.launcher.launch import Launch
 from paceline.launcher.local import rank_logs
@@ -28,6 +27,9 @@ from paceline.launcher.workload import LocalStart, Workload
 from paceline.run import failures
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment
+
+# Objects that a result may hold, and the module of each.
+_OBJECTS = {"History": "paceline.train.history"}
 
 
 def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -> Any:
@@ -50,7 +52,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
             _run_here(work, LocalStart(number, logs.folder))
         else:
             _run_among_several(work, number, found)
-        return results.read(result)
+        return _load(result)
 
 
 def _run_here(work: Workload, start: LocalStart) -> None:
@@ -84,7 +86,16 @@ def _call(fn: Callable[..., Any], kwargs: dict[str, Any], result: Path) -> None:
     value = fn(**kwargs)
     place = environment.read_rank_info()
     if place is None or place.is_main:
-        results.write(value, result)
+        from paceline.runtime import serialization
+
+        serialization.save_result(value, result, _OBJECTS)
+
+
+def _load(result: Path) -> Any:
+    """What rank 0 returned; None where it called sys.exit(0)."""
+    from paceline.runtime import serialization
+
+    return serialization.load_result(result, _OBJECTS)
 
 
 def _error(cause: Cause, logs: RunFolder) -> PacelineError:

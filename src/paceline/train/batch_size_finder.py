@@ -22,12 +22,11 @@ from torch import nn
 from paceline.config.recipe import Config
 from paceline.data.batches import apply
 from paceline.errors import TrainError
-from paceline.launcher import results
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer
 from paceline.parallel.meta_init import is_meta, materialize
 from paceline.precision import policies
-from paceline.runtime import collectives, process_group
+from paceline.runtime import collectives, process_group, serialization
 from paceline.runtime import device as devices
 from paceline.train.model_call import infer_call
 from paceline.train.oom import is_out_of_memory
@@ -65,7 +64,7 @@ class BatchSizeFinder:
 
     def find(self, sample: Any, most: int) -> int:
         """The largest size up to `most`, for a batch that holds one sample."""
-        results.write(apply(sample, lambda tensor: tensor.cpu()), self._folder)
+        serialization.save_result(apply(sample, lambda tensor: tensor.cpu()), self._folder)
         try:
             return search(self._fits_on_all, most)
         finally:
@@ -136,7 +135,7 @@ def _be_a_try(folder: Path, size: int, work: Callable[[Any], None]) -> None:
     code = _FITS
     try:
         torch.set_num_threads(1)  # a forked process must not touch its parent's pool of threads
-        sample = results.read(folder)
+        sample = serialization.load_result(folder)
         work(apply(sample, lambda tensor: tensor[:1].expand(size, *tensor.shape[1:]).contiguous()))
     except BaseException as error:
         code = _TOO_LARGE if is_out_of_memory(error) else _BROKEN

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,6 @@ from paceline.runtime.rng import derive_seed
 from paceline.train.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.step import LossModule
-from paceline.train.sums import means_over_ranks
 
 # A coordinate that no training step has, so that evaluation never reuses a step's noise.
 _EVALUATION = -1
@@ -108,7 +107,20 @@ class _Sums:
 
     def over_all_ranks(self) -> dict[str, float]:
         """The means. A rank that had no samples knows no names."""
-        return means_over_ranks({name: pair.tolist() for name, pair in self._sums.items()})
+        return weighted_means({name: pair.tolist() for name, pair in self._sums.items()})
+
+
+def weighted_means(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Means over all ranks by name, from this rank's (Σ value × weight, Σ weight). Ranks may know different names.
+
+    Collective: must be called on every rank.
+    """
+    total: dict[str, list[float]] = {}
+    for pairs in collectives.all_gather_object({name: list(pair) for name, pair in own.items()}):
+        for name, (value, weight) in pairs.items():
+            before = total.setdefault(name, [0.0, 0.0])
+            before[0], before[1] = before[0] + value, before[1] + weight
+    return {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
 
 
 def _add(sums: _Sums, module: LossModule, micro: MicroBatch, metrics: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from paceline.monitor.rank_stats import RankStats, process_memory
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
+from paceline.train.evaluate import weighted_means
 from paceline.train.history import History, Record, require_free_names
-from paceline.train.sums import means_over_ranks
 
 _SECONDS_BETWEEN_LOOKS = 0.5  # at the process's memory, which costs as much as a record
 
@@ -134,7 +134,7 @@ class Recorder:
             for name, pairs in self._logged.items()
         }
         self._logged = {}
-        return means_over_ranks(own)
+        return weighted_means(own)
 
     def _write(self, records: list[Record], samples: int, extras: Mapping[str, float]) -> None:
         now = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.runtime.serialization import from_json, to_json
+from paceline.runtime.serialization import from_json, load_result, save_result, to_json
+from paceline.train.history import History
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -100,3 +102,36 @@ def test_what_no_reader_would_follow_is_refused_when_it_is_saved() -> None:
         deep = [deep]
     with pytest.raises(CheckpointError, match="64 levels"):
         to_json(deep, "metadata", {})
+
+
+def through_files(value: Any, folder: Path) -> Any:
+    save_result(value, folder, {"History": "paceline.train.history"})
+    return load_result(folder, {"History": "paceline.train.history"})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(1, ("x", [2.5])), {"$tuple": [1]}, {"$object": ["History", {}]}, {"$pairs": []}, {"a": {"b": None}}, math.inf],
+    ids=str,
+)
+def test_a_result_comes_back_as_it_was(value: Any, tmp_path: Path) -> None:
+    assert through_files(value, tmp_path) == value
+
+
+def test_a_result_may_hold_a_history_and_tensors(tmp_path: Path) -> None:
+    whole = torch.arange(4.0)
+    back = through_files(
+        {"run": History(steps=[{"step": 1, "loss": math.nan}]), "parts": (whole, whole[::2])}, tmp_path
+    )
+    assert isinstance(back["run"], History) and math.isnan(back["run"].steps[0]["loss"])
+    assert [part.tolist() for part in back["parts"]] == [[0, 1, 2, 3], [0, 2]]
+
+
+def test_a_result_may_not_choose_what_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"$object": ["Popen", {}]}')
+    with pytest.raises(KeyError):
+        load_result(tmp_path)
+
+
+def test_no_result_is_none(tmp_path: Path) -> None:
+    assert load_result(tmp_path) is None
