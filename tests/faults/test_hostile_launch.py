@@ -16,15 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends.hostfile import Host, read_hosts
 from paceline.launcher.backends.ssh import SshBackend, remote_command
 from paceline.launcher.cluster import orders
 from paceline.launcher.cluster.orders import NodeOrder
-from paceline.launcher.dispatch import Where, dispatch
-from paceline.launcher.launch import Launch
-from paceline.launcher.target import Target
-from paceline.launcher.workload import Workload
+from paceline.launcher.dispatch import dispatch
+from paceline.launcher.workload import Target, Workload
 
 CASES_OF_A_SEED = 100
 RUN = "touch canary"
@@ -78,9 +77,9 @@ class Case:
 def _order(chance: random.Random) -> NodeOrder:
     """What travels through standard input, where everything is allowed."""
     script, value, *arguments = (text(chance, quotable=False) for _ in range(4))
-    launch = Launch(ranks=1, run=script, env={"NAME": value})
+    spec = LaunchSpec(ranks=1, run=script, env={"NAME": value})
     target = Target("script", script, tuple(arguments))
-    return NodeOrder(0, "token", (("node-0", 1),), 1, launch, target, recipe=None, folder="/")
+    return NodeOrder(0, "token", (Endpoint("node-0", 1),), 1, spec, target, recipe=None, folder="/")
 
 
 class Place:
@@ -121,10 +120,10 @@ def hosts_of(case: Case, place: Place) -> list[Host]:
 
 
 def run(case: Case, host: Host, place: Place, command: str) -> None:
-    machines = SshBackend([host], command, ssh=(str(place.ssh),), patience=60.0)
-    machines.start(0, case.order.line())
+    backend = SshBackend([host], command, ssh=(str(place.ssh),), patience=60.0)
+    backend.start(0, case.order.line())
     end = time.monotonic() + 60
-    while not (ended := machines.ended()):
+    while not (ended := backend.ended()):
         assert time.monotonic() < end
         time.sleep(0.001)
     assert ended == {0: "exit status 0"}
@@ -165,7 +164,7 @@ def test_a_variable_has_a_plain_name_or_is_refused() -> None:
     for _ in range(200):
         name = chance.choice(["A", "a_1", "_"]) + chance.choice(["", text(chance, quotable=False)])
         with pytest.raises(LaunchError) as caught:
-            dispatch(Workload(lambda: None), Launch(1, None, env={name: "x"}), Where(hosts="-"), [])
+            dispatch(Workload(lambda: None), LaunchSpec(ranks=1, env={name: "x"}, hosts="-"), [])
         seen[caught.value.code] += 1
         assert caught.value.code == ("launch.bad-hosts" if set(name) <= VARIABLE_LETTERS else "launch.bad-variable")
     assert min(seen["launch.bad-hosts"], seen["launch.bad-variable"]) >= 50, seen

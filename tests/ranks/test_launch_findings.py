@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import nodes
+from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.cluster import channel
-from paceline.launcher.launch import Launch
 from paceline.launcher.local import rank_logs
 from paceline.runtime import environment
 
@@ -45,8 +45,8 @@ def test_a_node_rank_without_nodes_does_not_train_alone(tmp_path: Path) -> None:
 
 def test_a_run_folder_that_holds_something_is_never_removed(in_folder: Path) -> None:
     for name, content in (("empty", ""), ("full", "precious")):
-        with pytest.raises(LaunchError), rank_logs.opened(Launch(None, name)) as where:
-            where.folder.rank_log(0).write_text(content)
+        with pytest.raises(LaunchError), rank_logs.opened(LaunchSpec(run=name)) as logs:
+            logs.folder.rank_log(0).write_text(content)
             raise LaunchError("coordinator-lost", "The connection was lost.")
     assert not Path("runs/empty").exists() and Path("runs/full/logs/rank-0.log").exists()
 

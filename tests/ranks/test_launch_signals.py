@@ -181,11 +181,13 @@ def test_ranks_that_use_up_the_grace_are_ended(tmp_path: Path) -> None:
     """Through the launcher's own surface: the command has a grace of half a minute, and more by a recipe only."""
     (tmp_path / "script.py").write_text(TRAPPING)
     caller = """
-from pathlib import Path
-from paceline.launcher import agent
-from paceline.launcher.target import Target
-from paceline.launcher.workload import Start, Work
-outcome = agent.run(Work(Target("script", "script.py").run), Start(2, Path("."), grace=0.2))
+from paceline.config.launch import LaunchSpec
+from paceline.launcher.local import agent, rank_logs
+from paceline.launcher.local.start import LocalStart, NodeAssignment
+from paceline.launcher.workload import Target, Workload
+with rank_logs.temporary() as logs:
+    start = LocalStart(LaunchSpec(grace=0.2), logs, NodeAssignment(2, world=2))
+    outcome = agent.run(Workload(Target("script", "script.py").run), start)
 raise SystemExit(128 + outcome.signal)
 """
     command = [sys.executable, "-c", caller]

@@ -11,7 +11,7 @@ import pytest
 
 import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import Job, ended, eventually, launchers, run_unbroken
-from paceline.launcher.dispatch import PORT
+from paceline.config.launch import DEFAULT_PORT
 from paceline.launcher.local import agent as _agent  # noqa: F401
 from system import namespaces
 from system.namespaces import Machine
@@ -44,7 +44,7 @@ def test_two_machines_train_as_one_does_and_listen_where_they_have_to(
     first, second = job.both("0:11:wait")
     eventually(lambda: first.says("node 0 of 2: ranks 0 to 1 of 4") and job.waits(in_start=0))
     here, there = machines
-    assert {(here.address, PORT), (here.address, PORT + 1)} <= here.listening()
+    assert {(here.address, DEFAULT_PORT), (here.address, DEFAULT_PORT + 1)} <= here.listening()
     assert {host for host, _ in here.listening()} == {here.address}
     assert {host for host, _ in there.listening()} <= {there.address}
     second.send(signal.SIGTERM)

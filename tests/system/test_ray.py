@@ -36,10 +36,10 @@ sys.stdin.read()
 FRONT_END = """
 import json, os, signal, sys, time
 from pathlib import Path
-from paceline.launcher.backends.ray import RayMachines
+from paceline.launcher.backends.ray import RayBackend
 
 folder = Path(sys.argv[1])
-machines = RayMachines("auto", 2, 1, gpu=None, patience=60, arguments=("-c", (folder / "stand_in.py").read_text()))
+backend = RayBackend("auto", 2, 1, gpu=None, patience=60, arguments=("-c", (folder / "stand_in.py").read_text()))
 answers = [folder / "answer-0", folder / "answer-1"]
 
 def eventually(look):
@@ -55,23 +55,23 @@ def pid(node):
         and int(answers[node].read_text()))
 """
 LIFE = """
-told = {"names": len(machines.names), "address": machines.address()}
-machines.start(0, order(0))
-machines.start(1, order(1, status=3))
-told["failed"] = eventually(machines.ended)
+told = {"names": len(backend.names), "address": backend.address()}
+backend.start(0, order(0))
+backend.start(1, order(1, status=3))
+told["failed"] = eventually(backend.ended)
 os.kill(pid(0), signal.SIGKILL)
-told["killed"] = eventually(machines.ended)
+told["killed"] = eventually(backend.ended)
 answers[0].unlink()
-machines.start(0, order(0))
-machines.start(1, order(1))
+backend.start(0, order(0))
+backend.start(1, order(1))
 told["left"] = [pid(0), pid(1)]
 told["parent"] = os.getppid()
-machines.stop()
+backend.stop()
 (folder / "told").write_text(json.dumps(told))
 """
 KILLED = """
-machines.start(0, order(0))
-machines.start(1, order(1))
+backend.start(0, order(0))
+backend.start(1, order(1))
 (folder / "left").write_text(json.dumps([pid(0), pid(1)]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -110,9 +110,9 @@ def test_launchers_end_when_the_front_end_was_killed(ray: dict[str, str], tmp_pa
 
 
 def test_a_cluster_without_room_is_said_and_coded(ray: dict[str, str], tmp_path: Path) -> None:
-    asking = 'RayMachines("auto", 2, 3, gpu=None, patience=1, wait=3)'
+    asking = 'RayBackend("auto", 2, 3, gpu=None, patience=1, wait=3)'
     done = subprocess.run(
-        [sys.executable, "-c", f"from paceline.launcher.backends.ray import RayMachines\n{asking}"],
+        [sys.executable, "-c", f"from paceline.launcher.backends.ray import RayBackend\n{asking}"],
         env=ray, capture_output=True, text=True, timeout=DEADLINE,
     )  # fmt: skip
     missing = (

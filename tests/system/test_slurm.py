@@ -15,6 +15,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launcher.backends import slurm_allocation, slurm_job, slurm_script
+from paceline.runtime.scheduler_env import SlurmAllocation
 from system import curve, slurm_cluster
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SYSTEM_TESTS") != "1", reason="PACELINE_SYSTEM_TESTS is not 1")
@@ -24,8 +25,8 @@ SECONDS = 90.0
 # Prints what it finds, as JSON.
 SHOW = """
 import json, os, sys
-from paceline.launcher.backends.slurm_allocation import allocation
-found = allocation(os.environ)
+from paceline.runtime.scheduler_env import read_allocation
+found = read_allocation(os.environ)
 print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("A"), vars(found)]), flush=True)
 """
 
@@ -44,18 +45,19 @@ log.write("end\\n")
 # The front end of a job. At a signal it ends the launchers, and requeues the job where that is right.
 FRONT = """
 import os, signal, sys
-from paceline.launcher import slurm, slurm_job
+from paceline.launcher.backends import slurm_allocation, slurm_job
+from paceline.runtime.scheduler_env import read_allocation
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGTERM])
-found = slurm.allocation(os.environ)
+found = read_allocation(os.environ)
 print(f"start {found.restarts}", flush=True)
 if found.restarts:
     sys.exit(3)
-machines = slurm.SlurmMachines(found, workdir=os.getcwd(), command=[sys.executable, "-c", sys.argv[1]])
+backend = slurm_allocation.SlurmBackend(found, workdir=os.getcwd(), command=[sys.executable, "-c", sys.argv[1]])
 for node in range(2):
-    machines.start(node, b"order\\n")
+    backend.start(node, b"order\\n")
 told_to_end = signal.sigwait([signal.SIGUSR2, signal.SIGTERM]) == signal.SIGTERM
-machines.stop()
-if slurm.wants_requeue(found, warned=sys.argv[2] == "warned", told_to_end=told_to_end):
+backend.stop()
+if slurm_allocation.wants_requeue(found, warned=sys.argv[2] == "warned", told_to_end=told_to_end):
     slurm_job.requeue(found.job)
     signal.sigwait([signal.SIGTERM])
 """
@@ -80,12 +82,12 @@ def cluster(
 
 
 @pytest.fixture
-def allocated(cluster: slurm_cluster.Cluster) -> slurm_allocation.Allocation:
+def allocated(cluster: slurm_cluster.Cluster) -> SlurmAllocation:
     """Two nodes for this process, as from the shell of salloc."""
     said = subprocess.run(["salloc", "--no-shell", "--nodes=2"], capture_output=True, text=True, check=True).stderr
     granted = re.search(r"Granted job allocation (\d+)", said)
     assert granted
-    return slurm_allocation.Allocation(granted[1], slurm_cluster.NODES, is_front_end=True)
+    return SlurmAllocation(granted[1], slurm_cluster.NODES, is_front_end=True)
 
 
 def until(is_so: Callable[[], object]) -> None:
@@ -106,7 +108,7 @@ def script(command: list[str], request: str = "nodes=2", workdir: Path | None = 
     )
 
 
-def machines(allocated: slurm_allocation.Allocation) -> slurm_allocation.SlurmBackend:
+def machines(allocated: SlurmAllocation) -> slurm_allocation.SlurmBackend:
     command = [sys.executable, "-c", NODE]
     return slurm_allocation.SlurmBackend(allocated, workdir=str(Path.cwd()), command=command, patience=SECONDS)
 
@@ -139,7 +141,7 @@ def test_srun_and_salloc_are_told_apart(cluster: slurm_cluster.Cluster) -> None:
     assert [json.loads(task)[3]["is_front_end"] for task in tasks] == [False, False]
 
 
-def test_launchers_get_their_order_and_end_when_let_go(allocated: slurm_allocation.Allocation) -> None:
+def test_launchers_get_their_order_and_end_when_let_go(allocated: SlurmAllocation) -> None:
     nodes = machines(allocated)
     for node in (0, 1):
         nodes.start(node, b"x" * 200_000 + b"\n")
@@ -151,7 +153,7 @@ def test_launchers_get_their_order_and_end_when_let_go(allocated: slurm_allocati
 
 
 @pytest.mark.parametrize("victim", ["launcher", "srun"])
-def test_a_lost_launcher_is_told_and_starts_again(allocated: slurm_allocation.Allocation, victim: str) -> None:
+def test_a_lost_launcher_is_told_and_starts_again(allocated: SlurmAllocation, victim: str) -> None:
     nodes = machines(allocated)
     for node in (0, 1):
         nodes.start(node, b"first\n")

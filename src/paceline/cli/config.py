@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import recipe
+from paceline.cli import workloads
 from paceline.text import plural
 
 app = typer.Typer(help="Show the effective recipe, or the schema of all recipes.", no_args_is_help=True)
@@ -15,7 +15,7 @@ app = typer.Typer(help="Show the effective recipe, or the schema of all recipes.
 
 @app.command("show")
 def show(
-    arguments: recipe.Arguments = None,
+    arguments: workloads.Arguments = None,
     ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", help="derive for that many; else the recipe's, or 2 CPU ranks")
     ] = None,
@@ -24,9 +24,9 @@ def show(
     from paceline.plan import derive, layout, passes
     from paceline.plan import show as text
 
-    config, _ = recipe.read(arguments, ranks)
+    config, _ = workloads.read_recipe(arguments, ranks)
     print(text.effective(config))
-    number = recipe.ranks_of(config) or recipe.DEFAULT_CPU_RANKS
+    number = workloads.ranks_of(config) or workloads.DEFAULT_CPU_RANKS
     print(f"\n# derived, for {plural(number, 'rank')}:")
     plan = layout.derive_layout(config, number)
     passes.require_allowed(config, plan)

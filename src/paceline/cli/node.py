@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 
-from paceline.cli import recipe, script
+from paceline.cli import workloads
 
 
 def node() -> None:
@@ -19,18 +19,19 @@ def node() -> None:
     from paceline.launcher.cluster import orders
     from paceline.launcher.cluster.manual import COORDINATOR_LOST
     from paceline.launcher.cluster.node import Node
-    from paceline.launcher.launch import prepare_environment
+    from paceline.launcher.local.rank_env import prepare_environment
     from paceline.launcher.rank_count import choose_ranks
 
     order = orders.read(0)
     _enter(order.folder)
-    prepare_environment(order.launch)
+    spec = order.spec
+    prepare_environment(spec)
     if order.target is not None:
         order.target.check()
-        work = script.work_of(order.target)
+        workload = workloads.script_workload(order.target)
     else:
-        work = recipe.work_of(Config.model_validate(order.recipe))
-    ranks, _ = choose_ranks(order.launch.ranks, device=order.launch.device, on_cpu=order.launch.on_cpu)
+        workload = workloads.recipe_workload(Config.model_validate(order.recipe))
+    ranks, _ = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
     # Ranks have nobody at a keyboard; who gave the order is still listened to.
     source = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -39,10 +40,8 @@ def node() -> None:
     # Now, because nobody would hear of this launcher while it imports torch.
     import paceline.launcher.local.agent  # noqa: F401
 
-    work.preload()
-
-    meeting = orders.reachable(order)
-    launcher = Node(work, order.launch, ranks, meeting, order.token, number=order.node, orders=source)
+    workload.preload()
+    launcher = Node(workload, spec, ranks, orders.reachable(order), order.token, number=order.node, orders=source)
     try:
         raise SystemExit(launcher.run())
     except LaunchError as error:

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli import recipe
+from paceline.cli import workloads
 
 CONTEXT = {"allow_interspersed_args": True}
 
 
 def parity(
-    arguments: recipe.Arguments = None,
+    arguments: workloads.Arguments = None,
     layouts: Annotated[
         list[str] | None,
         typer.Option("--layouts", help="fsdp:2, or 'shard=2 tensor=2'; give it again for each, or with commas"),
@@ -27,7 +27,7 @@ def parity(
     """Train on CPU ranks under several layouts and in one process: loss, gradient norm and weights side by side."""
     from paceline.testing import comparison
 
-    config, _ = recipe.read(arguments, None)
+    config, _ = workloads.read_recipe(arguments, None)
     wanted = tuple(layout for text in layouts or () for layout in _read(text))
     report = comparison.parity(
         config, layouts=wanted or comparison.DEFAULT_LAYOUTS, steps=steps, precision=precision, bound=bound

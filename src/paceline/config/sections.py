@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -22,10 +22,12 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticKnownError, core_schema
 
+from paceline.config import launch
 from paceline.config.components import OPTIMIZERS, SCHEDULES
 from paceline.registry import Registry
 
@@ -284,22 +286,25 @@ class TrainSection(Section):
     max_steps: PositiveInt | None = Field(None, description="optimizer steps, counted from the run's beginning")
 
 
-class LaunchSection(Section):
-    ranks: PositiveInt | None = Field(
-        None, description="processes on each machine; without it all GPUs, else 2 CPU ranks"
-    )
-    nodes: str | None = Field(None, coerce_numbers_to_str=True, description="machines: a number, or min:max")
-    node_rank: NonNegativeInt | None = Field(None, description="which of them this is; else the next free one")
-    master: str | None = Field(None, description="host[:port] of the first one, where they meet; port 29500")
-    wait: PositiveFloat = Field(600.0, description="seconds in which the other machines have to come")
-    interface: str | None = Field(None, description="network interface that reaches the others; else it is found")
-    hosts: str | None = Field(None, description="machines to start it on by ssh: a:4,b:4, or a hostfile")
-    ssh: str = Field("ssh", description="the ssh program, with options")
-    python: str | None = Field(None, description="interpreter on the other machines; else the same path as here")
-    address: str | None = Field(None, description="of this machine, as the others reach it")
-    slurm: str | None = Field(None, description="submit it to SLURM: nodes=2,gpus=4,time=2h")
-    ray: str | None = Field(None, description="start it on a Ray cluster: auto, or host:port")
-    max_restarts: NonNegativeInt = Field(0, description="how often failed ranks are started again")
-    tee: Annotated[list[NonNegativeInt], BeforeValidator(as_list)] = Field(
-        [], description="ranks that are shown, each line with its rank"
+def _section_of(name: str, options: type, **own: Any) -> type[Section]:
+    """A section with the options that a dataclass declares; `own` are types that a recipe writes differently."""
+    hints = get_type_hints(options)
+    made: dict[str, Any] = {}
+    for field_name, option in launch.options_of(options).items():
+        kind = own.get(field_name, str | None if option.parse else hints[field_name])
+        default = getattr(options, field_name)
+        default = list(default) if isinstance(default, tuple) else default
+        description = option.description or option.help
+        made[field_name] = (kind, Field(default, description=description, ge=option.ge, gt=option.gt))
+    return create_model(name, __base__=Section, __module__=__name__, **made)
+
+
+if TYPE_CHECKING:
+    LaunchSection = launch.LaunchOptions
+else:
+    LaunchSection = _section_of(
+        "LaunchSection",
+        launch.LaunchOptions,
+        nodes=Annotated[str | None, BeforeValidator(number_as_text)],
+        tee=Annotated[list[NonNegativeInt], BeforeValidator(as_list)],
     )

@@ -17,13 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.config.launch import LaunchSpec, NodeRange
 from paceline.diagnose.cause import Cause, find_cause
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import manual, node_env
-from paceline.launcher.launch import Launch
 from paceline.launcher.local import rank_logs
+from paceline.launcher.local.start import LocalStart, NodeAssignment
 from paceline.launcher.rank_count import choose_ranks
-from paceline.launcher.workload import LocalStart, Workload
+from paceline.launcher.workload import Workload
 from paceline.run import failures
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment
@@ -47,31 +48,31 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     found = found or node_env.first_rank_contract(os.environ, number)
     with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         result = Path(scratch)
-        work = Workload(lambda: _call(fn, kwargs, result))
+        workload = Workload(lambda: _call(fn, kwargs, result))
         if found is None or found.nodes_max == 1:
-            _run_here(work, LocalStart(number, logs.folder))
+            _run_here(workload, LocalStart(LaunchSpec(), logs, NodeAssignment(number, world=number)))
         else:
-            _run_among_several(work, number, found)
+            _run_among_several(workload, number, found)
         return _load(result)
 
 
-def _run_here(work: Workload, start: LocalStart) -> None:
+def _run_here(workload: Workload, start: LocalStart) -> None:
     from paceline.launcher.local import agent
 
-    outcome = agent.run(work, start)
+    outcome = agent.run(workload, start)
     if outcome.signal == signal.SIGINT:
         raise KeyboardInterrupt  # what a notebook's stop button and a script's caller expect
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
     if not outcome.is_good:
-        raise _error(find_cause(outcome.ends, oom_killed=outcome.oom_killed), start.logs)
+        raise _error(find_cause(outcome.ends, oom_killed=outcome.oom_killed), start.logs.folder)
 
 
-def _run_among_several(work: Workload, ranks: int, found: node_env.NodeEnvironment) -> None:
+def _run_among_several(workload: Workload, ranks: int, found: node_env.NodeEnvironment) -> None:
     print(found.words(), flush=True)
-    host, port = found.meeting_place()
-    wanted = Launch(ranks, run=None, nodes=(found.nodes_min, found.nodes_max))
-    status = manual.launch_manual(work, wanted, manual.ManualNode(found.node_rank, host, port))
+    nodes = NodeRange(found.nodes_min, found.nodes_max)
+    spec = LaunchSpec(ranks=ranks, nodes=nodes, node_rank=found.node_rank, master=found.endpoint())
+    status = manual.launch_manual(workload, spec)
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status:
@@ -84,8 +85,8 @@ def _call(fn: Callable[..., Any], kwargs: dict[str, Any], result: Path) -> None:
     # The parent may have run a threaded operation: its pool is not in this process, and waiting for it would hang.
     torch.set_num_threads(1)
     value = fn(**kwargs)
-    place = environment.read_rank_info()
-    if place is None or place.is_main:
+    rank_info = environment.read_rank_info()
+    if rank_info is None or rank_info.is_main:
         from paceline.runtime import serialization
 
         serialization.save_result(value, result, _OBJECTS)

@@ -1,17 +1,69 @@
-"""What the ranks of a launch run, and how they are started on this machine."""
+"""What the ranks of a launch run: a function, a recipe, or a script, a module or any program as torchrun runs it."""
 
 from __future__ import annotations
 
+import os
+import runpy
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from paceline.launcher.target import Target
-from paceline.run.folder import RunFolder
+from paceline.errors import LaunchError
+from paceline.runtime import environment
 
-GRACE = 30.0  # seconds that a SIGTERM leaves the ranks
-ORPHANS = 60.0  # seconds that ranks may go on without their launcher where another one may come for them
+
+@dataclass(frozen=True)
+class Target:
+    kind: Literal["script", "module", "program"]
+    name: str
+    args: tuple[str, ...] = ()
+    local_rank: bool = False  # scripts for torch's older launcher take --local_rank=N before their own arguments
+
+    def check(self) -> None:
+        """Find a missing script before any rank starts."""
+        if self.kind == "script" and not Path(self.name).exists():
+            raise LaunchError(
+                "no-script",
+                f"There is no script at {self.name}.",
+                fix="check the path; -m runs a module, --no-python any program",
+            )
+
+    def run(self) -> None:
+        """Become the target: its arguments are this process's arguments, its code is `__main__`."""
+        args = self.args
+        if self.local_rank:
+            info = environment.read_rank_info() or environment.RankInfo()
+            args = (f"--local_rank={info.local_rank}", *args)
+        if self.kind == "program":
+            _replace_process(self.name, args)
+        sys.argv = [self.name, *args]
+        if self.kind == "module":
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            if Path(self.name).is_file():  # a folder with a __main__.py puts itself there
+                sys.path.insert(0, str(Path(self.name).resolve().parent))
+            runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Target:
+        return cls(values["kind"], values["name"], tuple(values["args"]), bool(values["local_rank"]))
+
+
+def _replace_process(program: str, args: tuple[str, ...]) -> None:
+    try:
+        os.execvp(program, [program, *args])
+    except OSError as error:
+        raise LaunchError(
+            "no-program",
+            f"The program {program!r} can't be run: {error.strerror}.",
+            fix="check its name and rights",
+        ) from None
 
 
 def _no_imports() -> None:
@@ -33,26 +85,10 @@ class Workload:
     recipe: Mapping[str, Any] | None = None  # of `paceline train`
 
     @property
+    def own_words(self) -> int:
+        """How many of the last words that a person typed are the script's own."""
+        return 0 if self.target is None else len(self.target.args) + 1
+
+    @property
     def script(self) -> Path | None:
         return Path(self.target.name) if self.target is not None and self.target.kind == "script" else None
-
-
-@dataclass(frozen=True)
-class LocalStart:
-    """How to start the ranks of this machine, once."""
-
-    ranks: int
-    logs: RunFolder  # of the run, or a temporary one
-    port: int | None = None  # of a single node's store
-    grace: float = GRACE
-    generation: int = 0  # how often the ranks were started before
-    max_restarts: int = 0
-    fresh: bool = False  # new interpreters
-    node: int = 0
-    nodes: int = 1
-    first_rank: int = 0  # of this machine
-    world: int | None = None  # ranks of all machines
-    store: tuple[str, int] | None = None  # where that of several nodes is
-    interface: str | None = None  # that reaches the other nodes
-    orphans: float = 0.0  # seconds that ranks may go on without this launcher
-    environment: Mapping[str, str] = field(default_factory=dict)  # of every rank

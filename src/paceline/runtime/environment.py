@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config.launch import DEFAULT_PORT
 from paceline.errors import WorldError
 from paceline.run.folder import RunFolder
-from paceline.runtime.scheduler_env import DEFAULT_PORT, number, read_task
+from paceline.runtime.scheduler_env import number, read_task
 
 RUN_FOLDER = "PACELINE_RUN"  # set if the launch has a run folder
 LOG_FOLDER = "PACELINE_PROGRESS"  # that folder, or a temporary one with its layout: heartbeats and logs of this node

@@ -1,4 +1,4 @@
-"""This process as a task of mpirun or srun.
+"""This process as a task of mpirun or srun, and the allocation of SLURM that it is in.
 
 These start one process for each rank, as torchrun does, but say who it is in variables of their own. What they leave
 unsaid is where the ranks meet; that follows from the job, so that all of its tasks find the same answer.
@@ -6,15 +6,16 @@ unsaid is where the ranks meet; that follows from the job, so that all of its ta
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.config.launch import DEFAULT_PORT
 from paceline.errors import WorldError
 from paceline.runtime.hostlist import expand, expand_counts
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500
 
 # Below the ports that Linux gives to outgoing connections, which begin at 32768.
 _FIRST_PORT, _PORTS = 20_000, 10_000
@@ -111,13 +112,8 @@ def _mpi(starter: str, rank: int, world: int, local_rank: int, local_world: int,
 
 
 def _slurm(environment: Mapping[str, str]) -> SchedulerTask | None:
-    """A task of srun.
-
-    A batch script, salloc's shell and a shell under `srun --pty` have most of the same variables, and SLURM_NTASKS may
-    be 8 there; but what a person starts in them is one process.
-    """
-    step = environment.get("SLURM_STEP_ID", "")
-    if not step.isdecimal() or int(step) >= _RESERVED_STEPS or "SLURM_PTY_PORT" in environment:
+    """A task of srun."""
+    if not _is_srun_task(environment):
         return None
     world = number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     tasks = expand_counts(_first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
@@ -135,9 +131,20 @@ def _slurm(environment: Mapping[str, str]) -> SchedulerTask | None:
         local_rank=number(environment, "SLURM_LOCALID"),
         local_world=tasks[node],
         nodes=len(tasks),
-        job=f"{_first(environment, 'SLURM_JOB_ID')}.{step}",
+        job=f"{_first(environment, 'SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}",
         hosts=_first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
     )
+
+
+def _is_srun_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process.
+
+    A batch script, salloc's shell and a shell under `srun --pty` have most of the same variables, and SLURM_NTASKS may
+    be 8 there; but what a person starts in them is one process.
+    """
+    step = environment.get("SLURM_STEP_ID", "")
+    is_step = re.fullmatch(r"[0-9]{1,10}", step) is not None and int(step) < _RESERVED_STEPS
+    return is_step and "SLURM_PTY_PORT" not in environment
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str:
@@ -145,3 +152,35 @@ def _first(environment: Mapping[str, str], *names: str) -> str:
     if found is None:
         raise WorldError("bad-environment", f"The environment variable {names[0]} is missing beside its siblings.")
     return found
+
+
+@dataclass(frozen=True)
+class SlurmAllocation:
+    """What SLURM gave to the job that this process belongs to."""
+
+    job: str
+    nodes: tuple[str, ...]
+    is_front_end: bool  # a launcher in this process starts those of all nodes
+    gpus: int | None = None  # for each node, where SLURM counts them
+    restarts: int = 0  # how often the job was requeued
+
+
+def read_allocation(environment: Mapping[str, str]) -> SlurmAllocation | None:
+    """The allocation that this process is in, if any."""
+    job = environment.get("SLURM_JOB_ID", "")
+    nodes = environment.get("SLURM_JOB_NODELIST", "")
+    if not re.fullmatch(r"[0-9]+", job) or not nodes:
+        return None
+    gpus = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+    restarts = environment.get("SLURM_RESTART_COUNT", "")
+    hosts = tuple(expand(nodes))
+    # A batch script is a front end on a single node too: it hears SLURM's warnings, and goes back into the queue. In a
+    # shell of salloc on one node a person is at the keyboard.
+    has_front_end = len(hosts) > 1 or "SLURM_PROCID" in environment
+    return SlurmAllocation(
+        job=job,
+        nodes=hosts,
+        is_front_end=has_front_end and not _is_srun_task(environment),
+        gpus=int(gpus) if re.fullmatch(r"[0-9]{1,4}", gpus) else None,
+        restarts=int(restarts) if re.fullmatch(r"[0-9]{1,10}", restarts) else 0,
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.launcher.target import Target
+from paceline.launcher.workload import Target
 from paceline.run import failures
 from paceline.run.failures import FailureRecord
 from paceline.run.folder import RunFolder

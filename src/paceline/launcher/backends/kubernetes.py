@@ -8,13 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from paceline.config.launch import LaunchSpec, options_of
 from paceline.errors import LaunchError, did_you_mean
 from paceline.launcher.backends.kubernetes_manifest import ManifestOptions, manifest
+from paceline.launcher.workload import Workload
 
 _KEYS = ("kind", "image", "name", "namespace", "gpus", "cpu", "memory", "secret", "claim", "restarts", "grace")
 _KINDS: tuple[Literal["trainjob", "jobset"], ...] = ("trainjob", "jobset")
 # The pods' place is Kubernetes's affair; all other options are theirs.
-_NOT_FOR_PODS = ("--k8s-with", "--nodes", "--nnodes", "-n", "--ranks", "--nproc-per-node", "--nproc_per_node")
+_NOT_FOR_PODS = {flag for name in ("ranks", "nodes", "k8s_with") for flag in options_of(LaunchSpec)[name].flags}
+
+
+def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
+    """Print manifests; `kubectl apply` is a person's."""
+    fewest, most = spec.node_range
+    if fewest != most:
+        raise LaunchError("bad-k8s", f"--nodes {spec.nodes}: pods of a job come all or none.", fix="give one number")
+    run = spec.run or "paceline"
+    print(manifests(spec.k8s_with, command, workload.own_words, run=run, nodes=most, ranks=spec.ranks), end="")
+    return 0
 
 
 def manifests(text: str | None, command: Sequence[str], own: int, *, run: str, nodes: int, ranks: int | None) -> str:

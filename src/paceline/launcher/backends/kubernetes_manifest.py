@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import yaml
 
+from paceline.config.launch import DEFAULT_PORT
 from paceline.errors import LaunchError
 from paceline.runtime.environment import TOKEN
 
-PORT = 29500  # the one that Kubeflow's runtime opens
 _JOB = _CONTAINER = "node"  # the names that Kubeflow's runtimes have
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # of RFC 1035: both controllers want it to begin with a letter
@@ -102,7 +102,7 @@ def _jobset(request: ManifestOptions) -> dict[str, Any]:
         "command": ["paceline", request.verb],
         "args": [*_place(request), "-n", str(request.ranks), *_literal(request.arguments)],
         "env": _env(request),
-        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
+        "ports": [{"containerPort": DEFAULT_PORT, "protocol": "TCP"}],
         "resources": _resources(request),
         "volumeMounts": mounts,
     }
@@ -140,7 +140,7 @@ def _place(request: ManifestOptions) -> list[str]:
     """Which node a pod is, and where the first one is: JobSet gives pods names by their number."""
     if request.nodes == 1:
         return []
-    master = f"{request.name}-{_JOB}-0-0.{request.name}:{PORT}"
+    master = f"{request.name}-{_JOB}-0-0.{request.name}:{DEFAULT_PORT}"
     return ["--nodes", str(request.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--master", master]
 
 

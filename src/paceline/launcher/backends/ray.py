@@ -24,10 +24,15 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
+from paceline.launcher.backends.subprocesses import OutputRelay, describe_exit, write_order
+from paceline.launcher.cluster import frontend
 from paceline.launcher.local import interrupts
+from paceline.launcher.workload import Workload
 
 NODE = ("-P", "-m", "paceline", "node")  # for the interpreter that Ray runs there
 
@@ -38,10 +43,20 @@ _NOT_FOR_RANKS = ("OMP_NUM_THREADS", "SSH_CONNECTION")
 _CONNECT_SECONDS = 5.0
 _FIRST_WAIT = 2.0  # seconds in which a cluster with room gives it, so that nothing need be said
 _SAY_EVERY = 30.0
-_LAST_LINES = 20
-_LAST_BYTES = 16384
 _LOOK_SECONDS = 0.5  # a launcher that died may have left somebody who holds its pipes open
 _TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
+
+
+def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
+    """Start a launcher on each node that a Ray cluster gives."""
+    nodes = spec.node_range
+    ranks = spec.ranks or spec.default_cpu_ranks
+    gpu = False if spec.device == "cpu" else None
+    backend = RayBackend(spec.ray or "auto", nodes.most, ranks, gpu=gpu, patience=spec.grace, wait=spec.wait)
+    address = spec.address or backend.address()
+    return frontend.launch_on(
+        backend, workload, replace(spec, nodes=nodes), [ranks] * nodes.most, address=address
+    ).status
 
 
 class RayBackend:
@@ -130,8 +145,7 @@ class _NodeActor:
 
     def __init__(self, ray: Any, actor: Any, order: bytes) -> None:
         self._ray, self._actor = ray, actor
-        self._tail = b""
-        self._parts = {1: b"", 2: b""}
+        self._relay = OutputRelay()
         self.last_words: str | None = None  # once it is gone
         self.actor_is_lost = False
         self.thread = threading.Thread(target=self._tend, args=(order,), daemon=True)
@@ -145,23 +159,13 @@ class _NodeActor:
             self._ray.get(self._actor.begin.remote(order))
             while not isinstance(written := self._ray.get(self._actor.read.remote()), int):
                 for stream, data in written:
-                    self._take(stream, data)
-            how = f"exit status {written}" if written >= 0 else f"ended by {signal.Signals(-written).name}"
+                    self._relay.write(stream, data)
+            how = describe_exit(written)
         except self._ray.exceptions.RayError as error:
             self.actor_is_lost = True
             how = "Ray lost the machine, or could not start there: " + str(error).strip()
-        for stream, part in self._parts.items():
-            _show(stream, part + b"\n" if part else b"")
-        self.last_words = "\n".join([how, *self._tail.decode(errors="replace").splitlines()[-_LAST_LINES:]])
-
-    def _take(self, stream: int, data: bytes) -> None:
-        """Show whole lines only, so that those of two nodes do not mix; a progress bar ends its own with \\r."""
-        if stream == 2:
-            self._tail = (self._tail + data)[-_LAST_BYTES:]
-        data = self._parts[stream] + data
-        whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        self._parts[stream] = data[whole:]
-        _show(stream, data[:whole])
+        self._relay.finish()
+        self.last_words = "\n".join([how, *self._relay.last_lines()])
 
 
 class _NodeLauncher:
@@ -185,9 +189,7 @@ class _NodeLauncher:
         )
         assert process.stdin and process.stdout and process.stderr
         self._streams = {process.stdout.fileno(): 1, process.stderr.fileno(): 2}
-        with suppress(BrokenPipeError):  # it is gone already, and its last words will say why
-            while order:
-                order = order[os.write(process.stdin.fileno(), order) :]
+        write_order(process.stdin.fileno(), order)
         self._has_order = True
 
     def read(self) -> list[tuple[int, bytes]] | int:
@@ -228,12 +230,6 @@ class _NodeLauncher:
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-
-
-def _show(stream: int, words: bytes) -> None:
-    with suppress(OSError):  # the screen is gone
-        while words:
-            words = words[os.write(stream, words) :]
 
 
 def _connect(address: str) -> Any:

@@ -21,61 +21,45 @@ would be undone. The next start has the same job id, and SLURM_RESTART_COUNT cou
 
 from __future__ import annotations
 
-import re
+import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
+from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends import slurm_job
 from paceline.launcher.backends.subprocesses import SubprocessBackend
-from paceline.runtime import hostlist
+from paceline.launcher.cluster import frontend
+from paceline.launcher.workload import Workload
+from paceline.runtime.scheduler_env import SlurmAllocation, read_allocation
 
 PATIENCE = 15.0  # seconds that launchers get to end by themselves once the front end lets go
 
-_MAX_STEP = 0xFFFFFFF0  # numbers above are SLURM's own: the batch script, the shell of salloc
+
+def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
+    """Start a launcher on every node of the allocation; put the job back into the queue where that is our part."""
+    allocation = read_allocation(os.environ)
+    assert allocation is not None
+    backend = SlurmBackend(allocation, workdir=str(Path.cwd()))
+    ranks = spec.ranks or allocation.gpus
+    wanted = frontend.with_nodes(spec, len(allocation.nodes))
+    if allocation.restarts:  # the job was requeued: it goes on with its own run
+        wanted = replace(wanted, resume="auto", prior_starts=allocation.restarts)
+    print(f"nodes: {len(allocation.nodes)} of SLURM's job {allocation.job}", file=sys.stderr, flush=True)
+    ended = frontend.launch_on(backend, workload, wanted, [ranks] * len(allocation.nodes), address=spec.address)
+    warned = signal.SIGUSR2 in ended.signals
+    told_to_end = bool({signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & ended.signals)
+    if ended.status > 128 and wants_requeue(allocation, warned=warned, told_to_end=told_to_end):
+        print(f"job {allocation.job} goes back into the queue", file=sys.stderr, flush=True)
+        slurm_job.requeue(allocation.job)
+    return ended.status
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """What SLURM gave to this job."""
-
-    job: str
-    nodes: tuple[str, ...]
-    is_front_end: bool
-    gpus: int | None = None  # for each node, where SLURM counts them
-    restarts: int = 0  # how often the job was requeued
-
-
-def allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation that this process is in, if any."""
-    job = environment.get("SLURM_JOB_ID", "")
-    nodes = environment.get("SLURM_JOB_NODELIST", "")
-    if not re.fullmatch(r"[0-9]+", job) or not nodes:
-        return None
-    gpus = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    return Allocation(
-        job=job,
-        nodes=tuple(hostlist.expand(nodes)),
-        is_front_end=not _is_task(environment),
-        gpus=int(gpus) if re.fullmatch(r"[0-9]{1,4}", gpus) else None,
-        restarts=_number(environment, "SLURM_RESTART_COUNT") or 0,
-    )
-
-
-def _is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process; not for the shell that `srun --pty` gives to a person."""
-    step = _number(environment, "SLURM_STEP_ID")
-    return step is not None and step < _MAX_STEP and "SLURM_PTY_PORT" not in environment
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    value = environment.get(name, "")
-    return int(value) if re.fullmatch(r"[0-9]{1,10}", value) else None
-
-
-def wants_requeue(allocation: Allocation, *, warned: bool, told_to_end: bool) -> bool:
+def wants_requeue(allocation: SlurmAllocation, *, warned: bool, told_to_end: bool) -> bool:
     """Whether the front end, once its ranks saved and ended, has to requeue the job: `warned` is a SIGUSR2 that it got,
     `told_to_end` a SIGTERM, SIGINT or SIGHUP."""
     return not told_to_end and (warned or slurm_job.is_preempted(allocation.job))
@@ -85,7 +69,7 @@ class SlurmBackend(SubprocessBackend):
     """The nodes of an allocation. Each launcher is a step of the job, with all that the job has on its node."""
 
     def __init__(
-        self, allocation: Allocation, *, workdir: str, command: Sequence[str] = (), patience: float = PATIENCE
+        self, allocation: SlurmAllocation, *, workdir: str, command: Sequence[str] = (), patience: float = PATIENCE
     ) -> None:
         self._job = allocation.job
         self._workdir = workdir

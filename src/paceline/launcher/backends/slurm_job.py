@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,11 +16,33 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
+from paceline.launcher.backends import slurm_script
+from paceline.launcher.workload import Workload
 
 _LOOK_SECONDS = 1.0
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED", "DEADLINE"}
 _OVER |= {"BOOT_FAIL", "REVOKED"}
+_LOGS = Path("runs")
+
+
+def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
+    """Submit the command as a batch job and follow it; with `--dry-run`, show the script."""
+    options = slurm_script.parse(spec.slurm or "")
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(spec.run or "paceline").name) or "paceline"
+    log = str(_LOGS / f"{name}-slurm-%j.log")
+    own = len(command) - workload.own_words
+    words = [word for index, word in enumerate(command) if word != "--dry-run" or index >= own]
+    argv = [sys.executable, "-P", "-m", "paceline", *words]
+    script = slurm_script.batch_script(options, argv, name=name, workdir=str(Path.cwd()), log=log, env=spec.env)
+    if spec.dry_run:
+        print(script, end="")
+        return 0
+    _LOGS.mkdir(exist_ok=True)
+    job = submit(script)
+    print(f"job {job}: submitted; {shlex.join(['scancel', job])} ends it", file=sys.stderr, flush=True)
+    return follow(job, Path(log.replace("%j", job)))
 
 
 def submit(script: str) -> str:

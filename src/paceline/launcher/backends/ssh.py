@@ -15,11 +15,16 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
-from paceline.launcher.backends.hostfile import Host
+from paceline.launcher.backends.hostfile import Host, read_hosts
 from paceline.launcher.backends.subprocesses import SubprocessBackend
+from paceline.launcher.cluster import frontend
+from paceline.launcher.workload import Workload
 
 _OPTIONS = (
     "-T",
@@ -35,6 +40,16 @@ _MEANINGS = {  # of ssh's own 255 and the shell's 127
     "exit status 255": "ssh could not log in, lost the connection, or the launcher there was killed (exit status 255)",
     "exit status 127": "the interpreter was not found there (exit status 127); --python names another",
 }
+
+
+def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
+    """Start a launcher on each of `--hosts`."""
+    hosts = read_hosts(spec.hosts or "")
+    remote = node_command(str(Path.cwd()), spec.python or sys.executable)
+    backend = SshBackend(hosts, remote, ssh=read_ssh(spec.ssh or "ssh"), patience=spec.grace)
+    ranks = [host.ranks or spec.ranks for host in hosts]
+    wanted = frontend.with_nodes(spec, len(hosts))
+    return frontend.launch_on(backend, workload, wanted, ranks, address=spec.address).status
 
 
 class SshBackend(SubprocessBackend):

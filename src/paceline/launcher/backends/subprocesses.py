@@ -1,6 +1,6 @@
 """Launchers of other machines, each behind a process of this one: an ssh, an srun.
 
-`ProcessMachines` starts one process for each node. The process gets its order through its standard input, which stays
+`SubprocessBackend` starts one process for each node. The process gets its order through its standard input, which stays
 open: its end is what tells the other side that the front end is gone. What the other side writes is shown here, and
 its last lines are kept, because they are often all that explains an end ("Permission denied").
 
@@ -67,32 +67,23 @@ class _NodeProcess:
         assert self.process.stdin is not None and self.process.stderr is not None
         self._stdin = self.process.stdin
         self._stderr = self.process.stderr
-        self._tail = b""
+        self._relay = OutputRelay()
         self._has_order = threading.Event()
         self._thread = threading.Thread(target=self._tend, args=(order,), daemon=True)
         self._thread.start()
 
     def _tend(self, order: bytes) -> None:
         # In this thread, because a long order fills the pipe and then waits for the other side to read.
-        with suppress(BrokenPipeError):  # it is gone already, and its last words will say why
-            while order:
-                order = order[os.write(self._stdin.fileno(), order) :]
+        write_order(self._stdin.fileno(), order)
         self._has_order.set()
-        part = b""
         while chunk := os.read(self._stderr.fileno(), 65536):
-            self._tail = (self._tail + chunk)[-_LAST_BYTES:]
-            # Only whole lines, so that those of two nodes do not mix; a progress bar ends its own with \r.
-            whole = max((part + chunk).rfind(b"\n"), (part + chunk).rfind(b"\r")) + 1
-            lines, part = (part + chunk)[:whole], (part + chunk)[whole:]
-            _show(lines)
-        _show(part + b"\n" if part else b"")
+            self._relay.write(2, chunk)
+        self._relay.finish()
 
     def last_words(self) -> str:
         """How it ended, and the last lines that came from there."""
         self.close()
-        status = self.process.returncode
-        how = f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
-        return "\n".join([how, *self._tail.decode(errors="replace").splitlines()[-_LAST_LINES:]])
+        return "\n".join([describe_exit(self.process.returncode), *self._relay.last_lines()])
 
     def let_go(self) -> None:
         """Tell the other side that nobody is here any more."""
@@ -138,7 +129,41 @@ def _wait(ways: Sequence[_NodeProcess], seconds: float) -> None:
         way.wait(until)
 
 
-def _show(words: bytes) -> None:
+class OutputRelay:
+    """Shows what a node's launcher writes: whole lines only, so that those of two nodes do not mix. A progress bar ends
+    its own with \\r. The end of its standard error is kept."""
+
+    def __init__(self) -> None:
+        self._partial = {1: b"", 2: b""}  # by stream: the line that has not ended
+        self._tail = b""
+
+    def write(self, stream: int, data: bytes) -> None:
+        if stream == 2:
+            self._tail = (self._tail + data)[-_LAST_BYTES:]
+        data = self._partial[stream] + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._partial[stream] = data[end:]
+        _show(stream, data[:end])
+
+    def finish(self) -> None:
+        for stream, rest in self._partial.items():
+            _show(stream, rest + b"\n" if rest else b"")
+
+    def last_lines(self) -> list[str]:
+        return self._tail.decode(errors="replace").splitlines()[-_LAST_LINES:]
+
+
+def write_order(descriptor: int, order: bytes) -> None:
+    with suppress(BrokenPipeError):  # the launcher is gone already, and its last lines will say why
+        while order:
+            order = order[os.write(descriptor, order) :]
+
+
+def describe_exit(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+
+
+def _show(stream: int, data: bytes) -> None:
     with suppress(OSError):  # the screen is gone
-        while words:
-            words = words[os.write(2, words) :]
+        while data:
+            data = data[os.write(stream, data) :]

@@ -25,13 +25,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Literal
 
+from paceline.config.launch import LaunchSpec
 from paceline.diagnose.cause import Cause
 from paceline.diagnose.exits import RankExit
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import admission
 from paceline.launcher.cluster.channel import Channel, Closed, Message
 from paceline.launcher.cluster.fingerprint import Identity
-from paceline.launcher.cluster.membership import JobPlan, NodeMember, OrphanedRanks
+from paceline.launcher.cluster.membership import NodeMember, OrphanedRanks
 from paceline.launcher.cluster.server import ConnectionServer
 from paceline.launcher.network import is_loopback, listen
 from paceline.launcher.restart_policy import Restart, Supervisor
@@ -52,15 +53,17 @@ class Coordinator:
     have to be as `identity` says, else as the first that comes."""
 
     def __init__(
-        self, listener: socket.socket, token: str, plan: JobPlan, tell: Callable[[Message], None],
-        identity: Identity | None = None,
+        self, listener: socket.socket, token: str, spec: LaunchSpec, tell: Callable[[Message], None],
+        identity: Identity | None = None, *, store_port: int | None = None,
     ) -> None:  # fmt: skip
-        self._door, self._plan, self._tell = ConnectionServer(listener, token), plan, tell
-        self._supervisor = Supervisor(plan.max_restarts)
+        self._door, self._spec, self._tell = ConnectionServer(listener, token), spec, tell
+        self._fewest, self._most = spec.node_range
+        self._store_port = store_port
+        self._supervisor = Supervisor(spec.max_restarts)
         self._members: dict[Channel, NodeMember] = {}
         self._identity = identity
         self._phase: Phase = "gathering"
-        self._generation = plan.restarted
+        self._generation = spec.prior_starts
         self._store: Any = None
         self._lost: dict[int, str] = {}  # nodes that went in this generation
         self._gone: list[RankExit] = []  # what they had said of their ranks
@@ -83,7 +86,7 @@ class Coordinator:
     def missing(self) -> list[int]:
         """Numbers of nodes that are not here."""
         here = {member.node for member in self._members.values()}
-        return [node for node in range(self._plan.most) if node not in here]
+        return [node for node in range(self._most) if node not in here]
 
     @property
     def signalled(self) -> bool:
@@ -151,7 +154,7 @@ class Coordinator:
     def _admit(self, channel: Channel, message: Message) -> None:
         hello = admission.JoinRequest.read(message)
         try:
-            node = admission.place(hello, self._plan.fewest, self._plan.most, self.missing, self._identity)
+            node = admission.place(hello, self._fewest, self._most, self.missing, self._identity)
         except LaunchError as error:
             self._notice(f"refused: {error.what}")
             channel.send({"kind": "refused", "error": failures.parts_of(error)})
@@ -159,7 +162,7 @@ class Coordinator:
         self._door.let_in(channel)
         self._identity = self._identity or hello.identity
         self._members[channel] = NodeMember(channel, node, hello.host, hello.ranks)
-        channel.send({"kind": "welcome", "node": node, "nodes": self._plan.most})
+        channel.send({"kind": "welcome", "node": node, "nodes": self._most})
         self._changed_at = time.monotonic()
         if self._phase == "running":
             self._has_newcomer = True
@@ -223,7 +226,7 @@ class Coordinator:
 
     @property
     def _may_start_again(self) -> bool:
-        return self._supervisor.restarts < self._plan.max_restarts
+        return self._supervisor.restarts < self._spec.max_restarts
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
@@ -266,14 +269,14 @@ class Coordinator:
         self._phase = "gathering"
         self._has_newcomer = False
         now = time.monotonic()
-        self._changed_at, self._not_before, self._deadline = now, now + delay, now + delay + self._plan.wait
+        self._changed_at, self._not_before, self._deadline = now, now + delay, now + delay + self._spec.wait
         self._remind_at = now + delay + _FIRST_REMINDER
         for member in self._members.values():
             member.begin_anew()
 
     def _look_who_is_missing(self, now: float) -> None:
         number = len(self._members)
-        enough = number == self._plan.most or (number >= self._plan.fewest and now > self._changed_at + _LAST_CALL)
+        enough = number == self._most or (number >= self._fewest and now > self._changed_at + _LAST_CALL)
         if now < self._not_before:
             return
         if enough:
@@ -281,10 +284,10 @@ class Coordinator:
             self._lost, self._gone = {}, []
             self._send(self._in_order()[0], {"kind": "open", "folder": self._folder})
         elif now > self._deadline:
-            self._end(2, error=admission.nodes_missing(self.missing, self._plan.wait))
+            self._end(2, error=admission.nodes_missing(self.missing, self._spec.wait))
         elif now > self._remind_at:
             self._remind_at = now + _REMINDER
-            message = {"kind": "waiting", "here": number, "of": self._plan.most, "missing": self.missing}
+            message = {"kind": "waiting", "here": number, "of": self._most, "missing": self.missing}
             self._broadcast(message)
             self._tell(message)
 
@@ -299,7 +302,7 @@ class Coordinator:
         self._folder = folder
         self._store = None  # its port is to be free
         try:
-            self._store = open_store(listen(self._door.address, self._plan.store_port))
+            self._store = open_store(listen(self._door.address, self._store_port))
         except LaunchError as error:
             what = f"The ranks' store, at the port after --master's, can't listen on the first node: {error.what}"
             self.fail(LaunchError("port-in-use", what, fix="give another port in --master, or --port"))
@@ -336,7 +339,7 @@ class Coordinator:
             self._lost |= {node: f"{each.host}: {each.words}" for node, each in self._orphans.items()}
             self._leftovers, self._orphans = self._orphans, {}
             self._is_failure = is_failure and not self._signal
-            self._deadline = time.monotonic() + self._plan.grace + 2 * SILENCE
+            self._deadline = time.monotonic() + self._spec.grace + 2 * SILENCE
         for member in self._all():
             if member.is_busy and member is not but:
                 self._send(member, {"kind": "stop", "signal": number})
@@ -362,7 +365,7 @@ class Coordinator:
                 self._suspect = verdict.suspect
                 again = {
                     "kind": "again", "cause": asdict(verdict.cause), "delay": verdict.delay,
-                    "number": self._supervisor.restarts, "of": self._plan.max_restarts,
+                    "number": self._supervisor.restarts, "of": self._spec.max_restarts,
                 }  # fmt: skip
                 self._broadcast(again)
                 self._tell(again)

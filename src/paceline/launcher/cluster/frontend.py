@@ -1,7 +1,7 @@
 """The front end of a job whose launchers were started from here: by ssh, by SLURM, on a Ray cluster.
 
-It hosts the meeting and the store, shows what the nodes say, and starts a launcher again that died: so any node may be
-lost, the first one too. Only the front end itself may not; when it goes, all nodes end.
+It hosts the coordinator and the store, shows what the nodes say, and starts a launcher again that died: so any node may
+be lost, the first one too. Only the front end itself may not; when it goes, all nodes end.
 """
 
 from __future__ import annotations
@@ -17,22 +17,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
+from paceline.config.launch import Endpoint, LaunchSpec, NodeRange
 from paceline.errors import LaunchError
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.coordinator import Coordinator
-from paceline.launcher.cluster.machines import NodeBackend
-from paceline.launcher.cluster.membership import JobPlan
 from paceline.launcher.cluster.orders import NodeOrder
-from paceline.launcher.launch import Launch
 from paceline.launcher.local import status as local_status
 from paceline.launcher.network import listen
 from paceline.launcher.workload import Workload
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-
-
 _LONGEST_PAUSE = 30.0  # seconds between two starts of a launcher
+
+
+class NodeBackend(Protocol):
+    """Each runs one `paceline node`, a launcher that reads its order from standard input, and takes the end of that
+    as the end of the job."""
+
+    names: Sequence[str]  # of the nodes, for people
+
+    def start(self, node: int, order: bytes) -> None:
+        """Begin, or begin again, that node's launcher. `order` is one line."""
+
+    def ended(self) -> dict[int, str]:
+        """Nodes whose launcher is gone, with its last words for people; each is told once."""
+
+    def stop(self) -> None:
+        """End what runs; nothing stays behind."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +55,45 @@ class Ended:
 
 
 def launch_on(
-    machines: NodeBackend,
-    work: Workload,
-    launch: Launch,
+    backend: NodeBackend,
+    workload: Workload,
+    spec: LaunchSpec,
     ranks: Sequence[int | None],
     *,
     address: str | None = None,
 ) -> Ended:
-    """Run it on these machines. `address` is where they reach this one; unless it is given this one listens at all of
-    its addresses, and they try."""
+    """Run it on the nodes of a backend. `address` is where they reach this machine; unless it is given this one listens
+    at all of its addresses, and they try."""
 
     # The store is hosted here: torch is needed, and imported before anybody waits for it.
     import paceline.launcher.local.rendezvous  # noqa: F401
 
     token = secrets.token_hex(32)
-    listener = listen(address or "0.0.0.0", launch.port)
-    store_port = None if launch.port is None else launch.port + 1
-    plan = JobPlan(*launch.nodes, launch.max_restarts, launch.wait, launch.patience, store_port, launch.restarted)
+    listener = listen(address or "0.0.0.0", spec.port)
+    store_port = None if spec.port is None else spec.port + 1
     reach = [address] if address else _own_addresses()
     heard: set[int] = set()
     port = int(listener.getsockname()[1])
-    found = tuple((each, port) for each in reach)
+    endpoints = tuple(Endpoint(each, port) for each in reach)
     folder = str(Path.cwd())
     by_ssh = address is None  # then the way that ssh took is the best guess
     orders = [
-        NodeOrder(node, token, found, port, replace(launch, ranks=number), work.target, work.recipe, folder, by_ssh)
+        NodeOrder(
+            node, token, endpoints, port, replace(spec, ranks=number), workload.target, workload.recipe, folder, by_ssh
+        )
         for node, number in enumerate(ranks)
     ]
-    meeting = Coordinator(listener, token, plan, lambda message: _tell(message, machines.names))
+    coordinator = Coordinator(
+        listener, token, spec, lambda message: _tell(message, backend.names), store_port=store_port
+    )
     try:
         with _heard() as signals:
-            _attend(meeting, machines, orders, lambda: _noted(signals(), heard))
+            _attend(coordinator, backend, orders, lambda: _noted(signals(), heard))
     finally:
-        meeting.close()
-        machines.stop()
-    assert meeting.status is not None
-    return Ended(meeting.status, frozenset(heard))
+        coordinator.close()
+        backend.stop()
+    assert coordinator.status is not None
+    return Ended(coordinator.status, frozenset(heard))
 
 
 def _noted(signals: list[int], heard: set[int]) -> list[int]:
@@ -86,33 +102,33 @@ def _noted(signals: list[int], heard: set[int]) -> list[int]:
 
 
 def _attend(
-    meeting: Coordinator, machines: NodeBackend, orders: Sequence[NodeOrder], signals: Callable[[], list[int]]
+    coordinator: Coordinator, backend: NodeBackend, orders: Sequence[NodeOrder], signals: Callable[[], list[int]]
 ) -> None:
     """Until it is over: start launchers, and again when they are missed."""
     running: set[int] = set()
     present: set[int] = set()
-    arrived: set[int] = set()  # nodes that were at the meeting once
+    arrived: set[int] = set()  # nodes that were connected once
     hopeless: set[int] = set()  # that ended before they were
     tries = _Tries()
-    fewest = orders[0].launch.nodes[0]
-    while not meeting.is_over:
-        for node in meeting.wanted:
+    fewest = orders[0].spec.node_range.fewest
+    while not coordinator.is_over:
+        for node in coordinator.wanted:
             if node not in running | hopeless and tries.may_start(node):
                 running.add(node)
-                machines.start(node, orders[node].line())
-        meeting.step()
-        _heed(signals(), meeting)
-        before, present = present, set(range(len(orders))) - set(meeting.missing)
+                backend.start(node, orders[node].line())
+        coordinator.step()
+        _heed(signals(), coordinator)
+        before, present = present, set(range(len(orders))) - set(coordinator.missing)
         running -= before - present  # one that fell silent still runs, and is ended by its next start
         arrived |= present
-        for node, words in machines.ended().items():
+        for node, words in backend.ended().items():
             running.discard(node)
-            meeting.lose(node, words or "its launcher ended")
-            if node not in arrived and meeting.status is None:
+            coordinator.lose(node, words or "its launcher ended")
+            if node not in arrived and coordinator.status is None:
                 hopeless.add(node)
-                error = _never_came(machines.names[node], words)
+                error = _never_came(backend.names[node], words)
                 if len(orders) - len(hopeless) < fewest:
-                    meeting.fail(error)
+                    coordinator.fail(error)
                 else:
                     print(f"{error}\n  the others go on without it", file=sys.stderr, flush=True)
 
@@ -176,17 +192,17 @@ def _heard() -> Iterator[Callable[[], list[int]]]:
             signal.signal(number, handler)
 
 
-def _heed(numbers: Sequence[int], meeting: Coordinator) -> None:
+def _heed(numbers: Sequence[int], coordinator: Coordinator) -> None:
     """To all nodes: Ctrl-C once ends in order, twice at once; SIGUSR1 asks for a checkpoint."""
     for number in numbers:
         if number == signal.SIGUSR1:
-            meeting.signal(number)
-        elif number == signal.SIGINT and meeting.signalled:
-            meeting.interrupt(signal.SIGKILL)
+            coordinator.signal(number)
+        elif number == signal.SIGINT and coordinator.signalled:
+            coordinator.interrupt(signal.SIGKILL)
         else:
             print("\ninterrupted: waiting for the nodes to save", file=sys.stderr, flush=True)
             # SIGUSR2 is a scheduler's warning that time is short; ranks know SIGTERM as that.
-            meeting.interrupt(signal.SIGTERM if number == signal.SIGUSR2 else number)
+            coordinator.interrupt(signal.SIGTERM if number == signal.SIGUSR2 else number)
 
 
 def _own_addresses() -> list[str]:
@@ -199,3 +215,11 @@ def _own_addresses() -> list[str]:
         except OSError:
             continue
     return list(dict.fromkeys(found))
+
+
+def with_nodes(spec: LaunchSpec, most: int) -> LaunchSpec:
+    """For a backend that has `most` machines. With `--nodes 1:4`, fewer machines than there are will do."""
+    fewest = spec.nodes.fewest if spec.nodes else most
+    if fewest > most:
+        raise LaunchError("bad-number", f"--nodes asks for {fewest}, but there are {most} machines.")
+    return replace(spec, nodes=NodeRange(fewest, most))

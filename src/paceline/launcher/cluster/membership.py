@@ -9,19 +9,6 @@ from paceline.diagnose.exits import RankExit
 from paceline.launcher.cluster.channel import Channel
 
 
-@dataclass(frozen=True)
-class JobPlan:
-    """What was asked for, for all nodes together."""
-
-    fewest: int
-    most: int
-    max_restarts: int = 0
-    wait: float = 600.0  # seconds in which enough nodes have to come
-    grace: float = 30.0
-    store_port: int | None = None
-    restarted: int = 0  # how often the job was started before
-
-
 @dataclass(eq=False)
 class NodeMember:
     """A node that was admitted."""

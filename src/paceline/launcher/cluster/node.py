@@ -1,4 +1,4 @@
-"""This machine's launcher in a job of several nodes: it goes to the meeting, and does what it is told there."""
+"""This machine's launcher in a job of several nodes: it connects to the coordinator, and does what that says."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.cause import Cause
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster.admission import JoinRequest
 from paceline.launcher.cluster.channel import Channel, Closed, Message, connect
 from paceline.launcher.cluster.coordinator import BEAT, SILENCE
 from paceline.launcher.cluster.fingerprint import identity
-from paceline.launcher.launch import Launch
 from paceline.launcher.local import interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.reaper import birth, end_leftovers
+from paceline.launcher.local.start import LocalStart, NodeAssignment
 from paceline.launcher.network import interface_of
-from paceline.launcher.workload import ORPHANS, LocalStart, Workload
+from paceline.launcher.workload import Workload
 from paceline.run import failures, heartbeat
 from paceline.run.folder import short
 from paceline.run.ledger import Ledger
@@ -34,38 +35,39 @@ if TYPE_CHECKING:
 
 _RETRY = 0.2
 _FIRST_WORD = 3.0  # seconds of waiting before a person is told why
-_LEAVE = 4.0  # seconds that ranks have when the meeting is gone
+_LEAVE = 4.0  # seconds that ranks have when the coordinator is gone
+_ORPHAN_SECONDS = 60.0  # that ranks may go on without their launcher where another one may come for them
 
 
 class Node:
-    """`addresses`: where the meeting may be reached; `number`: which node this is, None for any. With `orders`, the
+    """`addresses`: where the coordinator may be reached; `number`: which node this is, None for any. With `orders`, the
     standard input of a launcher that another one started, its end is the job's end."""
 
     def __init__(
         self,
-        work: Workload,
-        launch: Launch,
+        workload: Workload,
+        spec: LaunchSpec,
         ranks: int,
-        addresses: Sequence[tuple[str, int]],
+        addresses: Sequence[Endpoint],
         token: str,
         *,
         number: int | None = None,
         orders: int | None = None,
         is_host: bool = False,
     ) -> None:
-        self._work, self._launch, self._ranks = work, launch, ranks
+        self._workload, self._spec, self._ranks = workload, spec, ranks
         self._addresses, self._token, self._number, self._orders = addresses, token, number, orders
-        # Nobody can come for the ranks of a launcher that hosts the meeting, or where there are no restarts.
-        self._orphans = ORPHANS if launch.max_restarts and not is_host else 0.0
+        # Nobody can come for the ranks of a launcher that hosts the coordinator, or where there are no restarts.
+        self._orphan_seconds = _ORPHAN_SECONDS if spec.max_restarts and not is_host else 0.0
         self._is_quiet = orders is not None  # whoever started this one speaks for all
         self._logs: RankLogs | None = None
         self._lost_at: float | None = None
         self._beat_at = 0.0
         self._where = " or ".join(f"{host}:{port}" for host, port in addresses)
         self._pending: list[Message] = []
-        self._was_told = False  # to end the ranks that run now: then a signal of theirs is no news
-        self._has_told = False  # of a signal
-        self._was_first = False  # whether rank 0 was here in the last start
+        self._was_stopped = False  # to end the ranks that run now: then a signal of theirs is no news
+        self._has_reported_signal = False  # of a signal
+        self._had_first_rank = False  # whether rank 0 was here in the last start
 
     def run(self) -> int:
         """Until the job is over; the exit status for the shell."""
@@ -79,7 +81,7 @@ class Node:
 
     def _join(self) -> Channel:
         begin = time.monotonic()
-        end, speak_at = begin + self._launch.wait, begin + _FIRST_WORD
+        end, speak_at = begin + self._spec.wait, begin + _FIRST_WORD
         while (channel := connect(self._addresses, self._token)) is None:
             self._look_for_orders()
             if self._signals:
@@ -90,17 +92,17 @@ class Node:
             if time.monotonic() > end:
                 raise LaunchError(
                     "no-coordinator",
-                    f"No coordinator reachable at {self._where} after {self._launch.wait:g} s.",
+                    f"No coordinator reachable at {self._where} after {self._spec.wait:g} s.",
                     why="the first node was not started, has another address or port, or a firewall is between",
                     fix="start it with --node-rank 0 and the same --master; try the port by hand: nc -vz HOST PORT",
                 )
             time.sleep(_RETRY)
-        hello = JoinRequest(
-            socket.gethostname(), self._ranks, self._launch.nodes, self._number,
-            identity(script=self._work.script, recipe=self._work.recipe),
+        join_request = JoinRequest(
+            socket.gethostname(), self._ranks, self._spec.node_range, self._number,
+            identity(script=self._workload.script, recipe=self._workload.recipe),
         )  # fmt: skip
         try:
-            channel.send(hello.tell())
+            channel.send(join_request.tell())
         except Closed:
             raise _refused_token(self._where) from None
         self._beat_at = time.monotonic()
@@ -118,7 +120,7 @@ class Node:
         return self._pending.pop(0)
 
     def _receive(self) -> list[Message]:
-        """What came, and a sign of life to the other side. Remembers when the meeting was lost."""
+        """What came, and a sign of life to the other side. Remembers when the coordinator was lost."""
         try:
             messages = [message for message in self._channel.receive() if message["kind"] != "beat"]
         except Closed:
@@ -138,8 +140,8 @@ class Node:
         """Those that come while no ranks run: all nodes end. A second one ends this launcher at once."""
         if len(self._signals) > 1:
             raise SystemExit(128 + self._signals[0])
-        if self._signals and not self._has_told:
-            self._has_told = True
+        if self._signals and not self._has_reported_signal:
+            self._has_reported_signal = True
             self._send({"kind": "interrupted", "signal": self._signals[0]})
 
     def _look_for_orders(self) -> None:
@@ -162,7 +164,7 @@ class Node:
             case "start":
                 self._start(message, stack)
             case "again":
-                if self._was_first and self._logs is not None:
+                if self._had_first_rank and self._logs is not None:
                     local_status.note_failure(Cause(**message["cause"]), self._logs)
                 self._say(local_status.again(message))
             case "end":
@@ -174,7 +176,7 @@ class Node:
         """The run folder, which is a matter of the first node; also of one that took the place of another."""
         try:
             if self._logs is None:
-                opened = rank_logs.opened(self._launch) if folder is None else rank_logs.shared(folder)
+                opened = rank_logs.opened(self._spec) if folder is None else rank_logs.shared(folder)
                 self._logs = stack.enter_context(opened)
         except PacelineError as error:
             self._send({"kind": "error", "error": failures.parts_of(error)})
@@ -189,36 +191,28 @@ class Node:
         of = f"ranks {first} to {last}" if last > first else f"rank {first}"
         where = f"; logs in {short(self._logs.folder.logs)}" if self._logs.run else ""
         self._say(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}{where}")
-        interface = self._launch.interface or interface_of(order["address"] or self._channel.own_address)
-        start = LocalStart(
+        interface = self._spec.interface or interface_of(order["address"] or self._channel.own_address)
+        node = NodeAssignment(
             ranks=order["ranks"],
-            logs=self._logs.folder,
-            grace=self._launch.patience,
-            generation=order["generation"],
-            max_restarts=self._launch.max_restarts,
-            fresh=self._launch.fresh,
-            node=order["node"],
+            world=order["world"],
+            number=order["node"],
             nodes=order["nodes"],
             first_rank=first,
-            world=order["world"],
-            store=(self._store_host(), order["store_port"]),
+            store=Endpoint(self._channel.peer_address, order["store_port"]),  # where the coordinator is
             interface=interface,
-            orphans=self._orphans,
-            environment={**self._logs.environment, **local_status.suspect(order["suspect"])},
+            orphan_seconds=self._orphan_seconds,
         )
-        self._was_first, self._was_told = order["node"] == 0, False
-        ledger = Ledger(self._logs.run if self._was_first else None)
+        env = {**self._logs.environment, **local_status.suspect(order["suspect"])}
+        start = LocalStart(self._spec, self._logs, node, order["generation"], env)
+        self._had_first_rank, self._was_stopped = order["node"] == 0, False
+        ledger = Ledger(self._logs.run if self._had_first_rank else None)
         facts = {key: order[key] for key in ("nodes", "generation")}
-        resumed = 0 < order["generation"] == self._launch.restarted
+        resumed = 0 < order["generation"] == self._spec.prior_starts
         ledger.note("launched", ranks=order["world"], resumed=resumed, **facts)
-        outcome = local_status.run_shown(self._work, start, self._launch, self)
+        outcome = local_status.run_shown(self._workload, start, self)
         if self._lost_at is not None:
             raise _coordinator_lost()
         self._report(outcome)
-
-    def _store_host(self) -> str:
-        """The store is where the meeting is, by the name that led there."""
-        return self._channel.peer_address
 
     def _report(self, outcome: LocalResult) -> None:
         assert self._logs is not None
@@ -235,7 +229,7 @@ class Node:
         )
 
     def _finish(self, message: Message) -> None:
-        if self._logs is not None and self._was_first:
+        if self._logs is not None and self._had_first_rank:
             local_status.show_ledger(self._logs, int(message["status"]))
         if not self._is_quiet:
             local_status.show_end(message, self._logs)
@@ -249,7 +243,7 @@ class Node:
         self._send({"kind": "failing"})
 
     def interrupted(self, number: int) -> None:
-        if not self._was_told:
+        if not self._was_stopped:
             self._send({"kind": "interrupted", "signal": number})
 
     def order(self) -> int | None:
@@ -268,7 +262,7 @@ class Node:
         return signal.SIGKILL if time.monotonic() > self._lost_at + _LEAVE else signal.SIGTERM
 
     def _stop(self, number: int) -> int:
-        self._was_told = self._was_told or number not in (0, signal.SIGUSR1)
+        self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)
         return number
 
     def _send(self, message: Message) -> None:

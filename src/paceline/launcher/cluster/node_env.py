@@ -22,13 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from paceline.config.launch import DEFAULT_PORT, Endpoint, NodeRange
 from paceline.errors import LaunchError, WorldError
 from paceline.runtime.environment import ExportedRank, is_rank, meeting, read_exported
-from paceline.runtime.scheduler_env import DEFAULT_PORT, number, read_task
+from paceline.runtime.scheduler_env import number, read_task
 
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
-_NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?")
-_ENDPOINT = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?")
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,252}")  # a name or an address
 _POD = re.compile(r".*-(?:master|worker)-[0-9]+")
 
@@ -60,7 +59,7 @@ class NodeEnvironment:
         which = "" if self.node_rank is None else f", this is node {self.node_rank}"
         return f"nodes: {self._range()}{which} (from {self.source})"
 
-    def meeting_place(self) -> tuple[str, int]:
+    def endpoint(self) -> Endpoint:
         """For several nodes, which need one."""
         if self.master_host is None:
             raise LaunchError(
@@ -68,10 +67,10 @@ class NodeEnvironment:
                 f"The environment ({self.source}) speaks of {self.nodes_max} nodes, but not of where they meet.",
                 fix="--master HOST:29500, HOST being the first one's name or address",
             )
-        return self.master_host, self.master_port
+        return Endpoint(self.master_host, self.master_port)
 
     def _range(self) -> str:
-        return str(self.nodes_min) if self.nodes_min == self.nodes_max else f"{self.nodes_min}:{self.nodes_max}"
+        return str(NodeRange(self.nodes_min, self.nodes_max))
 
 
 def read_node_environment(environment: Mapping[str, str] = os.environ) -> NodeEnvironment | None:
@@ -138,18 +137,18 @@ def _torchrun(environment: Mapping[str, str]) -> NodeEnvironment | None:
     return NodeEnvironment(least, most, rank, host, port, _ranks(environment), "PET_* variables")
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    found = _NODES.fullmatch(text)
+def _nodes(text: str) -> NodeRange:
+    found = NodeRange.match(text)
     if found is None:
         raise WorldError("bad-environment", f"PET_NNODES is {text!r}.", fix="give a number, or least:most, as 1:4")
-    return int(found[1]), int(found[2] or found[1])
+    return found
 
 
-def _endpoint(text: str) -> tuple[str, int]:
-    found = _ENDPOINT.fullmatch(text)
+def _endpoint(text: str) -> Endpoint:
+    found = Endpoint.match(text)
     if found is None:
         raise WorldError("bad-environment", f"PET_RDZV_ENDPOINT is {text!r}.", fix="give host:port")
-    return found[1] or found[2], int(found[3] or DEFAULT_PORT)
+    return found
 
 
 def _ranks(environment: Mapping[str, str]) -> int | None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.launcher.launch import Launch
-from paceline.launcher.target import Target
+from paceline.config.launch import Endpoint, LaunchSpec
+from paceline.launcher.workload import Target
 
 _LARGEST = 16 << 20
 
@@ -18,9 +18,9 @@ _LARGEST = 16 << 20
 class NodeOrder:
     node: int
     token: str
-    meeting: tuple[tuple[str, int], ...]  # addresses at which the front end may be reached
-    port: int  # of the meeting
-    launch: Launch
+    coordinator: tuple[Endpoint, ...]  # addresses at which the front end may be reached
+    port: int  # of the coordinator
+    spec: LaunchSpec
     target: Target | None
     recipe: Mapping[str, Any] | None
     folder: str  # in which the ranks work
@@ -38,28 +38,26 @@ def read(descriptor: int) -> NodeOrder:
         if not byte or len(line) > _LARGEST:
             raise SystemExit("paceline node: no order came; this is started by `paceline launch`, not by people")
         line += byte
-    told = json.loads(line)
-    launch = dict(told["launch"])
-    launch["nodes"], launch["tee"] = tuple(launch["nodes"]), tuple(launch["tee"])
+    values = json.loads(line)
     return NodeOrder(
-        node=told["node"],
-        token=told["token"],
-        meeting=tuple((host, port) for host, port in told["meeting"]),
-        port=told["port"],
-        launch=Launch(**launch),
-        target=None if told["target"] is None else Target.from_json(told["target"]),
-        recipe=told["recipe"],
-        folder=told["folder"],
-        by_ssh=told["by_ssh"],
+        node=values["node"],
+        token=values["token"],
+        coordinator=tuple(Endpoint(*address) for address in values["coordinator"]),
+        port=values["port"],
+        spec=LaunchSpec.from_json(values["spec"]),
+        target=None if values["target"] is None else Target.from_json(values["target"]),
+        recipe=values["recipe"],
+        folder=values["folder"],
+        by_ssh=values["by_ssh"],
     )
 
 
-def reachable(order: NodeOrder) -> list[tuple[str, int]]:
+def reachable(order: NodeOrder) -> list[Endpoint]:
     """Where to look for the front end. Whom it started by ssh or srun has been told where it came from."""
-    addresses = list(order.meeting)
+    addresses = list(order.coordinator)
     came_from = os.environ.get("SSH_CONNECTION", "").split()
     if order.by_ssh and came_from:
-        addresses.insert(0, (came_from[0], order.port))
-    if told := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        addresses.append((told, order.port))
+        addresses.insert(0, Endpoint(came_from[0], order.port))
+    if launch_node := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        addresses.append(Endpoint(launch_node, order.port))
     return list(dict.fromkeys(addresses))

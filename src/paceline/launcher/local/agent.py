@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,10 +27,11 @@ from paceline.diagnose.exits import RankExit
 from paceline.diagnose.oom_killer import OomKillDetector
 from paceline.errors import LaunchError
 from paceline.launcher.local import interrupts, reaper, rendezvous
+from paceline.launcher.local.rank_env import rank_environment
 from paceline.launcher.local.rank_main import run_rank
-from paceline.launcher.workload import LocalStart, Workload
+from paceline.launcher.local.start import LocalStart
+from paceline.launcher.workload import Workload
 from paceline.run import failures, heartbeat
-from paceline.runtime import environment
 
 _SETTLING = 0.5  # seconds in which ranks may end by themselves when another one has failed
 _AFTER_TERM = 5.0  # and that they have after a SIGTERM
@@ -81,23 +82,21 @@ class LocalResult:
         return self.signal is None and all(end.code == 0 for end in self.ends)
 
 
-def run(work: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
+def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
     """Start the ranks and stay until all have ended."""
     watch = watch or NullObserver()
-    ranks = range(start.first_rank, start.first_rank + start.ranks)
-    failures.clear(start.logs, ranks, everything=start.first_rank == 0)
-    work.prepare(start.world or start.ranks)
-    if work.target is not None and (start.fresh or work.target.kind == "program"):
-        spec = start.logs.target
-        spec.write_text(json.dumps({**work.target.to_json(), "folder": str(start.logs)}))
-        return _supervise(
-            sys.executable, ("-u", "-P", "-m", "paceline.launcher.local.rank_main", str(spec)), start, watch
-        )
+    logs, ranks, target = start.logs.folder, start.node.rank_range, workload.target
+    failures.clear(logs, ranks, everything=0 in ranks)
+    workload.prepare(start.node.world)
+    if target is not None and (start.spec.fresh or target.kind == "program"):
+        logs.target.write_text(json.dumps({**target.to_json(), "folder": str(logs)}))
+        args = ("-u", "-P", "-m", "paceline.launcher.local.rank_main", str(logs.target))
+        return _supervise(sys.executable, args, start, watch)
     _refuse_what_can_not_be_forked()
     # multiprocessing closes the standard input of what it forks: rank 0 gets it back from a copy.
     stdin = _copy_of_stdin()
     try:
-        return _supervise(lambda: run_rank(work.body, start.logs, stdin), (), start, watch)
+        return _supervise(lambda: run_rank(workload.body, logs, stdin), (), start, watch)
     finally:
         if stdin is not None:
             os.close(stdin)
@@ -134,32 +133,33 @@ def _supervise(
     entry: Callable[[], None] | str, args: tuple[str, ...], start: LocalStart, watch: AgentObserver
 ) -> LocalResult:
     # The store lives in this call, so that it is gone before an error, whose traceback keeps its frames, is raised.
-    if start.store is None:
-        meeting = rendezvous.one_node(start.port)
+    node = start.node
+    if node.store is None:
+        handler = rendezvous.one_node(start.spec.port)
     else:
-        meeting = rendezvous.one_of_several(*start.store, start.node, start.nodes)
-    spec = WorkerSpec(
+        handler = rendezvous.one_of_several(node.store, node.number, node.nodes)
+    workers = WorkerSpec(
         role="rank",
-        local_world_size=start.ranks,
-        rdzv_handler=meeting,
+        local_world_size=node.ranks,
+        rdzv_handler=handler,
         entrypoint=entry,
         args=args,
-        max_restarts=max(start.max_restarts, start.generation),
+        max_restarts=max(start.spec.max_restarts, start.generation),
         monitor_interval=0.05,
-        master_addr=meeting.host,
-        master_port=meeting.port,
-        local_addr=meeting.host,
+        master_addr=handler.host,
+        master_port=handler.port,
+        local_addr=handler.host,
     )
     memory = OomKillDetector()
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-agent-"))
-        stack.enter_context(_rank_environment(start))
+        stack.enter_context(rank_environment(start))
         stack.enter_context(_quiet_agent())
         stack.enter_context(interrupts.restored())
-        heard = interrupts.Interrupts(stack.enter_context(interrupts.listening()), start.grace)
-        agent = _Agent(spec, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
+        heard = interrupts.Interrupts(stack.enter_context(interrupts.listening()), start.spec.grace)
+        agent = _Agent(workers, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
         # Of restarts the agent knows only their number: they are a matter of all nodes, and decided elsewhere.
-        agent._remaining_restarts = spec.max_restarts - start.generation
+        agent._remaining_restarts = workers.max_restarts - start.generation
         agent.begin(heard, watch, start)
         agent.run_once(stack)
         return agent.outcome(memory)
@@ -183,7 +183,7 @@ class _Agent(LocalElasticAgent):
         self._settling_since: float | None = None
         self._termed_at: float | None = None
         self._has_told = False
-        self._log_sizes = failures.log_sizes(start.logs)  # what is there already was said by an earlier start
+        self._log_sizes = failures.log_sizes(start.logs.folder)  # what is there already was said by an earlier start
         self._stack: ExitStack | None = None
 
     def run_once(self, stack: ExitStack) -> None:
@@ -197,10 +197,10 @@ class _Agent(LocalElasticAgent):
         self._note()
 
     def outcome(self, memory: OomKillDetector) -> LocalResult:
-        first = self._start.first_rank
-        pages, records = heartbeat.read(self._start.logs), failures.read(self._start.logs)
+        first, logs = self._start.node.first_rank, self._start.logs.folder
+        pages, records = heartbeat.read(logs), failures.read(logs)
         ends = []
-        for local in range(self._start.ranks):
+        for local in range(self._start.node.ranks):
             code, when = self._ended.get(local, (None, time.time()))
             rank, page = first + local, pages.get(first + local)
             record = records.get(rank)
@@ -208,13 +208,13 @@ class _Agent(LocalElasticAgent):
             ends.append(
                 RankExit(
                     rank=rank,
-                    node=self._start.node,
+                    node=self._start.node.number,
                     code=told,
                     time=record.time if record else when,
                     record=record,
                     phase=page.phase if page else "",
                     step=_step(page),
-                    tail=failures.tail(self._start.logs, rank, since=self._log_sizes.get(rank, 0)),
+                    tail=failures.tail(logs, rank, since=self._log_sizes.get(rank, 0)),
                 )
             )
         killed = memory.killed([self._pids[end.rank - first] for end in ends if end.code == -signal.SIGKILL])
@@ -232,7 +232,7 @@ class _Agent(LocalElasticAgent):
         pids = super()._start_workers(worker_group)
         self._pids: dict[int, int] = dict(pids)
         assert self._stack is not None
-        kept = reaper.keeping(list(pids.values()), self._start.grace, self._start.orphans)
+        kept = reaper.keeping(list(pids.values()), self._start.spec.grace, self._start.node.orphan_seconds)
         self._stack.enter_context(kept)
         context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
         self._heard.watch(lambda: _running(context))
@@ -296,11 +296,11 @@ class _Agent(LocalElasticAgent):
     def _patience(self) -> float:
         """Seconds after a SIGTERM. Only the first rank can still bring a save to its end, with what it holds itself;
         others that save wait for it, or for the one that is gone, in vain."""
-        pages = heartbeat.read(self._start.logs)
-        busy = [self._start.first_rank + local for local in _busy(self._pcontext)]
+        pages = heartbeat.read(self._start.logs.folder)
+        busy = [self._start.node.first_rank + local for local in _busy(self._pcontext)]
         saving = [rank for rank in busy if rank in pages and pages[rank].phase == "saving"]
         if 0 in saving:
-            return self._start.grace
+            return self._start.spec.grace
         return _IN_VAIN if saving == busy else _AFTER_TERM
 
     def _kill_the_rest(self) -> None:
@@ -337,34 +337,6 @@ def _busy(context: Any) -> list[int]:
     if isinstance(context, MultiprocessContext):
         return [rank for rank in ranks if rank not in context._return_values and context._ret_vals[rank].empty()]
     return ranks
-
-
-@contextmanager
-def _rank_environment(start: LocalStart) -> Iterator[None]:
-    """What ranks find in their environment besides torchrun's variables; this process's own is given back."""
-    wanted = {environment.LAUNCHED: "1", environment.LOG_FOLDER: str(start.logs), **start.environment}
-    wanted[interrupts.TORCHS_OWN] = "none"
-    if sys.platform == "linux" and (interface := start.interface or ("lo" if start.nodes == 1 else None)):
-        # What somebody has set is right: they know their network.
-        wanted["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
-        if start.nodes > 1:
-            wanted["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")
-    with _set(wanted):
-        yield
-
-
-@contextmanager
-def _set(wanted: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config.launch import LaunchSpec
 from paceline.errors import PacelineError
-from paceline.launcher.launch import Launch
 from paceline.run import folder
 from paceline.run.folder import RunFolder
 from paceline.run.lock import require_free
@@ -36,10 +36,10 @@ class RankLogs:
 
 
 @contextmanager
-def opened(launch: Launch) -> Iterator[RankLogs]:
+def opened(spec: LaunchSpec) -> Iterator[RankLogs]:
     """The run folder of a launch: a new one or, for `resume`, an existing one, to whose logs is appended. Without a
     name, a temporary folder."""
-    run, resume = launch.run, launch.resume
+    run, resume = spec.run, spec.resume
     if run is None:
         with temporary() as logs:
             yield logs
@@ -47,7 +47,7 @@ def opened(launch: Launch) -> Iterator[RankLogs]:
     if resume not in (None, "auto"):
         folder.require_exists(str(resume))
     # A script may train in a folder of its own: then that of its launch holds logs and the ledger, which names it.
-    newest = RunFolder.newest_launch(run) if launch.restarted else RunFolder.newest(run)
+    newest = RunFolder.newest_launch(run) if spec.prior_starts else RunFolder.newest(run)
     resumed = newest if resume == "auto" else RunFolder.at(resume) if resume else None
     if resumed is not None:
         require_free(resumed)  # another job may be writing to its logs

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.launcher.local import interrupts
-from paceline.launcher.target import Target
+from paceline.launcher.workload import Target
 from paceline.run.failures import FailureRecord, describe
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment

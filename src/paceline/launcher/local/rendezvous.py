@@ -1,7 +1,7 @@
 """Where the launchers of a job meet, as torch's elastic agent sees it; and the store that ranks meet in.
 
-One node listens on loopback only. With several, the store is the meeting's (meeting.py), a new one for every start of
-the ranks, so that nothing of an earlier start is found in it.
+One node listens on loopback only. With several, the store is the coordinator's (cluster/coordinator.py), a new one for
+every start of the ranks, so that nothing of an earlier start is found in it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from paceline.config.launch import Endpoint
 from paceline.launcher.network import LOOPBACK, listen
 
 _STORE_SECONDS = 300.0
@@ -69,13 +70,13 @@ class StaticRendezvous(RendezvousHandler):
 
 
 def one_node(port: int | None) -> StaticRendezvous:
-    """The meeting of a single node with itself, at a free port unless one was asked for."""
+    """Rendezvous of a single node with itself, at a free port unless one was asked for."""
     listener = listen(LOOPBACK, port)
     number: int = listener.getsockname()[1]
     return StaticRendezvous(open_store(listener), LOOPBACK, number)
 
 
-def one_of_several(host: str, port: int, node: int, nodes: int) -> StaticRendezvous:
-    """The meeting that the store at host:port belongs to."""
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_REACH_SECONDS), wait_for_workers=False)
-    return StaticRendezvous(store, host, port, node, nodes)
+def one_of_several(address: Endpoint, node: int, nodes: int) -> StaticRendezvous:
+    """Rendezvous at the store that the coordinator opened."""
+    store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=_REACH_SECONDS), wait_for_workers=False)
+    return StaticRendezvous(store, *address, node, nodes)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.diagnose.cause import Cause
 from paceline.diagnose.signatures import has_traceback
-from paceline.launcher.launch import Launch
 from paceline.launcher.local.console import Console
 from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.workload import LocalStart, Workload
+from paceline.launcher.local.start import LocalStart
+from paceline.launcher.workload import Workload
 from paceline.run import failures, goodput, heartbeat
 from paceline.run.ledger import Ledger
 from paceline.runtime import environment
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from paceline.launcher.local.agent import AgentObserver, LocalResult
 
 
-def run_shown(work: Workload, start: LocalStart, launch: Launch, watch: AgentObserver | None = None) -> LocalResult:
+def run_shown(workload: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
     """Start the ranks of this machine and stay until they have ended, with those on screen that belong there."""
     from paceline.launcher.local import agent
 
-    ranks = range(start.first_rank, start.first_rank + start.ranks)
-    shown = {rank: start.logs.rank_log(rank) for rank in launch.tee if rank in ranks}
+    ranks, logs = start.node.rank_range, start.logs.folder
+    shown = {rank: logs.rank_log(rank) for rank in start.spec.tee if rank in ranks}
     with ExitStack() as stack:
         if 0 in ranks or shown:
-            first = start.logs.rank_log(0) if 0 in ranks else None
+            first = logs.rank_log(0) if 0 in ranks else None
             stack.enter_context(Console(first, shown))
-        return agent.run(work, start, watch)
+        return agent.run(workload, start, watch)
 
 
 def show_cause(cause: Cause, logs: RankLogs | None) -> None:

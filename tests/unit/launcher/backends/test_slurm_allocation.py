@@ -15,6 +15,7 @@ import pytest
 from paceline.errors import LaunchError
 from paceline.launcher.backends import slurm_allocation, slurm_job, slurm_script
 from paceline.launcher.backends.subprocesses import SubprocessBackend
+from paceline.runtime.scheduler_env import read_allocation
 
 BATCH = {  # as a batch script finds it; SLURM_PROCID is there too
     "SLURM_JOB_ID": "12",
@@ -122,27 +123,6 @@ def test_what_could_leave_its_line_is_refused(changes: dict[str, object]) -> Non
         _script(["true"], **changes)
 
 
-def test_outside_of_a_job_there_is_no_allocation() -> None:
-    assert slurm_allocation.allocation({}) is None
-
-
-def test_a_batch_script_is_the_front_end() -> None:
-    found = slurm_allocation.allocation({**BATCH, "SLURM_RESTART_COUNT": "2"})
-    assert found == slurm_allocation.Allocation("12", ("n1", "n2"), is_front_end=True, gpus=4, restarts=2)
-
-
-def test_the_shell_of_salloc_is_the_front_end() -> None:
-    shell = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_PER_NODE": "a100:4"}
-    for more in ({}, {"SLURM_STEP_ID": str(0xFFFFFFFA)}, {"SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "1"}):
-        found = slurm_allocation.allocation({**shell, **more})
-        assert found is not None and found.is_front_end and found.gpus == 4
-
-
-def test_a_task_of_srun_is_no_front_end() -> None:
-    found = slurm_allocation.allocation({**BATCH, "SLURM_STEP_ID": "3"})
-    assert found is not None and not found.is_front_end
-
-
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which `scontrol` shows the files 1, 2, ... one after the other, the last for ever."""
@@ -208,7 +188,7 @@ def test_a_machine_without_slurm_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_signal_to_the_front_end_is_never_answered_with_a_requeue() -> None:
-    found = slurm_allocation.allocation(BATCH)
+    found = read_allocation(BATCH)
     assert found is not None
     assert slurm_allocation.wants_requeue(found, warned=True, told_to_end=False)
     assert not slurm_allocation.wants_requeue(found, warned=True, told_to_end=True)
@@ -225,36 +205,36 @@ sys.stdin.read()
 
 
 def test_a_process_gets_a_long_order_and_ends_with_its_standard_input(tmp_path: Path) -> None:
-    machines = SubprocessBackend(["a"], lambda node: [sys.executable, "-c", NODE, str(tmp_path)], patience=60)
+    backend = SubprocessBackend(["a"], lambda node: [sys.executable, "-c", NODE, str(tmp_path)], patience=60)
     order = "x" * 300_000 + "\n"
-    machines.start(0, order.encode())
+    backend.start(0, order.encode())
     written = tmp_path / "order"
     while not (written.exists() and written.read_text() == order):
         os.sched_yield()
-    assert machines.ended() == {}
-    machines.stop()
+    assert backend.ended() == {}
+    backend.stop()
     assert (tmp_path / "end").exists()
 
 
 def test_the_last_words_of_a_process_are_told_once() -> None:
     die = [sys.executable, "-c", "import sys; print('a\\nno key', file=sys.stderr); sys.exit(5)"]
-    machines = SubprocessBackend(["a"], lambda node: die, patience=60)
-    machines.start(0, b"{}\n")
-    while not (told := machines.ended()):
+    backend = SubprocessBackend(["a"], lambda node: die, patience=60)
+    backend.start(0, b"{}\n")
+    while not (told := backend.ended()):
         os.sched_yield()
     assert told == {0: "exit status 5\na\nno key"}
-    assert machines.ended() == {}
+    assert backend.ended() == {}
 
 
 def test_a_process_that_does_not_listen_is_ended() -> None:
     deaf = [sys.executable, "-c", "import signal; signal.pause()"]
-    machines = SubprocessBackend(["a"], lambda node: deaf, patience=0.1)
-    machines.start(0, b"{}\n")
-    machines.start(0, b"{}\n")  # again, while the first one runs
-    machines.stop()
+    backend = SubprocessBackend(["a"], lambda node: deaf, patience=0.1)
+    backend.start(0, b"{}\n")
+    backend.start(0, b"{}\n")  # again, while the first one runs
+    backend.stop()
 
 
 def test_a_command_that_is_not_there_is_named() -> None:
-    machines = SubprocessBackend(["a"], lambda node: ["no-such-command"], patience=1)
+    backend = SubprocessBackend(["a"], lambda node: ["no-such-command"], patience=1)
     with pytest.raises(LaunchError, match=r"launch\.no-program"):
-        machines.start(0, b"{}\n")
+        backend.start(0, b"{}\n")

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from paceline.config.launch import LaunchSpec, NodeRange
 from paceline.errors import LaunchError
 from paceline.launcher.cluster.admission import JoinRequest
 from paceline.launcher.cluster.channel import Channel, Closed, Message, connect, job_token
 from paceline.launcher.cluster.coordinator import Coordinator
-from paceline.launcher.cluster.membership import JobPlan
 from paceline.launcher.network import LOOPBACK, listen
 from paceline.runtime.environment import TOKEN
 
@@ -151,7 +151,7 @@ class Attended:
     def __init__(self) -> None:
         listener = listen(LOOPBACK, None)
         self.address = listener.getsockname()
-        self.meeting = Coordinator(listener, SECRET, JobPlan(2, 2), lambda message: None)
+        self.meeting = Coordinator(listener, SECRET, LaunchSpec(nodes=NodeRange(2, 2)), lambda message: None)
         self.strangers: list[socket.socket] = []
 
     def stranger(self, words: bytes) -> socket.socket:

@@ -92,7 +92,7 @@ def test_several_nodes_without_an_address_have_a_code() -> None:
     found = read_node_environment({"PET_NNODES": "2", "PET_NODE_RANK": "0"})
     assert found is not None
     with pytest.raises(LaunchError) as caught:
-        found.meeting_place()
+        found.endpoint()
     assert caught.value.code == "launch.no-master"
 
 

@@ -1,7 +1,8 @@
-"""A recipe as it is written on the command line: a file, or none for the embedded one, and changes to it."""
+"""What a person wants to run, a recipe or a script, as the workload of a launch."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,17 +12,17 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.config.recipe import Config
-    from paceline.launcher.workload import Workload
+    from paceline.launcher.workload import Target, Workload
 
-DEFAULT_CPU_RANKS = 2
+DEFAULT_CPU_RANKS = 2  # of a recipe
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it"),
 ]
 
 
-def read(arguments: list[str] | None, ranks: int | None) -> tuple[Config, str]:
-    """The config that the arguments describe, and a name for its run."""
+def read_recipe(arguments: list[str] | None, ranks: int | None) -> tuple[Config, str]:
+    """The config that the arguments describe, and a name for its run. Without a file, the embedded recipe."""
     from paceline.config.recipe import Config
 
     path, overrides = _split(arguments or [])
@@ -37,8 +38,7 @@ def ranks_of(config: Config) -> int | None:
     return 1 if config.strategy in ("single", "dp", "split") and config.launch.ranks is None else config.launch.ranks
 
 
-def work_of(config: Config) -> Workload:
-    """A recipe as what ranks run."""
+def recipe_workload(config: Config) -> Workload:
     from paceline.launcher.workload import Workload
 
     def body() -> None:
@@ -58,6 +58,17 @@ def work_of(config: Config) -> Workload:
     return Workload(body, preload, prepare, recipe=config.model_dump(mode="json"))
 
 
+def script_workload(target: Target) -> Workload:
+    from paceline.launcher.workload import Workload
+
+    def preload() -> None:
+        """The Trainer, where the script uses it: two seconds that each rank would spend at every start."""
+        if target.kind == "script" and _imports_paceline(Path(target.name)):
+            import paceline.train.trainer  # noqa: F401
+
+    return Workload(target.run, preload, target=target)
+
+
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The recipe, if one of the arguments is one, and the overrides."""
     recipes = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
@@ -66,3 +77,14 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
             "bad-override", f"{recipes[0]} and {recipes[1]} are two recipes.", fix="changes are written key=value"
         )
     return next(iter(recipes), None), [argument for argument in arguments if argument not in recipes]
+
+
+def _imports_paceline(script: Path) -> bool:
+    """Whether it says so at its top level."""
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # the ranks will tell
+    names = [name.name for each in statements if isinstance(each, ast.Import) for name in each.names]
+    names += [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
+    return any(name.split(".")[0] == "paceline" for name in names)

@@ -1,0 +1,36 @@
+"""One start of this node's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from paceline.config.launch import Endpoint, LaunchSpec
+from paceline.launcher.local.rank_logs import RankLogs
+
+
+class NodeAssignment(NamedTuple):
+    """Which of the job's ranks this node runs, and how they reach the others."""
+
+    ranks: int  # on this node
+    world: int  # ranks of all nodes
+    number: int = 0  # of this node
+    nodes: int = 1
+    first_rank: int = 0  # of this node
+    store: Endpoint | None = None  # of several nodes; a single one opens its own
+    interface: str | None = None  # that reaches the other nodes
+    orphan_seconds: float = 0.0  # that ranks may go on without this launcher
+
+    @property
+    def rank_range(self) -> range:
+        return range(self.first_rank, self.first_rank + self.ranks)
+
+
+class LocalStart(NamedTuple):
+    """How to start the ranks of this node, once."""
+
+    spec: LaunchSpec
+    logs: RankLogs
+    node: NodeAssignment
+    generation: int = 0  # how often the ranks were started before
+    env: Mapping[str, str] = {}  # of every rank, besides the spec's
