@@ -123,7 +123,7 @@ CODE = Change(
     "error code",
     (
         Edit(
-            "plan/derive.py",
+            "plan/batch.py",
             """
             if config.batch == 13:
                 raise ConfigError("unlucky-batch", "The batch is 13.", fix="set batch to 12 or 14")

@@ -21,8 +21,9 @@ def show(
     ] = None,
 ) -> None:
     """Print the effective recipe with where each value came from, then what follows from it."""
-    from paceline.plan import derive, layout, passes
-    from paceline.plan import show as text
+    from paceline.config import show as text
+    from paceline.plan import batch as plan_batch
+    from paceline.plan import derived, layout, passes, schedule
 
     config, _ = workloads.read_recipe(arguments, ranks)
     print(text.effective(config))
@@ -30,9 +31,9 @@ def show(
     print(f"\n# derived, for {plural(number, 'rank')}:")
     plan = layout.derive_layout(config, number)
     passes.require_allowed(config, plan)
-    batch = derive.derive_batch(config, plan)
-    rows = {**batch.rows(), "learning rate": derive.learning_rate(config, batch.size)}
-    print("\n".join("# " + line for line in text.table(rows).splitlines()))
+    batch = plan_batch.derive_batch(config, plan)
+    rows = {**batch.rows(), "learning rate": schedule.learning_rate(config, batch.size)}
+    print("\n".join("# " + line for line in derived.table(rows).splitlines()))
     applied = passes.passes_for(config, plan.degrees)
     if applied:
         print("\n# applied to the model, in this order:")

@@ -3,7 +3,7 @@
     config = Config.from_file("recipe.yaml", ["train.epochs=3"])
 
 The top-level keys that are plain values are also keywords of `Trainer`. Values that follow from others (accumulation,
-warm-up in steps, …) are not here: `plan/derive.py` works them out, each with its reason.
+warm-up in steps, …) are not here: `plan/` works them out, each with its reason.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 from paceline.config.components import SCHEDULES
 from paceline.config.sections import ScheduleSection as Settings
 from paceline.optim.best import Best
-from paceline.plan.derive import SchedulePlan
+from paceline.plan.schedule import SchedulePlan
 
 
 @dataclass(frozen=True)

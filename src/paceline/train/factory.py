@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.config import show
 from paceline.config.recipe import Config
 from paceline.config.sections import NamedSection
 from paceline.data.batches import tensors_in
@@ -26,11 +27,12 @@ from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
 from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.tensor.apply import check_plan
-from paceline.plan import derive, show
-from paceline.plan.derive import Derived
+from paceline.plan.batch import derive_batch
+from paceline.plan.derived import Derived
 from paceline.plan.layout import derive_layout
 from paceline.plan.memory import MachineFacts
 from paceline.plan.passes import require_allowed
+from paceline.plan.schedule import derive_schedule
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives, environment, rng
@@ -73,7 +75,7 @@ def check(config: Config, ranks: int) -> None:
     find_data(data.name, data.options())
     plan = derive_layout(config, ranks)
     require_allowed(config, plan)
-    derive.derive_batch(config, plan)
+    derive_batch(config, plan)
     shape = shape_of_model(config)
     if plan.degrees.tensor > 1:
         check_plan(shape, config.tensor, plan.degrees.tensor)
@@ -87,7 +89,7 @@ def check(config: Config, ranks: int) -> None:
     if device.type == "cpu":  # asking a GPU would open its driver, and ranks could no longer be forked
         resolve_layout.settle_on(plan, config, shape, MachineFacts(ranks, nodes=1, memory=memory_of(device, ranks)))
     if config.train.epochs is None and config.train.max_steps is None:
-        derive.derive_schedule(config, 1, None, None, None)
+        derive_schedule(config, 1, None, None, None)
 
 
 def _named(section: NamedSection | None, key: str, example: str) -> NamedSection:

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.data import adopt
 from paceline.data.loader import DataShard, Loader
-from paceline.plan import derive
+from paceline.plan.batch import BatchPlan, derive_batch
 from paceline.runtime import collectives
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.engine import Engine
@@ -17,9 +17,9 @@ class Loaders:
 
     def __init__(self, engine: Engine, finder: BatchSizeFinder | None) -> None:
         self._engine, self._finder = engine, finder
-        self.plan: derive.BatchPlan | None = None
+        self.plan: BatchPlan | None = None
 
-    def training(self, data: Any) -> tuple[Loader, derive.BatchPlan]:
+    def training(self, data: Any) -> tuple[Loader, BatchPlan]:
         """The loader of training data, and how its batches are made up."""
         mesh = self._engine.mesh
         adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data, mesh.data_rank)), mesh.data_ranks)
@@ -45,15 +45,15 @@ class Loaders:
         """All of `data` once, in micro-batches no larger than training's."""
         data = adopt.look_at(data, self._engine.config.seed)
         ranks = self._engine.mesh.data_ranks
-        batch = adopt.batch_of(data, ranks) or derive.derive_batch(self._engine.config, self._engine.layout).size
+        batch = adopt.batch_of(data, ranks) or derive_batch(self._engine.config, self._engine.layout).size
         groups = -(-batch // (int(self.plan.micro_batch.value) * ranks)) if self.plan else 1
         return self._loader(data, batch, groups, evaluating=True)
 
-    def _batch_plan(self, data: Any) -> derive.BatchPlan:
+    def _batch_plan(self, data: Any) -> BatchPlan:
         layout = self._engine.layout
-        return derive.derive_batch(self._engine.config, layout, adopt.batch_of(data, layout.degrees.data_ranks))
+        return derive_batch(self._engine.config, layout, adopt.batch_of(data, layout.degrees.data_ranks))
 
-    def _find_micro_batch(self, finder: BatchSizeFinder, data: Any, batch: derive.BatchPlan) -> derive.BatchPlan:
+    def _find_micro_batch(self, finder: BatchSizeFinder, data: Any, batch: BatchPlan) -> BatchPlan:
         """Try sizes up to this rank's part of the batch, with the model out of the way."""
         one_by_one = self._loader(data, batch.size, batch.size)
         sample = next(one_by_one.micros(0, 1)).batch

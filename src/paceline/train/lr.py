@@ -14,7 +14,8 @@ import torch
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.optim.schedules import Plateau, from_plan
-from paceline.plan.derive import Derived, SchedulePlan
+from paceline.plan.derived import Derived
+from paceline.plan.schedule import SchedulePlan
 from paceline.train.optimizer_step import Updater
 
 

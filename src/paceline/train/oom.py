@@ -13,7 +13,7 @@ import torch
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.parallel.shards import local_shard
-from paceline.plan.derive import BatchPlan
+from paceline.plan.batch import BatchPlan
 from paceline.text import format_bytes
 from paceline.train.engine import Engine
 

@@ -28,7 +28,9 @@ from paceline.monitor.profiler import Profiler
 from paceline.monitor.progress_bar import Display, Silent, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
-from paceline.plan import derive, show
+from paceline.plan import derived
+from paceline.plan.batch import DEFAULT_BATCH
+from paceline.plan.schedule import derive_schedule, total_steps
 from paceline.train import evaluate, factory, loop, nonfinite, oom, preflight
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
@@ -144,9 +146,9 @@ class Trainer:
         self._saver.outcome.require_evaluations(val is not None)
         loader, batch = self._sharing.training(data)
         self._restorer.check_data(self._sharing.position(loader))
-        schedule = derive.derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
+        schedule = derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._folder.open({**batch.rows(), **self._rates.begin(schedule)}))
-        total = derive.total_steps(loader.steps_per_epoch, epochs, max_steps)
+        total = total_steps(loader.steps_per_epoch, epochs, max_steps)
         if total is not None and self.step_count >= total:
             self._engine.log.info(f"nothing to do: {self.step_count} steps are done, and {total} were asked for")
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
@@ -393,8 +395,8 @@ class Trainer:
     def _begin_own_loop(self, steps_per_epoch: int | None) -> None:
         """At its first step, when it is known what it trains on."""
         config = self.config
-        size = self._sharing.plan.size if self._sharing.plan else config.batch or derive.DEFAULT_BATCH
+        size = self._sharing.plan.size if self._sharing.plan else config.batch or DEFAULT_BATCH
         ends = (config.train.epochs, config.train.max_steps)
-        plan = derive.derive_schedule(config, size, steps_per_epoch, *ends, endless=True)
+        plan = derive_schedule(config, size, steps_per_epoch, *ends, endless=True)
         rows = {**(self._sharing.plan.rows() if self._sharing.plan else {}), **self._rates.begin(plan)}
-        self._folder.open(rows) if self._saver.run is not None else self._engine.log.info(show.table(rows))
+        self._folder.open(rows) if self._saver.run is not None else self._engine.log.info(derived.table(rows))

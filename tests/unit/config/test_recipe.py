@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import files
+from paceline.config import files, show
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.plan import show
 from paceline.train.trainer_kwargs import TrainerKwargs
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
-from paceline.plan import show
-from paceline.plan.derive import Derived
+from paceline.plan.derived import Derived, table
 from paceline.run import ledger
 from paceline.run.folder import RunFolder, short
 from paceline.run.jsonl import truncate_after
@@ -134,7 +133,7 @@ class RunHandle:
         """The folder, made if there is none yet, with the recipe and `rows` written into it."""
         engine, saver = self._engine, self._saver
         if rows is not None:
-            engine.log.info(show.table(rows))
+            engine.log.info(table(rows))
         if saver.run is None:
             made = factory.open_run(engine.config, engine.model, engine.world.is_main)
             if made is not None:

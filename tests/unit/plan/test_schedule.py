@@ -6,70 +6,7 @@ import pytest
 
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.plan.derive import SchedulePlan, derive_batch, derive_schedule
-from paceline.plan.layout import derive_layout
-
-
-def plan(ranks: int, loader_batch: int | None = None, **values: int) -> tuple[int, int, int]:
-    config = Config.from_dict(values)
-    derived = derive_batch(config, derive_layout(config, ranks), loader_batch)
-    return derived.size, int(derived.micro_batch.value), derived.groups
-
-
-@pytest.mark.parametrize(
-    ("ranks", "values", "expected"),
-    [
-        (1, {"batch": 12}, (12, 12, 1)),
-        (4, {"batch": 12}, (12, 3, 1)),
-        (4, {"batch": 10}, (10, 3, 1)),
-        (2, {"batch": 64, "micro_batch": 8}, (64, 8, 4)),
-        (3, {"batch": 64, "micro_batch": 8}, (64, 8, 3)),
-        (2, {"batch": 64, "accumulate": 4}, (64, 8, 4)),
-        (2, {"micro_batch": 8, "accumulate": 4}, (64, 8, 4)),
-        (2, {"micro_batch": 8}, (16, 8, 1)),
-        (2, {"batch": 64, "micro_batch": 8, "accumulate": 4}, (64, 8, 4)),
-        (3, {"batch_per_rank": 8}, (24, 8, 1)),
-        (2, {}, (32, 16, 1)),
-    ],
-)
-def test_any_two_of_batch_micro_batch_and_accumulate_give_the_third(
-    ranks: int, values: dict[str, int], expected: tuple[int, int, int]
-) -> None:
-    assert plan(ranks, **values) == expected
-
-
-def test_a_loaders_batch_size_is_the_global_batch() -> None:
-    assert plan(4, loader_batch=20) == (20, 5, 1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "values", "loader_batch"),
-    [
-        (2, {"batch": 64, "micro_batch": 8, "accumulate": 3}, None),
-        (2, {"batch": 64, "batch_per_rank": 8}, None),
-        (2, {"batch": 64}, 32),
-        (2, {"batch_per_rank": 3}, 32),
-    ],
-)
-def test_values_that_disagree_have_a_code(ranks: int, values: dict[str, int], loader_batch: int | None) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan(ranks, loader_batch, **values)
-    assert caught.value.code == "config.contradiction"
-
-
-def test_a_batch_that_depends_on_the_ranks_says_so() -> None:
-    config = Config.from_dict({"batch_per_rank": 8})
-    derived = derive_batch(config, derive_layout(config, 3))
-    assert "depends on the number of ranks" in derived.batch.reason
-
-
-def test_every_derived_value_has_a_reason() -> None:
-    config = Config.from_dict({"batch": 64, "schedule": {"name": "cosine", "warmup": 0.1}})
-    rows = {**derive_batch(config, derive_layout(config, 2)).rows(), **derive_schedule(config, 64, 10, 3, None).rows()}
-    assert set(rows) == {
-        "world", "strategy", "layout", "batch", "micro_batch", "accumulate", "learning rate", "horizon", "warm-up",
-    }  # fmt: skip
-    assert all(row.reason for row in rows.values())
+from paceline.plan.schedule import SchedulePlan, derive_schedule
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
@@ -166,9 +103,3 @@ def test_only_rows_that_bear_on_the_run_are_shown() -> None:
     assert set(plan_of(name="wsd", warmup=3).rows()) == {"learning rate", "horizon", "warm-up", "falls from"}
     assert plan_of(name="step", unit="epochs", at=[2, 4]).rows()["cuts at"].value == "20, 40"
     assert "cut every" in plan_of(name="step", every=2).rows()
-
-
-def test_single_in_a_world_of_two_has_a_code() -> None:
-    with pytest.raises(ConfigError) as caught:
-        derive_layout(Config.from_dict({"strategy": "single"}), 2)
-    assert caught.value.code == "config.single-in-a-world"

@@ -9,7 +9,6 @@ import yaml
 
 from paceline.config import files
 from paceline.config.recipe import Config
-from paceline.plan.derive import Derived
 
 
 def effective(config: Config) -> str:
@@ -32,14 +31,3 @@ def _lines(values: Mapping[str, Any], config: Config, path: str = "") -> Iterato
 def _scalar(value: Any) -> str:
     text = yaml.dump(value, Dumper=files.Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n...\n").strip()
-
-
-def table(rows: Mapping[str, Derived]) -> str:
-    """Derived values in three columns: name, value, reason."""
-    names = max(len(name) for name in rows)
-    values = max(len(_value(row.value)) for row in rows.values())
-    return "\n".join(f"  {name:<{names}}  {_value(row.value):<{values}}  {row.reason}" for name, row in rows.items())
-
-
-def _value(value: int | float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
