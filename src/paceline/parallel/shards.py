@@ -28,7 +28,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
     """Whether this rank's piece goes into a sum over all ranks: of copies, only the first one does."""
-    place = {axis: where for axis, where in mesh.coords.items() if axis != "pipeline"}  # stages hold different ones
+    place = mesh.coords_in_stage
     if isinstance(parameter, DTensor):
         for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if not placement.is_replicate():
@@ -69,7 +69,7 @@ def as_dtensor_like(parameter: Tensor, own: Tensor) -> Tensor:
 def gather_full_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Every tensor whole, on the CPU of rank 0, also those of other stages; nothing elsewhere. All ranks have to come,
     with the same names along every axis but `pipeline`."""
-    speaks = not any(where for axis, where in mesh.coords.items() if axis != "pipeline")
+    speaks = not any(mesh.coords_in_stage.values())
     own: dict[str, Tensor] = {}
     with _quiet_gathering():
         for name, tensor in tensors.items():

@@ -72,10 +72,9 @@ def bytes_of(config: Config) -> BytesPerParam:
 def needed(config: Config, size: ModelSize, degrees: Degrees) -> int:
     """Bytes that a rank needs for certain, without activations."""
     each = bytes_of(config)
-    parts = degrees.shard * degrees.tensor * degrees.pipeline
-    state = (size.trainable * each.total + size.frozen * each.weight) // parts
+    state = (size.trainable * each.total + size.frozen * each.weight) // degrees.parts("weights", "layers")
     if degrees.pipeline > 1:  # a stage holds one block at least
-        state = max(state, size.largest_block * each.total // (degrees.shard * degrees.tensor))
+        state = max(state, size.largest_block * each.total // degrees.parts("weights"))
     if degrees.shard == 1:
         return state
     return state + _gathered(config, size, degrees.tensor)

@@ -9,6 +9,7 @@ Ranks are numbered with `pipeline` outermost and `tensor` innermost: neighbours,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paceline.plan.layout import AXES, Degrees
+from paceline.plan.layout import AXES, AXIS_NAMES, Axis, Degrees
 from paceline.runtime import collectives
 from paceline.runtime.process_group import World, init_single
 
@@ -37,11 +38,12 @@ class Mesh:
             return cls(degrees, world.device, None, coords, None)
         if world.size == 1:
             init_single(world.device)
-        shape = tuple(degrees.of(axis) for axis in AXES)
-        device_mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES)
+        shape = tuple(degrees.of(name) for name in AXIS_NAMES)
+        device_mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=AXIS_NAMES)
         group = None
-        if degrees.data_ranks < degrees.world:
-            group = device_mesh["replicate", "shard"]._flatten("data").get_group()
+        reducing = [axis for axis in AXES if axis.reduces_gradients]
+        if degrees.along(reducing) < degrees.world:
+            group = device_mesh[tuple(axis.name for axis in reducing)]._flatten("data").get_group()
         return cls(degrees, world.device, device_mesh, coords, group)
 
     def axis(self, name: str) -> DeviceMesh | None:
@@ -62,24 +64,53 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        return self.coords["replicate"] * self.degrees.shard + self.coords["shard"]
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.coords["pipeline"] == self.degrees.pipeline - 1
+        return _number([(self.coords[axis.name], self.degrees.of(axis.name)) for axis in AXES if not axis.same_samples])
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank says what its data rank computed: of those with the same data, the first on the tensor
-        axis and the last of the pipeline, where the loss is. What the others have is the same, or nothing."""
-        return self.coords["tensor"] == 0 and self.is_last_stage
+        """Whether this rank says what its data rank computed. What others with the same samples have is the same, or
+        nothing."""
+        return all(self._reports(axis) for axis in AXES)
+
+    def _reports(self, axis: Axis) -> bool:
+        where = self.coords[axis.name]
+        return {"every": True, "first": where == 0, "last": where == self.degrees.of(axis.name) - 1}[axis.loss_on]
+
+    @property
+    def repeats_loss(self) -> bool:
+        """Whether several ranks compute the loss of the same samples."""
+        return any(axis.same_samples and axis.loss_on == "first" and self.degrees.of(axis.name) > 1 for axis in AXES)
+
+    @property
+    def coords_in_stage(self) -> dict[str, int]:
+        """Coordinates among the ranks that hold, or hold shards of, the same parameters."""
+        return {axis.name: self.coords[axis.name] for axis in AXES if axis.holds_apart != "layers"}
+
+    def noise_rank(self, *, tokens_apart: bool) -> int:
+        """The number of this rank's random sequence. Ranks with the same values between layers draw the same, so that
+        dropout falls on the same of them; `tokens_apart`: they hold different tokens there, and draw on their own."""
+        rank, stride = self.data_rank, self.data_ranks
+        for axis in AXES:
+            if axis.same_samples and (axis.holds_apart == "tokens" or (axis.holds_apart == "weights" and tokens_apart)):
+                rank += stride * self.coords[axis.name]
+                stride *= self.degrees.of(axis.name)
+        stages = [(self.coords[axis.name], self.degrees.of(axis.name)) for axis in AXES if axis.holds_apart == "layers"]
+        return rank + self.degrees.world * _number(stages)  # a stage's dropout is not that of another
 
 
 def _coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
     coords = {}
-    for axis in reversed(AXES):
-        rank, coords[axis] = divmod(rank, degrees.of(axis))
+    for name in reversed(AXIS_NAMES):
+        rank, coords[name] = divmod(rank, degrees.of(name))
     return coords
+
+
+def _number(coordinates: Iterable[tuple[int, int]]) -> int:
+    """Coordinates, each with its axis' degree, as one number: the last axis counts fastest."""
+    number = 0
+    for where, degree in coordinates:
+        number = number * degree + where
+    return number
 
 
 def broadcast_from_first(tensor: torch.Tensor, group: collectives.Group) -> None:

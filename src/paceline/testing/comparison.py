@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan, prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Subset
@@ -27,7 +27,7 @@ from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
-from paceline.plan.layout import AXES
+from paceline.plan.layout import AXIS_NAMES, STRATEGIES
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
@@ -51,11 +51,11 @@ class ParityLayout:
             if "=" in text:
                 pairs = [part.split("=") for part in text.replace(",", " ").split()]
                 degrees = {axis: int(degree) for axis, degree in pairs}
-                if not set(degrees) <= set(AXES):
+                if not set(degrees) <= set(AXIS_NAMES):
                     raise ValueError
                 return cls(text, prod(degrees.values()), {"strategy": "auto", "layout": degrees})
             strategy, _, ranks = text.partition(":")
-            if strategy not in get_args(Config.model_fields["strategy"].annotation):
+            if strategy not in STRATEGIES:
                 raise ValueError
             return cls(text, int(ranks or 1), {"strategy": strategy, "layout": None})
         except ValueError:
@@ -63,7 +63,7 @@ class ParityLayout:
                 "bad-layout",
                 f"{text!r} is no layout.",
                 fix="write a strategy and a number of ranks (fsdp:2), or degrees: "
-                + " ".join(f"{axis}=2" for axis in AXES),
+                + " ".join(f"{name}=2" for name in AXIS_NAMES),
             ) from None
 
 

@@ -30,7 +30,7 @@ from paceline.parallel.shards import broadcast_weights, local_shard
 from paceline.parallel.split import MultiContext, devices_of, is_spread
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
 from paceline.parallel.tensor.apply import check_plan, is_sequence_parallel
-from paceline.plan.layout import AXES, derive_layout
+from paceline.plan.layout import AXIS_NAMES, derive_layout
 from paceline.plan.passes import require_allowed
 from paceline.precision import policies
 from paceline.precision.scaler import Scaler
@@ -140,20 +140,14 @@ class Engine:
 
     def seed_drawing(self, step: int) -> None:
         """From here on data ranks draw differently (dropout), the model being the same on all of them."""
-        rng.seed_everything(rng.derive_seed(self.config.seed, step + 1, self._drawing_rank()) >> 1)
+        apart = self.mesh.degrees.tensor > 1 and is_sequence_parallel(self.model, self.config.tensor)
+        rank = self.mesh.noise_rank(tokens_apart=apart)
+        rng.seed_everything(rng.derive_seed(self.config.seed, step + 1, rank) >> 1)
 
     def layout_facts(self) -> dict[str, Any]:
         """How this run is laid out, for a checkpoint's manifest."""
-        degrees = {axis: self.mesh.degrees.of(axis) for axis in AXES}
+        degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
-
-    def _drawing_rank(self) -> int:
-        """Which ranks draw the same. Those of a tensor axis hold the same values between layers, so dropout has to
-        fall on the same of them. Where they hold different tokens instead, it has to be drawn for each."""
-        mesh = self.mesh
-        differs = mesh.degrees.tensor > 1 and is_sequence_parallel(self.model, self.config.tensor)
-        rank = mesh.data_rank + (mesh.data_ranks * mesh.coords["tensor"] if differs else 0)
-        return rank + mesh.degrees.world * mesh.coords["pipeline"]  # a stage's dropout is not that of another
 
     def _context(self) -> AbstractContextManager[Any] | None:
         """What the model computes within, for each kind of device that it lies on."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.data import adopt
 from paceline.data.loader import DataShard, Loader
-from paceline.plan.batch import BatchPlan, derive_batch
+from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.engine import Engine
@@ -18,6 +18,11 @@ class Loaders:
     def __init__(self, engine: Engine, finder: BatchSizeFinder | None) -> None:
         self._engine, self._finder = engine, finder
         self.plan: BatchPlan | None = None
+
+    @property
+    def batch(self) -> int:
+        """Samples in one optimizer step, as far as that is known."""
+        return self.plan.size if self.plan else self._engine.config.batch or DEFAULT_BATCH
 
     def training(self, data: Any) -> tuple[Loader, BatchPlan]:
         """The loader of training data, and how its batches are made up."""

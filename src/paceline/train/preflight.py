@@ -48,7 +48,7 @@ def check(
 ) -> tuple[float, list[str]]:
     """Fly; the weight of a group of micro-batches over all ranks, and the parameters without a gradient."""
     ranks, value = collectives.world(), None
-    if mesh.degrees.tensor * mesh.degrees.pipeline > 1:
+    if mesh.data_ranks < mesh.degrees.world:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
     with _restored(module):
         draw.samples, draw.draws = micro, 0
@@ -75,7 +75,7 @@ def check(
         "rows": _rows(micro.batch) if counts and not micro.exact else [],
     }
     everyone = collectives.all_gather_object(facts)
-    if mesh.degrees.tensor > 1:
+    if mesh.repeats_loss:
         _require_one_loss([rank["loss"] for rank in everyone])
     consistency.require_same_versions([rank["versions"] for rank in everyone])
     consistency.require_same_weights([rank["weights"] for rank in everyone])

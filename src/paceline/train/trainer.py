@@ -29,7 +29,6 @@ from paceline.monitor.progress_bar import Display, Silent, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.plan import derived
-from paceline.plan.batch import DEFAULT_BATCH
 from paceline.plan.schedule import derive_schedule, total_steps
 from paceline.train import evaluate, factory, loop, nonfinite, oom, preflight
 from paceline.train.agenda import Agenda
@@ -395,8 +394,7 @@ class Trainer:
     def _begin_own_loop(self, steps_per_epoch: int | None) -> None:
         """At its first step, when it is known what it trains on."""
         config = self.config
-        size = self._sharing.plan.size if self._sharing.plan else config.batch or DEFAULT_BATCH
         ends = (config.train.epochs, config.train.max_steps)
-        plan = derive_schedule(config, size, steps_per_epoch, *ends, endless=True)
+        plan = derive_schedule(config, self._sharing.batch, steps_per_epoch, *ends, endless=True)
         rows = {**(self._sharing.plan.rows() if self._sharing.plan else {}), **self._rates.begin(plan)}
         self._folder.open(rows) if self._saver.run is not None else self._engine.log.info(derived.table(rows))
