@@ -16,7 +16,7 @@ page, shown by `paceline explain CODE`; a test holds codes and pages together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import ClassVar
 
@@ -40,6 +40,18 @@ class PacelineError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, str]:
+        """As plain values, for another rank or process."""
+        family, name = self.code.split(".", 1)
+        return {"family": family, "name": name, "what": self.what, "why": self.why, "fix": self.fix}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, str]) -> PacelineError:
+        """The error that another rank or process raised. Of a family that is not known here: a LaunchError."""
+        kinds = {kind.family: kind for kind in PacelineError.__subclasses__()}
+        kind = kinds.get(values["family"], LaunchError)
+        return kind(values["name"], values["what"], why=values["why"], fix=values["fix"])
 
 
 class ConfigError(PacelineError):

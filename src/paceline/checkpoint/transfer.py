@@ -12,6 +12,7 @@ memory. Ranks are those of the group, which must support CPU tensors (gloo).
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -27,9 +28,9 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem, write_all
 from paceline.checkpoint.planner import Group
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.checkpoint.telling import capture_error
 from paceline.errors import CheckpointError
 from paceline.runtime import objects
+from paceline.runtime.rank_errors import Report, capture_error, raise_first_error
 
 _BLOCK = 16 << 20
 _END, _ABORTED = 0, -1  # in place of a length
@@ -133,24 +134,19 @@ def fetch(folder: Path, group: Group, without_access: Collection[int]) -> Iterat
         yield folder
         return
     rank = torch_dist.get_rank(group)
+    not_fetched = functools.partial(_not_fetched, rank)
     begun = capture_error(
-        lambda: _files(folder) if rank == 0 else _temporary_copy(folder) if rank in without_access else {},
-        "not-fetched",
+        lambda: _files(folder) if rank == 0 else _temporary_copy(folder) if rank in without_access else {}, not_fetched
     )
     local = Path(begun.get("copy", folder))
     try:
         names = _gather_or_raise(group, begun)[0]["names"]
+        done: Report = {}
         if rank == 0:
-            _gather_or_raise(
-                group, capture_error(lambda: _send_all(folder, names, group, without_access), "not-fetched")
-            )
-        else:
-            _gather_or_raise(
-                group,
-                capture_error(lambda: _receive_all(local, names, group), "not-fetched")
-                if rank in without_access
-                else {},
-            )
+            done = capture_error(lambda: _send_all(folder, names, group, without_access), not_fetched)
+        elif rank in without_access:
+            done = capture_error(lambda: _receive_all(local, names, group), not_fetched)
+        _gather_or_raise(group, done)
         yield local
     finally:
         if "copy" in begun:
@@ -201,19 +197,18 @@ def _receive_all(copy: Path, names: list[str], group: Group) -> dict[str, Any]:
     return {}
 
 
-def _gather_or_raise(group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather_or_raise(group: Group, own: Report) -> list[Report]:
     """Every rank's report. Raises the first error, on every rank."""
     reports = objects.all_gather(own, group)
-    for rank, each in enumerate(reports):
-        if "error" in each:
-            name, what, why, fix = each["error"]
-            if name != "not-fetched":
-                raise CheckpointError(name, what, why=why, fix=fix)
-            raise CheckpointError(
-                "not-fetched",
-                f"The checkpoint could not be brought to the ranks that can't see its folder: rank {rank}: {what}.",
-                why="such a rank gets a copy, for the time of loading, in its own temporary folder",
-                fix="check free space of the temporary folder there (TMPDIR), or put the run folder on a disk that all "
-                "nodes see",
-            )
+    raise_first_error(reports)
     return reports
+
+
+def _not_fetched(rank: int, reason: str) -> CheckpointError:
+    return CheckpointError(
+        "not-fetched",
+        f"The checkpoint could not be brought to the ranks that can't see its folder: rank {rank}: {reason}.",
+        why="such a rank gets a copy, for the time of loading, in its own temporary folder",
+        fix="check free space of the temporary folder there (TMPDIR), or put the run folder on a disk that all "
+        "nodes see",
+    )

@@ -11,10 +11,11 @@ rest runs on a thread: each rank writes its file and reports to the first one, w
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,9 +30,9 @@ from paceline.checkpoint.host_copy import HostCopy
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
 from paceline.checkpoint.planner import Group, LocalShard, plan_save, signature
 from paceline.checkpoint.shard_file import FileLayout, bytes_of, lay_out, write_file
-from paceline.checkpoint.telling import capture_error
 from paceline.errors import CheckpointError
 from paceline.runtime import objects
+from paceline.runtime.rank_errors import Report, capture_error, raise_first_error, run_on_first_rank
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,9 @@ class _SaveJob:
         partial = Path(opened["partial"])
         self.target = Path(opened["target"])
         reports = self._gather(self._written(partial, item_bytes))
-        failed = [(rank, report["error"]) for rank, report in enumerate(reports) if "error" in report]
-        if failed:
-            if self.rank == 0:
-                directory.try_to_remove(self.disk, partial)
-            raise _not_saved(self.target, *failed[0], of=len(reports))
+        if self.rank == 0 and any("error" in report for report in reports):
+            directory.try_to_remove(self.disk, partial)
+        raise_first_error(reports)
         self._on_first_rank(lambda: self._commit(partial, reports))
         seconds = {**reports[self.rank]["seconds"], "all": perf_counter() - began}
         return SaveResult(self.target, sum(report["file"]["bytes"] for report in reports), seconds)
@@ -193,17 +192,16 @@ class _SaveJob:
             return exchange()
         except RuntimeError as error:  # torch's, where another rank has died or is late
             lost = f"the ranks have lost each other ({str(error).splitlines()[0]})"
-            raise _not_saved(self.target, self.rank, ["not-saved", lost, "", ""]) from error
+            raise self._not_saved(lost) from error
 
-    def _on_first_rank(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run on the first rank; its result or error reaches every rank."""
-        result = capture_error(work, "not-saved") if self.rank == 0 else {}
+    def _on_first_rank(self, work: Callable[[], Report]) -> Report:
+        report: Report
         if self.group is not None:
-            first, own = torch_dist.get_global_rank(self.group, 0), result
-            result = self._collective(lambda: objects.broadcast(own, first, self.group))
-        if "error" in result:
-            raise _not_saved(self.target, 0, result["error"])
-        return result
+            report = self._collective(lambda: run_on_first_rank(work, self._not_saved, self.group))
+        else:
+            report = capture_error(work, self._not_saved)
+            raise_first_error([report])
+        return report
 
     def _create_partial(self, size: int) -> dict[str, Any]:
         if self.unique_name:
@@ -213,10 +211,11 @@ class _SaveJob:
 
     def _written(self, partial: Path, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
         """What this rank wrote, or its error. The first rank also writes for those without access."""
-        own = capture_error(lambda: self._write(partial, item_bytes), "not-saved")
+        own = capture_error(lambda: self._write(partial, item_bytes), self._not_written)
         for source in self.without_access if self.rank == 0 else ():
             path = partial / _file_name(source)
-            received = capture_error(lambda path=path, source=source: self._receive(source, path), "not-saved")  # type: ignore[misc]
+            receive = functools.partial(self._receive, source, path)
+            received = capture_error(receive, self._not_written)
             own = received if "error" in received and "error" not in own else own
         return own
 
@@ -242,6 +241,17 @@ class _SaveJob:
                 raise _not_tidied(self.target, error) from error
         return {}
 
+    def _not_written(self, reason: str) -> CheckpointError:
+        return self._not_saved(reason, "" if self.group is None else f" on rank {self.rank}")
+
+    def _not_saved(self, reason: str, where: str = "") -> CheckpointError:
+        return CheckpointError(
+            "not-saved",
+            f"The checkpoint {self.target} could not be written{where}: {reason}.",
+            why="a save touches no other checkpoint before it is whole, so what was saved before is still good",
+            fix="check free space and rights of that folder",
+        )
+
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
@@ -251,19 +261,6 @@ def _lower_priority() -> None:
     """Training goes first where cores are few. (On Linux, threads have a priority of their own.)"""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def _not_saved(target: Path, rank: int, error: Sequence[str], of: int = 1) -> CheckpointError:
-    name, what, why, fix = error
-    if name != "not-saved":
-        return CheckpointError(name, what, why=why, fix=fix)
-    where = f" on rank {rank}" if of > 1 else ""
-    return CheckpointError(
-        "not-saved",
-        f"The checkpoint {target} could not be written{where}: {what}.",
-        why="a save touches no other checkpoint before it is whole, so what was saved before is still good",
-        fix="check free space and rights of that folder",
-    )
 
 
 def _not_tidied(target: Path, error: OSError) -> CheckpointError:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,29 +37,17 @@ class FailureRecord:
     def as_error(self) -> PacelineError:
         """The error with a code that the rank raised, or a `launch.rank-failed` with its traceback."""
         if self.error is not None:
-            again = error_of(self.error)
+            again = PacelineError.from_dict(self.error)
             again.add_note(f"on rank {self.rank}")
             return again
         return LaunchError("rank-failed", f"Rank {self.rank} failed:\n{self.text.rstrip()}")
-
-
-def parts_of(error: PacelineError) -> dict[str, str]:
-    """An error with a code as plain values, for another process."""
-    family, name = error.code.split(".", 1)
-    return {"family": family, "name": name, "what": error.what, "why": error.why, "fix": error.fix}
-
-
-def error_of(parts: Mapping[str, str]) -> PacelineError:
-    """The error that another process raised."""
-    family = next((kind for kind in PacelineError.__subclasses__() if kind.family == parts["family"]), LaunchError)
-    return family(parts["name"], parts["what"], why=parts["why"], fix=parts["fix"])
 
 
 def describe(error: BaseException, rank: int) -> FailureRecord:
     """The failure record for an exception that a rank raised."""
     now = time.time()
     if isinstance(error, PacelineError):
-        return FailureRecord(rank, now, 1, str(error), parts_of(error))
+        return FailureRecord(rank, now, 1, str(error), error.to_dict())
     text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
     return FailureRecord(rank, now, 1, text)
 

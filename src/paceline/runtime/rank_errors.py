@@ -1,23 +1,24 @@
-"""Whether all ranks come to what needs them all. Those that do not are named, in seconds rather than never.
+"""Errors that concern every rank: an error of one rank is raised on all of them, and ranks that are missing are named.
 
-Ranks sign in at the store through which they met, not by a collective: torch's barrier that can name the missing has a
-time limit on the first rank only.
+`StoreBarrier` goes through the store of the process group, not through a collective: torch's barrier that can name the
+missing ranks (monitored_barrier) has a time limit on the first rank only.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as torch_dist
 
 from paceline.errors import CheckpointError, PacelineError
-from paceline.runtime import collectives
+from paceline.runtime import collectives, objects
 from paceline.text import numbered
 
 T = TypeVar("T")
+Report = dict[str, Any]  # plain values; where something failed, the error as plain values under "error"
 _LOOK_EVERY = 0.005
 
 
@@ -70,27 +71,66 @@ def _missing(store: Any, keys: list[str], rank: int, seconds: float) -> list[int
     return []
 
 
+def capture_error(work: Callable[[], Report], otherwise: Callable[[str], PacelineError]) -> Report:
+    """What the work returns; or, under "error", what it raised. An exception without a code becomes the error that
+    `otherwise` makes of its text."""
+    try:
+        return work()
+    except PacelineError as error:
+        return {"error": error.to_dict()}
+    except Exception as error:
+        return {"error": otherwise(_reason(error)).to_dict()}
+
+
+def raise_first_error(reports: Sequence[Report]) -> None:
+    """Raise the first error in the reports of all ranks, if there is one."""
+    for report in reports:
+        if "error" in report:
+            raise PacelineError.from_dict(report["error"])
+
+
+def run_on_first_rank(
+    work: Callable[[], Report], otherwise: Callable[[str], PacelineError], group: objects.Group = None
+) -> Report:
+    """Run on the first rank of the group; its result is returned, or its error raised, on every rank.
+
+    Collective: must be called on every rank of the group. Without a group, that is the world.
+    """
+    is_first = collectives.is_main() if group is None else torch_dist.get_rank(group) == 0
+    own = capture_error(work, otherwise) if is_first else {}
+    first = 0 if group is None else torch_dist.get_global_rank(group, 0)
+    report: Report = collectives.broadcast_object(own) if group is None else objects.broadcast(own, first, group)
+    raise_first_error([report])
+    return report
+
+
 def run_on_all_ranks(work: Callable[[], T], what: str) -> T:
-    """Do it on every rank; if one of them fails all do, with the first one's error."""
+    """Run on every rank. If it fails on one, every rank raises: that one its own error, the others the first one's.
+
+    Collective: must be called on every rank.
+    """
     result: T | None = None
-    problem: BaseException | None = None
+    problem: Exception | None = None
     try:
         result = work()
     except Exception as error:
         problem = error
-    told = collectives.all_gather_object(None if problem is None else _as_values(problem))
+    reports = collectives.all_gather_object({} if problem is None else {"error": _coded(problem).to_dict()})
     if problem is not None:
         raise problem
-    for rank, values in enumerate(told):
-        if values is not None:
-            name, reason, fix = values
-            raise CheckpointError(name, f"{what} failed on rank {rank}: {reason}", fix=fix)
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            repeated = f"{what} failed on rank {rank}: {report['error']['what']}"
+            raise PacelineError.from_dict({**report["error"], "what": repeated, "why": ""})
     return result  # type: ignore[return-value]
 
 
-def _as_values(error: BaseException) -> list[str]:
-    if not isinstance(error, PacelineError):
-        error = CheckpointError("not-loaded", f"{type(error).__name__}: {error}", fix="see that rank's own error")
-    elif not isinstance(error, CheckpointError):
-        error = CheckpointError("not-loaded", error.what, fix=error.fix)
-    return [error.code.partition(".")[2], error.what, error.fix]
+def _coded(error: Exception) -> PacelineError:
+    if isinstance(error, PacelineError):
+        return error
+    return CheckpointError("not-loaded", f"{type(error).__name__}: {error}", fix="see that rank's own error")
+
+
+def _reason(error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or f"{type(error).__name__}: {error}"

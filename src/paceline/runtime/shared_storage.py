@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.runtime import collectives
+from paceline.runtime.rank_errors import run_on_first_rank
 
 # A network disk may go on saying for a while that a new file is not there.
 _TRIES = 3
@@ -24,16 +25,7 @@ def ranks_without_access(folder: Path) -> list[int]:
 
     The first rank puts a file with a random word there: a folder of the same name on another disk does not count.
     """
-    probe: dict[str, str] = {}
-    if collectives.is_main():
-        probe = _put(folder.absolute())
-    probe = collectives.broadcast_object(probe)
-    if "problem" in probe:
-        raise LaunchError(
-            "run-folder",
-            f"The run folder {probe['folder']} can't be written: {probe['problem']}.",
-            fix="set run: to a path that can be written, or run: false to write nothing",
-        )
+    probe = run_on_first_rank(lambda: _put(folder.absolute()), lambda reason: _not_writable(folder.absolute(), reason))
     path = Path(probe["folder"]) / probe["name"]
     answers = collectives.all_gather_object(_sees(path, probe["word"]))
     if collectives.is_main():
@@ -44,11 +36,16 @@ def ranks_without_access(folder: Path) -> list[int]:
 def _put(folder: Path) -> dict[str, str]:
     word = secrets.token_hex(16)
     probe = {"folder": str(folder), "name": f".probe-{word[:8]}", "word": word}
-    try:
-        (folder / probe["name"]).write_text(word)
-    except OSError as error:
-        return {"folder": str(folder), "problem": error.strerror or str(error)}
+    (folder / probe["name"]).write_text(word)
     return probe
+
+
+def _not_writable(folder: Path, reason: str) -> LaunchError:
+    return LaunchError(
+        "run-folder",
+        f"The run folder {folder} can't be written: {reason}.",
+        fix="set run: to a path that can be written, or run: false to write nothing",
+    )
 
 
 def _sees(path: Path, word: str) -> bool:

@@ -36,7 +36,6 @@ from paceline.launcher.cluster.membership import NodeMember, OrphanedRanks
 from paceline.launcher.cluster.server import ConnectionServer
 from paceline.launcher.network import is_loopback, listen
 from paceline.launcher.restart_policy import Restart, Supervisor
-from paceline.run import failures
 
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 5.0  # after which a node that gave none is lost
@@ -157,7 +156,7 @@ class Coordinator:
             node = admission.place(hello, self._fewest, self._most, self.missing, self._identity)
         except LaunchError as error:
             self._notice(f"refused: {error.what}")
-            channel.send({"kind": "refused", "error": failures.parts_of(error)})
+            channel.send({"kind": "refused", "error": error.to_dict()})
             return  # it stays a stranger, and leaves: who closes a connection too soon takes the last word back
         self._door.let_in(channel)
         self._identity = self._identity or hello.identity
@@ -185,7 +184,7 @@ class Coordinator:
                 else:
                     self._stop(int(message["signal"]), but=member)
             case "error":
-                self._end(2, error=failures.error_of(message["error"]))
+                self._end(2, error=PacelineError.from_dict(message["error"]))
             case "beat":
                 pass
 
@@ -381,7 +380,7 @@ class Coordinator:
         message: Message = {
             "kind": "end", "status": status, "signal": self._signal,
             "cause": None if cause is None else asdict(cause),
-            "error": None if error is None else failures.parts_of(error),
+            "error": None if error is None else error.to_dict(),
         }  # fmt: skip
         self._broadcast(message)
         self._tell(message)

@@ -26,7 +26,7 @@ from paceline.launcher.local.reaper import birth, end_leftovers
 from paceline.launcher.local.start import LocalStart, NodeAssignment
 from paceline.launcher.network import interface_of
 from paceline.launcher.workload import Workload
-from paceline.run import failures, heartbeat
+from paceline.run import heartbeat
 from paceline.run.folder import short
 from paceline.run.ledger import Ledger
 
@@ -151,7 +151,7 @@ class Node:
     def _do(self, message: Message, stack: ExitStack) -> int | None:
         match message["kind"]:
             case "refused":
-                raise failures.error_of(message["error"])
+                raise PacelineError.from_dict(message["error"])
             case "welcome":
                 self._number = int(message["node"])
             case "waiting":
@@ -179,7 +179,7 @@ class Node:
                 opened = rank_logs.opened(self._spec) if folder is None else rank_logs.shared(folder)
                 self._logs = stack.enter_context(opened)
         except PacelineError as error:
-            self._send({"kind": "error", "error": failures.parts_of(error)})
+            self._send({"kind": "error", "error": error.to_dict()})
             return
         self._channel.send({"kind": "opened", "folder": None if self._logs.run is None else str(self._logs.run)})
 

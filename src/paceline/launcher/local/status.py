@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.diagnose.cause import Cause
 from paceline.diagnose.signatures import has_traceback
+from paceline.errors import PacelineError
 from paceline.launcher.local.console import Console
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.start import LocalStart
 from paceline.launcher.workload import Workload
-from paceline.run import failures, goodput, heartbeat
+from paceline.run import goodput, heartbeat
 from paceline.run.ledger import Ledger
 from paceline.runtime import environment
 
@@ -57,7 +58,7 @@ def again(message: Mapping[str, Any]) -> str:
 def show_end(message: Mapping[str, Any], logs: RankLogs | None) -> None:
     """How a job of several nodes ended."""
     if message["error"] is not None:
-        print(failures.error_of(message["error"]), file=sys.stderr, flush=True)
+        print(PacelineError.from_dict(message["error"]), file=sys.stderr, flush=True)
     elif message["cause"] is not None:
         show_cause(Cause(**message["cause"]), logs)
     elif message["signal"]:
