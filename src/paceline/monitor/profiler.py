@@ -1,12 +1,12 @@
-"""Tracing some steps: what takes the time, and does communication hide behind compute?
+"""Profile some steps: which operations take the time, and is communication hidden behind compute?
 
-    profiler = Profiler(config.profile, run.trace(rank), rank)
-    profiler.step(0)                        # before the loop, so that step 1 can be traced
-    for …: text = profiler.step(finished)   # after each step; a text when the last of them is done
-    text = profiler.close()                 # when training may have ended earlier
+    profiler = Profiler(config.profile, run, rank)
+    profiler.step(0)                        # before the loop, so that step 1 can be profiled
+    for …: text = profiler.step(finished)   # after each step; returns a text after the last one that is profiled
+    text = profiler.close()                 # in case training ended earlier
 
-The trace is for ui.perfetto.dev or chrome://tracing. Tracing slows small
-steps down, so the shares are to be trusted more than the milliseconds.
+The trace in the run folder is for ui.perfetto.dev or chrome://tracing. Profiling slows down small steps, so trust the
+percentages more than the milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,37 +23,37 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.config.sections import ProfileSection
 from paceline.monitor import trace as monitor_trace
+from paceline.run.folder import RunFolder
 
 _ROWS = 12
 _NAME_WIDTH = 50
-# Calls of CUDA and of its tracer; the work that they start stands under the operation's name.
+# Calls of CUDA and of its tracer; the work that they launch is listed under the operation's name.
 _RUNTIME = ("cuda", "cuLaunch", "Activity Buffer Request", "INVALID")
 
 
 class Profiler:
-    def __init__(self, settings: ProfileSection, path: Path | None, rank: int) -> None:
-        self._settings, self._path, self._rank = settings, path, rank
+    def __init__(self, settings: ProfileSection, run: RunFolder | None, rank: int) -> None:
+        self._settings, self._rank = settings, rank
+        self._path = None if run is None else run.trace(rank)
         self._trace: profile | None = None
         self._begin = self._end = self._finished = 0
         self._done = False
-        self.split: monitor_trace.TimeSplit | None = (
-            None  # the text's last line as numbers, for all traced steps together
-        )
+        self.split: monitor_trace.TimeSplit | None = None  # of all profiled steps
 
     def step(self, finished: int) -> str | None:
-        """Say how many steps are finished. Gives the text after the last one that is traced."""
+        """Report the number of finished steps. Returns the text after the last profiled one."""
         self._finished = finished
         first, after = self._settings.steps
         if self._trace is not None:
             return self.close() if finished >= self._end else None
         if not self._done and finished >= first - 1:
-            # A run that goes on behind these steps traces as many of those that come.
+            # A run resumed after these steps profiles as many of the next ones.
             self._begin, self._end = finished, after - 1 if finished < after - 1 else finished + after - first
             self._start()
         return None
 
     def close(self) -> str | None:
-        """End tracing, with what there is; nothing if it never began or has ended."""
+        """Stop profiling and return the text; None if profiling has not started or has ended."""
         if self._trace is None:
             return None
         trace, self._trace, self._done = self._trace, None, True
@@ -73,7 +72,7 @@ class Profiler:
         return self._text(trace, self.split, steps)
 
     def _start(self) -> None:
-        # is_initialized, because asking for GPUs in another way opens them.
+        # is_initialized, because other queries initialize CUDA.
         gpu = torch.cuda.is_initialized()
         self._trace = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])],
@@ -95,7 +94,7 @@ class Profiler:
 
 
 def _table(trace: profile, steps: int) -> list[str]:
-    """The operations with the most time of their own: on the GPU where there is one, else on the CPU."""
+    """The operations with the most self time: on the GPU if there is one, else on the CPU."""
     rows = [row for row in trace.key_averages() if _is_operation(row)]
     clock = "self_device_time_total" if any(row.self_device_time_total for row in rows) else "self_cpu_time_total"
     own_time = attrgetter(clock)
@@ -109,7 +108,7 @@ def _table(trace: profile, steps: int) -> list[str]:
 
 
 def _is_operation(row: Any) -> bool:
-    """Kernels have the name of the operation that started them beside them; annotations are nobody's work."""
+    """Kernels are listed under the operation that launched them; annotations are not operations."""
     if row.device_type != DeviceType.CPU or row.key.startswith(_RUNTIME):
         return False
     return not row.is_user_annotation or monitor_trace.is_collective(row.key)
@@ -128,7 +127,7 @@ def _line(split: monitor_trace.TimeSplit, steps: int) -> str:
 
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """torch's tracer writes its beginning and end to stderr unless this variable is set when it first starts."""
+    """Kineto logs the start and end of profiling to stderr unless this variable is set when it first starts."""
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:
         yield

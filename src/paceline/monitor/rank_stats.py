@@ -29,7 +29,7 @@ class RankStats:
         self._next = 0.0
 
     def log_point(self, step: int, samples_per_second: float, data_wait: float, memory: int, peak_memory: int) -> None:
-        """`data_wait` is the fraction of the time since the last log point; memory is in bytes."""
+        """`data_wait` is a fraction of the time since the last log point; memory is in bytes."""
         now = time.time()
         self._held = {
             "time": round(now, 3),
@@ -54,16 +54,16 @@ class RankStats:
 
 
 def process_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes now and at most so far: of tensors on a GPU, of the whole process on CPU."""
+    """Current and peak memory in bytes: of tensors on a GPU, of the whole process on CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     try:
-        statm = os.open("/proc/self/statm", os.O_RDONLY)  # not through Path: this is read at every log point
+        statm = os.open("/proc/self/statm", os.O_RDONLY)  # not through Path: this runs at every log point
         pages = int(os.read(statm, 100).split()[1])
         os.close(statm)
-    except OSError:  # macOS has no /proc; the peak is what can be known
+    except OSError:  # macOS has no /proc; only the peak is known
         return peak, peak
     resident = pages * os.sysconf("SC_PAGE_SIZE")
-    return resident, max(peak, resident)  # the kernel brings the peak up to date a little later
+    return resident, max(peak, resident)  # the kernel updates the peak with a delay

@@ -2,14 +2,14 @@
 
     |-- compute --|-- compute --|   idle   |
            |-- communication ------|
-                                |..| exposed: nothing was computed meanwhile
+                                |..| exposed: no compute at the same time
 
-The three parts `compute`, `exposed` and `idle` make up the whole; the communication that hides behind compute costs
-nothing. On a GPU compute is what its kernels and copies do, and communication is NCCL's kernels. On CPU compute is what
-torch's operations do on the thread of the training loop, and communication is gloo's, which runs on other threads.
+`compute`, `exposed` and `idle` add up to the total; communication that overlaps with compute costs nothing. On a GPU,
+compute is kernels and copies, and communication is NCCL kernels. On CPU, compute is torch operations on the thread of
+the training loop, and communication is gloo's, which runs on other threads.
 
-Waiting for a collective leaves no span of its own on CPU: it shows as a hole, or, within a backward function (whose
-hooks may wait), as time in which no operation runs. Both count as communication while a collective is under way.
+On CPU, waiting for a collective has no span of its own: it is a gap or, inside a backward function (whose hooks may
+wait), time without an operation. Both count as communication while a collective is in progress.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Span:
     end: float
     thread: int = 0
     on_device: bool = False
-    annotation: bool = False  # a name that somebody gave to a stretch of code: says nothing about who works
-    backward: bool = False  # a node of the backward pass: its hooks run inside it
+    annotation: bool = False  # a user's label for a range of code, not an operation
+    backward: bool = False  # a node of the backward pass; its hooks run inside it
 
     @property
     def collective(self) -> bool:
@@ -80,7 +80,7 @@ def spans(events: Iterable[Any]) -> list[Span]:
 
 
 def split(trace: list[Span]) -> TimeSplit:
-    """Divide the time between the BEGIN and END spans, which the loop's thread put there."""
+    """Split the time between the BEGIN and END spans of the loop's thread."""
     begin = next(span for span in trace if span.name == BEGIN and not span.on_device)
     end = next(span for span in trace if span.name == END and not span.on_device)
     window = [(begin.end, end.start)]
@@ -97,7 +97,7 @@ def split(trace: list[Span]) -> TimeSplit:
 def _on_device(trace: list[Span]) -> tuple[list[Interval], list[Interval]]:
     work = [span for span in trace if span.on_device and not span.annotation]
     compute = _union(span for span in work if not span.collective)
-    # gloo moves a GPU's tensors on threads of its own.
+    # gloo transfers GPU tensors on threads of its own.
     communication = _union(
         span for span in trace if span.collective and (span.on_device or span.name.startswith("gloo:"))
     )
@@ -119,7 +119,7 @@ def _union(parts: Iterable[Span]) -> list[Interval]:
 
 
 def _merged(parts: list[Interval]) -> list[Interval]:
-    """The same stretches of time in order, without overlaps. All functions below expect and return such lists."""
+    """Sort intervals and merge overlapping ones. All functions below expect and return such lists."""
     merged: list[Interval] = []
     for start, end in sorted(parts):
         if merged and start <= merged[-1][1]:
@@ -134,7 +134,7 @@ def _length(parts: list[Interval]) -> float:
 
 
 def _without(parts: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """What of `parts` lies outside `taken`."""
+    """The parts of `parts` outside of `taken`."""
     left: list[Interval] = []
     first = 0
     for start, end in parts:

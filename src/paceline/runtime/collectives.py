@@ -85,7 +85,7 @@ def debug(on: bool) -> None:
 
 
 def _debugging() -> bool:
-    return environment.debug_wanted() if _debug is None else _debug
+    return environment.debug_enabled() if _debug is None else _debug
 
 
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:

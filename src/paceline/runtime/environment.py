@@ -27,13 +27,13 @@ TOKEN = "PACELINE_TOKEN"  # the secret that the launchers of a job share
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who this process is: its rank among `world`, and its place on its own node."""
+    """The rank of this process, globally and on its node."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    told_nodes: int | None = None  # where the launcher says it: machines may have different numbers of ranks
+    reported_nodes: int | None = None  # set by the launcher, since nodes may have different numbers of ranks
 
     @property
     def is_main(self) -> bool:
@@ -41,13 +41,13 @@ class RankInfo:
 
     @property
     def nodes(self) -> int:
-        return self.told_nodes or -(-self.world // self.local_world)
+        return self.reported_nodes or -(-self.world // self.local_world)
 
 
 @dataclass(frozen=True)
 class ExportedRank:
-    """RANK and WORLD_SIZE that no launcher of ranks has set: it would set LOCAL_RANK too. A person or an operator did,
-    and may count ranks or machines."""
+    """RANK and WORLD_SIZE exported by a person or an operator, who may count ranks or nodes. A launcher of ranks would
+    have set LOCAL_RANK too."""
 
     rank: int
     world: int
@@ -56,8 +56,8 @@ class ExportedRank:
 
 
 def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """The place that a launcher gave this process, or None where there was no launcher."""
-    if not _says_rank(environment):
+    """The rank that a launcher assigned to this process; None without a launcher."""
+    if not _has_rank(environment):
         task = read_task(environment)
         return None if task is None else RankInfo(task.rank, task.world, task.local_rank, task.local_world, task.nodes)
     rank, world = number(environment, "RANK"), number(environment, "WORLD_SIZE")
@@ -75,12 +75,12 @@ def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | No
 
 
 def read_exported(environment: Mapping[str, str] = os.environ) -> ExportedRank | None:
-    """The RANK and WORLD_SIZE that somebody exported, where the ranks also have an address to meet at."""
+    """Exported RANK and WORLD_SIZE, if MASTER_ADDR is set too."""
     host = environment.get("MASTER_ADDR")
-    if not _says_rank(environment) or is_rank(environment) or not host:
+    if not _has_rank(environment) or is_rank(environment) or not host:
         return None
-    place = read_rank_info(environment) or RankInfo()
-    return ExportedRank(place.rank, place.world, host, number(environment, "MASTER_PORT", default=DEFAULT_PORT))
+    info = read_rank_info(environment) or RankInfo()
+    return ExportedRank(info.rank, info.world, host, number(environment, "MASTER_PORT", default=DEFAULT_PORT))
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
@@ -88,36 +88,36 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     return "LOCAL_RANK" in environment
 
 
-def _says_rank(environment: Mapping[str, str]) -> bool:
+def _has_rank(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def meeting(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Host and port where the ranks meet; None where nothing says so."""
+def rendezvous_endpoint(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Host and port of the rendezvous of the ranks; None if the environment does not tell."""
     host = environment.get("MASTER_ADDR")
-    task = None if _says_rank(environment) else read_task(environment)
+    task = None if _has_rank(environment) else read_task(environment)
     if task is not None:
-        host, usual_port = (host, DEFAULT_PORT) if host else task.meeting()
-        return host, number(environment, "MASTER_PORT", default=usual_port)
+        host, default_port = (host, DEFAULT_PORT) if host else task.rendezvous()
+        return host, number(environment, "MASTER_PORT", default=default_port)
     return (host, number(environment, "MASTER_PORT")) if host and "MASTER_PORT" in environment else None
 
 
-def master(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Where the ranks meet, as address:port."""
-    found = meeting(environment)
+def rendezvous_address(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The rendezvous as `host:port`."""
+    found = rendezvous_endpoint(environment)
     if found is None:
         return None
     host, port = found
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def variables(place: RankInfo) -> dict[str, str]:
-    """A place as a launcher writes it."""
+def variables(info: RankInfo) -> dict[str, str]:
+    """The variables that a launcher sets for a rank."""
     return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world),
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world),
+        "LOCAL_RANK": str(info.local_rank),
+        "LOCAL_WORLD_SIZE": str(info.local_world),
     }
 
 
@@ -149,9 +149,10 @@ def suspect_step(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def was_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether paceline's own launcher started this process: it then shows failures, so the rank need not."""
+    """Whether paceline's launcher started this process. It reports failures, so the rank does not have to."""
     return LAUNCHED in environment
 
 
-def debug_wanted(environment: Mapping[str, str] = os.environ) -> bool:
+def debug_enabled(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether every collective is checked across ranks."""
     return environment.get(DEBUG, "").lower() in {"1", "true", "on", "yes"}

@@ -1,10 +1,10 @@
-"""Lists of machines and of counts, in the short form in which SLURM writes them.
+"""Host lists and counts in the compact notation of SLURM.
 
     node[01-03,7],gpu-a   ->  node01 node02 node03 node7 gpu-a
     4(x2),1               ->  4 4 1
 
-The text comes from the environment, so it is read strictly: a name holds nothing but letters, digits, dots, dashes
-and underscores, and a short text can't stand for millions of machines.
+The text comes from the environment, so it is parsed strictly: a name consists of letters, digits, dots, dashes and
+underscores, and a short text can't expand to millions of hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import product
 
 from paceline.errors import WorldError
 
-MOST = 65_536  # machines; SLURM's own limit
+MAX_HOSTS = 65_536  # as in SLURM
 
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")  # text and brackets up to the next comma outside of brackets
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
@@ -25,31 +25,31 @@ _COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
 def expand(text: str) -> list[str]:
-    """The names that a list of machines stands for, in its order."""
+    """The host names in a list, in order."""
     names: list[str] = []
     for item in _items(text):
         names += _expand_item(item, text)
-        if len(names) > MOST:
-            raise _nonsense(text, f"it stands for more than {MOST:,} machines")
+        if len(names) > MAX_HOSTS:
+            raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
     return names
 
 
 def expand_counts(text: str) -> list[int]:
-    """One number for each machine, as in SLURM_TASKS_PER_NODE: `4(x2),1` is 4, 4, 1."""
+    """One number per host, as in SLURM_TASKS_PER_NODE: `4(x2),1` is 4, 4, 1."""
     counts: list[int] = []
     for item in text.strip().split(","):
         found = _COUNT.fullmatch(item)
         if found is None:
-            raise _nonsense(text, f"{item!r} is no count")
+            raise _invalid(text, f"{item!r} is no count")
         times = int(found[2] or 1)
-        if len(counts) + times > MOST:
-            raise _nonsense(text, f"it stands for more than {MOST:,} machines")
+        if len(counts) + times > MAX_HOSTS:
+            raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
         counts += [int(found[1])] * times
     return counts
 
 
 def _items(text: str) -> list[str]:
-    """The text cut at the commas outside of brackets."""
+    """Split the text at commas outside of brackets."""
     items, at = [], 0
     text = text.strip()
     while found := _ITEM.match(text, at):
@@ -59,37 +59,37 @@ def _items(text: str) -> list[str]:
             return items
         if text[found.end()] != ",":
             break
-    raise _nonsense(text, "commas or brackets are out of place")
+    raise _invalid(text, "commas or brackets are out of place")
 
 
 def _expand_item(item: str, text: str) -> list[str]:
     """`rack[1-2]n[1-3]`: the product of its parts."""
     parts = [_expand_ranges(found[1], text) if found[2] is None else [found[2]] for found in _PART.finditer(item)]
-    if math.prod(map(len, parts)) > MOST:
-        raise _nonsense(text, f"it stands for more than {MOST:,} machines")
+    if math.prod(map(len, parts)) > MAX_HOSTS:
+        raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
     names = ["".join(chosen) for chosen in product(*parts)]
     if not _NAME.fullmatch(names[0]) or len(names[-1]) > 253:
-        raise _nonsense(text, f"{names[0]!r} is no machine's name")
+        raise _invalid(text, f"{names[0]!r} is no machine's name")
     return names
 
 
 def _expand_ranges(ranges: str, text: str) -> list[str]:
-    """`01-03,7` is 01, 02, 03, 7: the first number's width is that of all."""
+    """`01-03,7` is 01, 02, 03, 7: all numbers have the width of the first."""
     numbers: list[str] = []
-    for piece in ranges.split(","):
-        found = _RANGE.fullmatch(piece)
+    for part in ranges.split(","):
+        found = _RANGE.fullmatch(part)
         if found is None:
-            raise _nonsense(text, f"{piece!r} is no range of numbers")
+            raise _invalid(text, f"{part!r} is no range of numbers")
         first, last = int(found[1]), int(found[2] or found[1])
-        if not first <= last < first + MOST:
-            raise _nonsense(text, f"the range {piece} runs backwards, or is too long")
+        if not first <= last < first + MAX_HOSTS:
+            raise _invalid(text, f"the range {part} runs backwards, or is too long")
         numbers += [f"{number:0{len(found[1])}}" for number in range(first, last + 1)]
-        if len(numbers) > MOST:
-            raise _nonsense(text, f"it stands for more than {MOST:,} machines")
+        if len(numbers) > MAX_HOSTS:
+            raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
     return numbers
 
 
-def _nonsense(text: str, why: str) -> WorldError:
+def _invalid(text: str, why: str) -> WorldError:
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     return WorldError(
         "bad-environment",

@@ -97,7 +97,7 @@ def _open(backend: str, place: RankInfo, timeout: float) -> None:
     # What env:// does, without its variables: mpirun and srun do not set them.
     torch_dist.init_process_group(
         backend,
-        init_method=f"tcp://{environment.master()}",
+        init_method=f"tcp://{environment.rendezvous_address()}",
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=timeout),
@@ -150,7 +150,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _require_master(place: RankInfo) -> None:
-    if environment.master() is None:
+    if environment.rendezvous_address() is None:
         raise WorldError(
             "bad-environment",
             f"RANK and WORLD_SIZE say that this is rank {place.rank} of {place.world}, "
@@ -161,7 +161,7 @@ def _require_master(place: RankInfo) -> None:
 
 
 def _failed_start(backend: str, place: RankInfo, error: Exception) -> WorldError:
-    address = environment.master()
+    address = environment.rendezvous_address()
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return WorldError(
             "port-in-use",

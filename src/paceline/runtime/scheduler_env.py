@@ -1,7 +1,7 @@
 """This process as a task of mpirun or srun, and the allocation of SLURM that it is in.
 
-These start one process for each rank, as torchrun does, but say who it is in variables of their own. What they leave
-unsaid is where the ranks meet; that follows from the job, so that all of its tasks find the same answer.
+Like torchrun these start one process per rank, but they set variables of their own. They do not set a rendezvous; it
+is derived from the job, so that all tasks derive the same one.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from paceline.runtime.hostlist import expand, expand_counts
 
 LOOPBACK = "127.0.0.1"
 
-# Below the ports that Linux gives to outgoing connections, which begin at 32768.
+# Below the ephemeral ports of Linux, which start at 32768.
 _FIRST_PORT, _PORTS = 20_000, 10_000
-# SLURM's steps from here on are no user's: the batch script, the shell that salloc opens.
+# SLURM reserves step numbers from here on for its own use: the batch script, the shell of salloc.
 _RESERVED_STEPS = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """A process among those that one command started; there are at least two."""
+    """One of at least two processes started by one command."""
 
-    starter: str  # the command, for people
+    starter: str  # the command, for display
     rank: int
     world: int
     local_rank: int
     local_world: int
     nodes: int
-    job: str  # tells this start from others on the same machine; "" where nothing does
-    hosts: str = ""  # the machines, as SLURM writes them
+    job: str  # distinguishes jobs on the same machine; "" if unknown
+    hosts: str = ""  # in the notation of SLURM
 
-    def meeting(self) -> tuple[str, int]:
-        """Host and port where the ranks meet, unless somebody says otherwise."""
+    def rendezvous(self) -> tuple[str, int]:
+        """The default host and port of the rendezvous."""
         if self.nodes == 1:
             return LOOPBACK, self._port()
         if self.hosts:
@@ -55,9 +55,9 @@ class SchedulerTask:
 
 
 def read_task(environment: Mapping[str, str]) -> SchedulerTask | None:
-    """Who this process is among the tasks of an mpirun or srun; None where there is none, or just one.
+    """The task of mpirun or srun that this process is; None if there is none, or only one.
 
-    mpirun comes first: inside a SLURM job it starts its helpers with srun, whose variables its ranks inherit.
+    mpirun takes precedence: inside a SLURM job it starts its helpers with srun, whose variables its ranks inherit.
     """
     task = _open_mpi(environment) or _hydra(environment) or _slurm(environment)
     if task is None or task.world == 1:
@@ -74,7 +74,7 @@ def read_task(environment: Mapping[str, str]) -> SchedulerTask | None:
 
 
 def number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """The whole number in the first of these variables that is set."""
+    """The integer in the first of these variables that is set."""
     name = next((name for name in names if name in environment), None)
     if name is None and default is not None:
         return default
@@ -97,7 +97,7 @@ def _open_mpi(environment: Mapping[str, str]) -> SchedulerTask | None:
 
 
 def _hydra(environment: Mapping[str, str]) -> SchedulerTask | None:
-    """MPICH and Intel MPI. srun sets PMI_RANK too, where it serves MPI programs, but no local rank."""
+    """MPICH and Intel MPI. srun with MPI support sets PMI_RANK too, but no local rank."""
     if "PMI_RANK" not in environment or "MPI_LOCALRANKID" not in environment:
         return None
     rank, world, local_rank, local_world = (

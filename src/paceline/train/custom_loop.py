@@ -50,7 +50,7 @@ class EpochLoader:
         per_epoch, step = self._loader.steps_per_epoch, engine.position.step
         epochs = self._own.epochs_begun + 1 if per_epoch is None else step // per_epoch + 1
         self._own.epochs_begun += 1
-        for micro in engine.account.noting_suspects(engine.ready(self._loader.micros(step, epochs))):
+        for micro in engine.telemetry.record_suspects(engine.ready(self._loader.micros(step, epochs))):
             self._own.expect(micro, self._loader, self._groups)
             yield micro.batch
 
@@ -221,7 +221,7 @@ class CustomLoop:
             self._job.agenda.steps_per_epoch = loader.steps_per_epoch if loader else None
             self._begin(self._job.agenda.steps_per_epoch)
             self._reached = self.engine.position.step
-            self.engine.account.begins(self._reached)
+            self.engine.telemetry.begins(self._reached)
             self._due = self._job.agenda.next_due(self._reached)
         self.engine.check(micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
 
@@ -235,7 +235,7 @@ class CustomLoop:
         if job.position.step == self._due:
             with self.engine.draw:
                 job.agenda.attend(job.position.step, micro.epoch)
-            job.account.stepped(job.position.step)
+            job.telemetry.stepped(job.position.step)
             job.recorder.release()
             self._due = job.agenda.next_due(job.position.step)
 

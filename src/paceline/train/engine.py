@@ -70,12 +70,12 @@ class Engine:
         self.config, self.task = config, task
         if config.strategy == "split":  # batches and losses lie on its first device
             device = devices_of(config.split)[0]
-        self.account = Telemetry()
+        self.telemetry = Telemetry()
         self.world = process_group.init_world(
             device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
         )
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
-        self.account.joined(self.world)
+        self.telemetry.joined(self.world)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
         if plan.degrees.tensor > 1:

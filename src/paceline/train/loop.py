@@ -40,14 +40,14 @@ class Job:
     position: TrainProgress
     display: Display
     on_step: Sequence[Callable[[Step], Any]]
-    account: Telemetry
+    telemetry: Telemetry
 
 
 def run(job: Job) -> None:
     """Until the data ends or the agenda says so."""
     stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
     due = agenda.next_due(position.step)
-    job.account.begins(position.step)
+    job.telemetry.begins(position.step)
     micros = job.micros()
     goes_on = agenda.begin(position.step, position.epoch)
     since = perf_counter()
@@ -62,13 +62,13 @@ def run(job: Job) -> None:
             take_step(job, micro)
             if position.step == due:
                 goes_on = agenda.attend(position.step, micro.epoch)
-                job.account.stepped(position.step)
+                job.telemetry.stepped(position.step)
                 if not goes_on:
                     break
                 due = agenda.next_due(position.step)
         since = perf_counter()
     agenda.finish(position.step, position.epoch)
-    job.account.finished(position.step)
+    job.telemetry.finished(position.step)
 
 
 def take_step(job: Job, micro: MicroBatch) -> None:
@@ -76,7 +76,7 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     stepper, updater = job.stepper, job.updater
     norm = updater.apply(micro.step, stepper.factor() if stepper.by_data else None)
     job.position.step = job.display.completed = step = micro.step + 1
-    job.account.page.at(step)
+    job.telemetry.heartbeat.at(step)
     lr, parts, samples = updater.lr, stepper.noted, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if stepper.metrics:

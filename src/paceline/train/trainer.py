@@ -293,9 +293,8 @@ class Trainer:
     ) -> loop.Job:
         engine, config = self._engine, self.config
         self._recorder = recorder = self._new_recorder(history, sinks, display)
-        rank, run = self.world.rank_info.rank, self._saver.run
-        trace = None if run is None else run.trace(rank)
-        profiler = None if config.profile is None else Profiler(config.profile, trace, rank)
+        rank = self.world.rank_info.rank
+        profiler = None if config.profile is None else Profiler(config.profile, self._saver.run, rank)
         agenda = Agenda(
             recorder,
             self._callbacks,
@@ -320,7 +319,7 @@ class Trainer:
         def micros() -> Iterator[MicroBatch]:
             return iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
 
-        parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step, engine.account)
+        parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step, engine.telemetry)
         return loop.Job(micros, *parts)
 
     def _save_last(self, step: int) -> None:
@@ -333,7 +332,7 @@ class Trainer:
 
     def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[MicroBatch]:
         """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
-        micros = self._engine.account.noting_suspects(self._engine.ready(loader.micros(self.step_count, epochs)))
+        micros = self._engine.telemetry.record_suspects(self._engine.ready(loader.micros(self.step_count, epochs)))
         first = next(micros, None)
         if first is None:
             return micros
@@ -344,7 +343,7 @@ class Trainer:
         return chain([first], micros)
 
     def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int, due: bool) -> str | None:
-        with self._engine.account.evaluating():
+        with self._engine.telemetry.evaluating():
             record: Record = {"step": step, "epoch": epoch, **self.evaluate(val).values}
             if self._engine.average is not None:
                 with self.ema_weights():
@@ -386,8 +385,9 @@ class Trainer:
                 on_nonfinite=lambda record: self._nonfinite(own.read_again(record["step"] - 1), record, ends=False),
             )
             hooks = self._callbacks.hooks["on_step"]
-            parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks, engine.account)
-            self._own = own = CustomLoop(engine, loop.Job(lambda: iter(()), *parts), self._begin_own_loop)
+            parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks)
+            job = loop.Job(lambda: iter(()), *parts, engine.telemetry)
+            self._own = own = CustomLoop(engine, job, self._begin_own_loop)
             weakref.finalize(own, end_own_loop, recorder, sinks)
         return self._own
 

@@ -14,6 +14,7 @@ from paceline.config.sections import ProfileSection
 from paceline.monitor import trace as monitor_trace
 from paceline.monitor.profiler import Profiler
 from paceline.monitor.trace import Span
+from paceline.run.folder import RunFolder
 from paceline.runtime import collectives
 from paceline.testing import ranks
 
@@ -58,7 +59,7 @@ def products(size: int, times: int) -> None:
 
 
 def test_time_outside_torch_is_idle(tmp_path: Path) -> None:
-    profiler = Profiler(ProfileSection(steps=[2, 5]), tmp_path / "profile" / "rank-00003.json", rank=3)
+    profiler = Profiler(ProfileSection(steps=[2, 5]), RunFolder(tmp_path), rank=3)
     outside, text = 0.0, None
     for finished in range(8):
         assert text is None or finished > 4
@@ -121,7 +122,7 @@ def test_a_run_that_goes_on_later_traces_at_once(resumed_at: int, traced: str) -
 
 
 def test_training_that_ends_earlier_gives_what_there_is(tmp_path: Path) -> None:
-    profiler = Profiler(ProfileSection(steps=[1, 100]), tmp_path / "profile" / "rank-00000.json", 0)
+    profiler = Profiler(ProfileSection(steps=[1, 100]), RunFolder(tmp_path), 0)
     assert profiler.step(0) is None
     products(10, 3)
     assert profiler.step(1) is None
@@ -134,7 +135,7 @@ def test_training_that_ends_earlier_gives_what_there_is(tmp_path: Path) -> None:
 
 
 def test_training_that_ends_before_its_first_traced_step_gives_nothing(tmp_path: Path) -> None:
-    profiler = Profiler(ProfileSection(steps=[1, 100]), tmp_path / "profile" / "rank-00000.json", 0)
+    profiler = Profiler(ProfileSection(steps=[1, 100]), RunFolder(tmp_path), 0)
     assert profiler.close() is None
     assert profiler.step(0) is None
     assert profiler.close() is None

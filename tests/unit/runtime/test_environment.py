@@ -16,9 +16,9 @@ from paceline.runtime import process_group
 from paceline.runtime.environment import (
     RankInfo,
     log_folder,
-    master,
     read_exported,
     read_rank_info,
+    rendezvous_address,
     restart_count,
     run_folder,
     suspect_step,
@@ -62,7 +62,7 @@ ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLUR
 )
 def test_tasks_of_mpirun_and_srun_are_ranks(environment: dict[str, str], place: RankInfo) -> None:
     assert read_rank_info(environment) == place
-    assert read_rank_info(environment).nodes == place.told_nodes  # type: ignore[union-attr]
+    assert read_rank_info(environment).nodes == place.reported_nodes  # type: ignore[union-attr]
 
 
 def test_what_a_launcher_of_ranks_says_counts_more() -> None:
@@ -92,7 +92,7 @@ def test_srun_that_serves_mpi_programs_is_still_srun() -> None:
 )
 def test_a_lone_process_is_one_rank_whatever_the_job_has(environment: dict[str, str]) -> None:
     assert read_rank_info(environment) is None
-    assert master(environment) is None
+    assert rendezvous_address(environment) is None
 
 
 def test_machines_with_different_numbers_of_ranks_agree_on_how_many_there_are() -> None:
@@ -108,36 +108,38 @@ def test_ranks_started_by_hand_are_counted_on_their_machine_where_its_number_is_
 
 
 def test_ranks_of_one_machine_meet_on_loopback() -> None:
-    assert master(HYDRA) == "127.0.0.1:29500"
-    assert master({**SRUN, "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "6"}).startswith("127.0.0.1:")  # type: ignore[union-attr]
+    assert rendezvous_address(HYDRA) == "127.0.0.1:29500"
+    assert rendezvous_address({**SRUN, "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "6"}).startswith("127.0.0.1:")  # type: ignore[union-attr]
 
 
 def test_tasks_of_srun_meet_on_the_steps_first_machine() -> None:
-    host, port = str(master(SRUN)).split(":")
+    host, port = str(rendezvous_address(SRUN)).split(":")
     assert host == "gpu07" and 20000 <= int(port) < 30000
-    assert master({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}) == f"{host}:{port}"
-    assert master({**SRUN, "SLURM_STEP_NODELIST": "x[3-4]"}) == f"x3:{port}"
+    assert (
+        rendezvous_address({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}) == f"{host}:{port}"
+    )
+    assert rendezvous_address({**SRUN, "SLURM_STEP_NODELIST": "x[3-4]"}) == f"x3:{port}"
 
 
 def test_two_jobs_of_one_machine_meet_at_different_ports() -> None:
     jobs = [{**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": step} for job in (7, 8) for step in ("0", "1")]
     jobs += [{**OPEN_MPI, "PMIX_NAMESPACE": name} for name in ("prterun-a-1@1", "prterun-a-2@1")]
-    assert len({str(master(job)).split(":")[1] for job in jobs}) == 6
+    assert len({str(rendezvous_address(job)).split(":")[1] for job in jobs}) == 6
 
 
 @pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, SRUN])
 def test_an_exported_address_counts_more(environment: dict[str, str]) -> None:
-    assert master({**environment, "MASTER_ADDR": "head", "MASTER_PORT": "4000"}) == "head:4000"
-    assert master({**environment, "MASTER_ADDR": "fd00::1"}) == "[fd00::1]:29500"
-    assert str(master({**environment, "MASTER_PORT": "4000"})).endswith(":4000")
+    assert rendezvous_address({**environment, "MASTER_ADDR": "head", "MASTER_PORT": "4000"}) == "head:4000"
+    assert rendezvous_address({**environment, "MASTER_ADDR": "fd00::1"}) == "[fd00::1]:29500"
+    assert str(rendezvous_address({**environment, "MASTER_PORT": "4000"})).endswith(":4000")
 
 
 def test_mpi_ranks_on_several_machines_without_an_address_are_told_how_to_give_one() -> None:
     several = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(WorldError, match="mpirun -x MASTER_ADDR=") as caught:
-        master(several)
+        rendezvous_address(several)
     assert caught.value.code == "world.no-rendezvous"
-    assert master({**several, "MASTER_ADDR": "head"}) == "head:29500"
+    assert rendezvous_address({**several, "MASTER_ADDR": "head"}) == "head:29500"
 
 
 def test_an_exported_rank_is_one_that_no_launcher_set() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import WorldError
-from paceline.runtime.hostlist import MOST, expand, expand_counts
+from paceline.runtime.hostlist import MAX_HOSTS, expand, expand_counts
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_list_is_expanded_in_its_order(text: str, names: list[str]) -> None:
 
 
 def test_as_many_machines_as_slurm_can_have_are_expanded() -> None:
-    assert len(expand(f"n[1-{MOST}]")) == MOST
+    assert len(expand(f"n[1-{MAX_HOSTS}]")) == MAX_HOSTS
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,14 @@ def test_as_many_machines_as_slurm_can_have_are_expanded() -> None:
             "a[1]]",
         ),
         *("-oProxyCommand=x", "[1-2]a b", "a;b", "$(a)", "a\nb", "a\0", "ä", "a/b", "a" * 300, "x" * 250 + "[1-10000]"),
-        *(f"n[0-{MOST}]", "n[1-999999999]", "n[1-9999999999]", "a[1-9999]b[1-9999]", "a[1-9]" * 9, f"a[1-{MOST}],b"),
+        *(
+            f"n[0-{MAX_HOSTS}]",
+            "n[1-999999999]",
+            "n[1-9999999999]",
+            "a[1-9999]b[1-9999]",
+            "a[1-9]" * 9,
+            f"a[1-{MAX_HOSTS}],b",
+        ),
     ],
 )
 def test_what_is_no_list_has_a_code(text: str) -> None:

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from paceline.config.launch import DEFAULT_PORT, Endpoint, NodeRange
 from paceline.errors import LaunchError, WorldError
-from paceline.runtime.environment import ExportedRank, is_rank, meeting, read_exported
+from paceline.runtime.environment import ExportedRank, is_rank, read_exported, rendezvous_endpoint
 from paceline.runtime.scheduler_env import number, read_task
 
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
@@ -181,7 +181,7 @@ def _task(environment: Mapping[str, str]) -> NodeEnvironment | None:
             fix="leave `paceline launch` out (srun python train.py, mpirun python train.py), or start one on each "
             "machine: srun --ntasks-per-node=1 (mpirun --map-by ppr:1:node) paceline launch train.py",
         )
-    host, port = meeting(environment) or task.meeting()
+    host, port = rendezvous_endpoint(environment) or task.rendezvous()
     return NodeEnvironment(task.nodes, task.nodes, task.rank, host, port, None, task.starter)
 
 

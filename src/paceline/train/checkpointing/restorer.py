@@ -41,7 +41,7 @@ class Restorer:
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
         """A checkpoint's folder, the folder of a run (its newest good one), or a file of weights; its metadata comes
         back. A matter of all ranks. Nothing is changed unless every rank has read its part and found it good."""
-        with self._engine.account.loading(self._engine.position):
+        with self._engine.telemetry.loading(self._engine.position):
             return self._load_any(path, weights_only)
 
     def _load_any(self, path: Path, weights_only: bool) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Restorer:
         if not collectives.broadcast_object(bool(directory.candidates(folder))):
             self._engine.log.info(f"{why}: {run.short} has no checkpoint yet: it begins at its beginning")
             return False
-        with self._engine.account.loading(self._engine.position):
+        with self._engine.telemetry.loading(self._engine.position):
             name, _ = self._newest(folder)
         self._engine.log.info(f"{why}: {run.short} goes on from {name}, after step {self._engine.position.step}")
         return True

@@ -116,7 +116,7 @@ class RunHandle:
         engine = self._engine
         self._lock_it(run)
         self._saver.run = run
-        engine.account.opened(run, self._name())
+        engine.telemetry.opened(run, self._name())
         self._saver.without_access = blind = ranks_without_access(run.path)
         named = numbered("rank", blind)
         if blind and engine.config.checkpoint.unshared == "refuse":

@@ -94,7 +94,7 @@ class Saver:
 
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
         assert self.checkpoints is not None
-        with self._engine.account.saving():
+        with self._engine.telemetry.saving():
             captured = run_on_all_ranks(self.state.capture, "Saving")
             if self._writer is None:
                 self._writer = Writer(self.channel(), without_access=self.without_access)
@@ -148,7 +148,7 @@ class Saver:
         """From here on the weights may change."""
         self._engine.updater.before_change = None
         if self._saving is not None:
-            with self._engine.account.saving():
+            with self._engine.telemetry.saving():
                 self._saving.wait_for_copy()
 
     @property
@@ -166,16 +166,16 @@ class Saver:
             return
         saving, self._saving = self._saving, None
         self._engine.updater.before_change = None
-        account = self._engine.account
+        telemetry = self._engine.telemetry
         try:
-            with account.saving():
+            with telemetry.saving():
                 self.last_cost = committed = saving.result()
         except CheckpointError as error:
             if error.code == "checkpoint.not-tidied":  # it is there, and good
-                account.saved(self._saving_step)
+                telemetry.saved(self._saving_step)
                 self._engine.log.warning(str(error))
                 return
-            account.saved(self._saving_step, good=False)
+            telemetry.saved(self._saving_step, good=False)
             self._saved = None
             self._failures += 1
             if not bear or self._failures > _FAILURES_BORNE:
@@ -183,7 +183,7 @@ class Saver:
             self._engine.log.warning(f"{error}\n  Training goes on.")
             return
         self._failures = 0
-        account.saved(self._saving_step)
+        telemetry.saved(self._saving_step)
         self.parent = committed.folder.name
         self._callbacks.call("on_save", Saved(self._saving_step, str(committed.folder)))
 
@@ -205,11 +205,11 @@ class Saver:
             self.presence.require(self._config.checkpoint.wait, "save_checkpoint", _CUT)
             self.finish()  # two saves at a time would mix their messages
         writer = Writer(self._group if engine.cut is not None else None)
-        with engine.account.saving():
+        with engine.telemetry.saving():
             captured = self.state.capture(metadata, without=() if include_optimizer else ("optimizer",))
             description = self._describe(captured, include_optimizer)
             writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
-        engine.account.saved(engine.position.step)
+        engine.telemetry.saved(engine.position.step)
 
     def save_on_error(self, error: BaseException) -> str | None:
         """An exception ends training: save what is whole, as far as that can be done without the others; what was done
