@@ -22,7 +22,7 @@ from faults import worlds
 from paceline.checkpoint import directory
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.reader import read_full
-from paceline.checkpoint.writer import Writer, _Job
+from paceline.checkpoint.writer import Writer, _SaveJob
 
 STEPS, OLD, NEW = 7, 2, 4
 _PARTIAL = f".{directory.step_name(NEW)}.partial-"
@@ -231,7 +231,7 @@ def _half(which: Any, *rest: Any) -> None:
 
 
 def _arm_save(phase: Phase) -> None:
-    owner: Any = Writer if phase.operation == "begin" else _Job
+    owner: Any = Writer if phase.operation == "begin" else _SaveJob
     original, calls = getattr(owner, phase.operation), [0]
 
     def passed_by(*args: Any, **kwargs: Any) -> Any:
