@@ -35,10 +35,10 @@ def show(
     rows = {**batch.rows(), "learning rate": schedule.learning_rate(config, batch.size)}
     print("\n".join("# " + line for line in derived.table(rows).splitlines()))
     applied = passes.passes_for(config, plan.degrees)
-    if applied:
-        print("\n# applied to the model, in this order:")
-    for part in applied:
-        print(f"#   {part.place}. {part.name:<10} {part.reason}")
+    print("\n# applied to the model, in this order:")
+    width = max(len(each.name) for each in applied)
+    for number, each in enumerate(applied, 1):
+        print(f"#   {number}. {each.name:<{width}}  {each.reason}")
 
 
 @app.command("schema")

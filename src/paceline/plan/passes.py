@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.config.components import OPTIMIZERS
 from paceline.config.recipe import Config
@@ -17,57 +18,120 @@ from paceline.plan.layout import Degrees, LayoutPlan
 
 @dataclass(frozen=True)
 class Pass:
-    """One parallelism's place in the order."""
+    """One step of laying out a model. Passes on the step follow those on the model, which the step is built around."""
 
-    place: int
     name: str
+    target: Literal["model", "step"]
     reason: str
     applies: Callable[[Config, Degrees], bool]
 
 
-# The order in which they are applied to a model, first to last.
+def is_sharded(config: Config, degrees: Degrees) -> bool:
+    """Whether some rank does not hold the full model on its device."""
+    return not degrees.is_replicated or config.fsdp.offload
+
+
+def _uses_fsdp(config: Config, degrees: Degrees) -> bool:
+    """Beside a tensor or pipeline axis FSDP2 also replicates: DDP does not take parameters that are DTensors."""
+    replicates = degrees.replicate > 1 and not degrees.is_replicated
+    return config.fsdp.offload or degrees.shard > 1 or replicates
+
+
+def _splits(config: Config, degrees: Degrees) -> bool:
+    return config.strategy == "split" and not is_sharded(config, degrees)
+
+
+# In the order in which `parallel/compose.py` executes them.
 PASSES = (
     Pass(
-        1,
+        "precision",
+        "model",
+        "first, so that weights are placed, sharded and broadcast in the dtype in which they are trained",
+        lambda config, degrees: config.precision != "fp32",
+    ),
+    Pass(
+        "placement",
+        "model",
+        "the full model on its device, before anything is wrapped around it",
+        lambda config, degrees: not is_sharded(config, degrees) and config.strategy != "split",
+    ),
+    Pass(
+        "split",
+        "model",
+        "layers on their devices, before anything is wrapped around them",
+        lambda config, degrees: _splits(config, degrees),
+    ),
+    Pass(
+        "broadcast",
+        "model",
+        "rank 0's weights on every rank while they are full, before each rank keeps a part of them",
+        lambda config, degrees: is_sharded(config, degrees) and degrees.world > 1,
+    ),
+    Pass(
         "pipeline",
-        "first, as it cuts the model: what follows sees this rank's layers only",
+        "model",
+        "before the other parallelisms, which then see this rank's layers only",
         lambda config, degrees: degrees.pipeline > 1,
     ),
     Pass(
-        1,
-        "split",
-        "first: layers go to their devices before anything is put around them",
-        lambda config, degrees: config.strategy == "split",
+        "sync_batchnorm",
+        "model",
+        "before compile, which traces the layers that synchronize",
+        lambda config, degrees: config.sync_batchnorm and degrees.data_ranks > 1,
     ),
     Pass(
-        2,
         "tensor",
-        "while weights are whole: sharding can cut a tensor's part again, but not the other way round",
+        "model",
+        "while weights are full: FSDP2 can shard a tensor-parallel shard again, but not the other way round",
         lambda config, degrees: degrees.tensor > 1,
     ),
     Pass(
-        3,
         "recompute",
-        "inside compile and sharding: recomputed layers run as compiled ones, on gathered weights",
+        "model",
+        "inside compile and FSDP2: recomputed blocks run compiled, on gathered weights",
         lambda config, degrees: config.recompute != "off",
     ),
     Pass(
-        4,
         "compile",
-        "inside sharding, whose hooks wait for other ranks and have no place in a graph",
+        "model",
+        "inside FSDP2 and DDP, whose hooks communicate and do not belong in a graph",
         lambda config, degrees: bool(config.compile),
     ),
     Pass(
-        5,
-        "shard",
-        "last, around everything: weights are gathered before any layer runs, gradients leave when it is done",
-        lambda config, degrees: degrees.shard > 1 or config.fsdp.offload,
+        "fsdp",
+        "step",
+        "around the step: weights are gathered before a block runs, gradients reduced when its backward is done",
+        _uses_fsdp,
     ),
     Pass(
-        5,
-        "replicate",
-        "last, around everything: gradients are averaged when the backward has made them",
-        lambda config, degrees: degrees.replicate > 1,
+        "ddp",
+        "step",
+        "around the step: gradients are averaged during the backward",
+        lambda config, degrees: degrees.replicate > 1 and not _uses_fsdp(config, degrees),
+    ),
+    Pass(
+        "data_parallel",
+        "step",
+        "around the step, which runs on a copy of the model on each GPU",
+        lambda config, degrees: config.strategy == "dp" and not is_sharded(config, degrees),
+    ),
+    Pass(
+        "microbatches",
+        "step",
+        "around the step, which runs once for each part of a batch",
+        lambda config, degrees: _splits(config, degrees) and config.split.microbatches > 1,
+    ),
+    Pass(
+        "materialize",
+        "step",
+        "last: each rank allocates and initializes only its shards of a model that is on the meta device",
+        is_sharded,
+    ),
+    Pass(
+        "tied_parameters",
+        "step",
+        "after all weights have values: copies on other stages take those of the original",
+        lambda config, degrees: degrees.pipeline > 1,
     ),
 )
 
@@ -141,5 +205,5 @@ def require_allowed(config: Config, plan: LayoutPlan) -> None:
 
 
 def passes_for(config: Config, degrees: Degrees) -> list[Pass]:
-    """What is applied in this run, first to last."""
-    return [applied for applied in PASSES if applied.applies(config, degrees)]
+    """The passes of a run, in the order of execution."""
+    return [each for each in PASSES if each.applies(config, degrees)]

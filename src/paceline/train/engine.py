@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,15 +23,13 @@ from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
 from paceline.parallel.ddp import unwrap
-from paceline.parallel.meta_init import is_meta, materialize
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
-from paceline.parallel.shards import broadcast_weights, local_shard
-from paceline.parallel.split import MultiContext, devices_of, is_spread
-from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
+from paceline.parallel.shards import local_shard
+from paceline.parallel.split import devices_of
 from paceline.parallel.tensor.apply import check_plan, is_sequence_parallel
 from paceline.plan.layout import AXIS_NAMES, derive_layout
-from paceline.plan.passes import require_allowed
+from paceline.plan.passes import is_sharded, require_allowed
 from paceline.precision import policies
 from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives, consistency, process_group, rng
@@ -43,9 +41,8 @@ from paceline.train.checkpointing.position import TrainProgress
 from paceline.train.model_call import infer_call
 from paceline.train.nonfinite import NonfiniteGuard, is_fused, judge
 from paceline.train.optimizer_step import Updater
-from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper
+from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.sharded_params import ShardedParams
-from paceline.train.staging import Staging
 from paceline.train.step import LossModule, Stepper
 from paceline.train.telemetry import Telemetry
 
@@ -92,51 +89,41 @@ class Engine:
         self._given_names = names_of(self.model)
         if task.optimizer is not None:
             self._left_out(task.optimizer)
-        self._place_model()
-        context = self._context()
-        self.module = LossModule(self.model, context) if self.staging is None else self.staging.module(context)
-        self.wrapped = compose.wrap(self.module, self.mesh, config, policies.half(config.precision))
-        if is_meta(self.model):
-            materialize(self.module, self.model, self._home(), config.seed)
-        if isinstance(self.module, PipelineLossModule):
-            self.module.pipeline.equalise(self.model.get_parameter)
+        self._compose()
         self._build_optimizer()
         self._build_step()
         self.seed_drawing(0)
         self.position = TrainProgress()
         self._checked = False
 
-    def _place_model(self) -> None:
-        config, device = self.config, self.world.device
-        for part in (self.model, self.task.criterion):
-            if isinstance(part, nn.Module):
-                policies.prepare_model(part, config.precision)
-        if isinstance(self.task.criterion, nn.Module):
-            self.task.criterion.to(device)
-        if self.layout.degrees.is_replicated and not config.fsdp.offload:
-            if is_meta(self.model):
-                materialize(self.model, self.model, self._home(), config.seed)
-            where = compose.place(self.model, device, config)
-            if where is not None:
-                self.log.info(where)
-        else:  # block by block, as it is cut
-            broadcast_weights(self.model, device)
-        self.staging: Staging | None = None
+    def _compose(self) -> None:
+        """Execute the passes of the layout: the model, and the module that computes its loss, wrapped around it."""
+        config, task = self.config, self.task
+        if isinstance(task.criterion, nn.Module):
+            policies.prepare_model(task.criterion, config.precision)
+            task.criterion.to(self.world.device)
+        self._given_optimizer = task.optimizer
         if self.mesh.degrees.pipeline > 1:
-            self.staging = Staging(self.model, config, self.mesh, self.task.optimizer, self.task.loss_fn)
-            config = self.staging.config
-            self.log.info(f"pipeline: {len(self.staging.cutting.stages)} stages, layers: {self.staging.cutting}")
-        if self.mesh.data_ranks > 1 and config.sync_batchnorm:
-            changed = convert_sync_batchnorm(self.model, self.mesh.data_group)
-            if changed:
-                self.log.info(f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)")
-            others = left_alone(self.model)
-            if others:
-                self.log.warning(
-                    f"{', '.join(others[:4])}: a batch norm with a forward of its own counts each rank's samples only"
-                )
-        for line in compose.change(self.model, self.mesh, config):
-            self.log.info(line)
+            require_no_loss_fn(task.loss_fn)
+            # Its groups are made of the full model, of which this rank keeps some stages.
+            self._given_optimizer = task.optimizer or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
+        self._composition = compose.Composition(
+            config,
+            self.mesh,
+            self.log,
+            convert=partial(policies.prepare_model, precision=config.precision),
+            autocast=partial(policies.forward_context, config.precision),
+            gather_dtype=policies.half(config.precision),
+            build_step=build_loss_module,
+        )
+        self._subject = compose.Subject(self.model, config.blocks)
+        self.wrapped = compose.compose(self._subject, self._composition)
+        assert isinstance(self._subject.step, LossModule)
+        self.module = self._subject.step
+        partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
+        # Parameters of which this rank's stages hold a copy, by name: the name of the original, on another rank.
+        self.tied_copies: Mapping[str, str] = {} if partition is None else partition.copies_on(rank)
+        self._aliases: Mapping[str, str] = {} if partition is None else partition.aliases_on(rank)
 
     def seed_drawing(self, step: int) -> None:
         """From here on data ranks draw differently (dropout), the model being the same on all of them."""
@@ -149,19 +136,6 @@ class Engine:
         degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
-    def _context(self) -> AbstractContextManager[Any] | None:
-        """What the model computes within, for each kind of device that it lies on."""
-        precision = self.config.precision
-        if not is_spread(self.model):
-            return policies.forward_context(precision, self.world.device)
-        kinds = dict.fromkeys(parameter.device.type for parameter in self.model.parameters())
-        return MultiContext([policies.forward_context(precision, torch.device(kind)) for kind in kinds])
-
-    def _home(self) -> torch.device:
-        """Where parameters wait for their turn."""
-        waits = self.config.fsdp.offload or self.config.strategy == "split"
-        return torch.device("cpu") if waits else self.world.device
-
     def _left_out(self, optimizer: torch.optim.Optimizer) -> None:
         left_out = factory.check_parameters(self.model, optimizer)
         if left_out:
@@ -169,19 +143,20 @@ class Engine:
 
     def _build_optimizer(self) -> None:
         """After the layout: what it holds are the parameters that the layout left on this rank."""
-        config, staging = self.config, self.staging
-        given = self.task.optimizer if staging is None else staging.optimizer
+        config, given = self.config, self._given_optimizer
         self.own_optimizer = self.task.optimizer is None
         self.optimizer = given or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
         names = names_of(self.model) if given is None else self._given_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.cut: ShardedParams | None = None
-        if not self.layout.degrees.is_replicated or config.fsdp.offload:
+        if is_sharded(config, self.layout.degrees):
             facts = OPTIMIZERS.facts(config.optimizer.name) if self.own_optimizer else None
-            held = bind(self.optimizer, names if staging is None else staging.names_here(), self.model, facts)
-            copies = frozenset() if staging is None else frozenset(staging.copies)
+            here = {key: self._aliases.get(name, name) for key, name in names.items()}
+            held = bind(self.optimizer, here, self.model, facts)
             allow_unused = config.unused_parameters == "allow" or self.world.size == 1
-            self.cut = ShardedParams(self.model, held, self.mesh, copies, allow_unused=allow_unused)
+            self.cut = ShardedParams(
+                self.model, held, self.mesh, frozenset(self.tied_copies), allow_unused=allow_unused
+            )
         fill_momentum(self.optimizer)
         self.scaler = Scaler(
             self.world.device,
@@ -278,9 +253,8 @@ class Engine:
         """Change it on the model as it stands, whatever is around it."""
         config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
         require_allowed(config, self.layout)
-        here = config if self.staging is None else config.model_copy(update={"blocks": self.staging.config.blocks})
-        for line in compose.recompute_from_now(self.model, here):
-            self.log.info(line)
+        self._composition = replace(self._composition, config=config)
+        compose.recompute_from_now(self._subject, self._composition)
         self.config = config
 
     @contextmanager

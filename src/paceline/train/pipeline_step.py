@@ -21,6 +21,7 @@ from paceline.data.batches import rows_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
 from paceline.models.spec import PipelineSpec
+from paceline.parallel.compose import Subject
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.tensor.apply import whole_logits
 from paceline.plan.pipeline_schedule import choose_microbatches
@@ -39,10 +40,10 @@ class PipelineLossModule(LossModule):
         model: nn.Module,
         context: AbstractContextManager[Any] | None,
         pipeline: PipelineRunner,
-        parts: PipelineSpec | None,
+        spec: PipelineSpec | None,
     ) -> None:
         super().__init__(model, context)
-        self.pipeline, self._parts = pipeline, parts
+        self.pipeline, self._spec = pipeline, spec
         self.stages = nn.ModuleList(pipeline.stages)
         self._pick: ModelCall | None = None
 
@@ -75,13 +76,30 @@ class PipelineLossModule(LossModule):
         """What `call` makes of a model that gives these outputs for this batch."""
 
         def model(*arguments: Any, **named: Any) -> Any:
-            targets = arguments[1] if len(arguments) > 1 else named.get(self._parts.targets) if self._parts else None
-            if self._parts is None or targets is None:
+            targets = arguments[1] if len(arguments) > 1 else named.get(self._spec.targets) if self._spec else None
+            if self._spec is None or targets is None:
                 return whole_logits(outputs)
-            return getattr(self.model, self._parts.loss)(outputs, targets)
+            return getattr(self.model, self._spec.loss)(outputs, targets)
 
         with self.context or nullcontext():
             return call(model, batch)
+
+
+def build_loss_module(subject: Subject, context: AbstractContextManager[Any] | None) -> LossModule:
+    """The module that the step's passes are applied to."""
+    if subject.runner is None or subject.partition is None:
+        return LossModule(subject.model, context)
+    return PipelineLossModule(subject.model, context, subject.runner, subject.partition.sequence.spec)
+
+
+def require_no_loss_fn(loss_fn: Callable[[Any, Any], Any] | None) -> None:
+    if loss_fn is not None:
+        raise LayoutError(
+            "pipeline-and-loss-fn",
+            "loss_fn(model, batch) was given, but no rank holds the whole model.",
+            why="the last stage has the outputs and makes the loss from them",
+            fix="give criterion=… for batches of (input, target), or a model whose PipelineSpec names its loss",
+        )
 
 
 def _only_argument(*arguments: Any, **named: Any) -> Any:

@@ -31,17 +31,31 @@ def test_incompatible_settings_are_refused(keys: dict[str, Any], code: str) -> N
     assert caught.value.code == code
 
 
-def test_the_order_of_application_is_the_written_one() -> None:
-    config = Config.from_dict({"layout": {"pipeline": 2, "shard": 2, "tensor": 2}, "recompute": "full"})
-    plan = derive_layout(config, 8)
-    assert [applied.name for applied in passes_for(config, plan.degrees)] == [
-        "pipeline",
-        "tensor",
-        "recompute",
-        "shard",
-    ]
-    assert len({applied.name for applied in PASSES}) == len(PASSES)
+def names(world: int, **keys: Any) -> list[str]:
+    config = Config.from_dict(keys)
+    return [each.name for each in passes_for(config, derive_layout(config, world).degrees)]
+
+
+def test_the_passes_of_a_layout_are_in_the_declared_order() -> None:
+    layout = {"pipeline": 2, "shard": 2, "tensor": 2}
+    assert names(8, layout=layout, recompute="full", precision="bf16", sync_batchnorm=False) == [
+        "precision", "broadcast", "pipeline", "tensor", "recompute", "fsdp", "materialize", "tied_parameters",
+    ]  # fmt: skip
+    assert len({each.name for each in PASSES}) == len(PASSES)
     assert len({refused.code for refused in INCOMPATIBLE}) == len(INCOMPATIBLE)
+
+
+def test_replicas_beside_a_tensor_axis_are_fsdps_and_ddps_otherwise() -> None:
+    assert "fsdp" in names(4, layout={"tensor": 2, "replicate": 2})
+    assert "ddp" not in names(4, layout={"tensor": 2, "replicate": 2})
+    assert "ddp" in names(4, layout={"replicate": 4})
+    assert "fsdp" not in names(4, layout={"replicate": 4})
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("dp", 1), ("split", 1), ("ddp", 2)])
+def test_offloaded_weights_are_fsdps_whatever_the_strategy(strategy: str, world: int) -> None:
+    found = names(world, strategy=strategy, fsdp={"offload": True}, sync_batchnorm=False)
+    assert found == [*(["broadcast"] if world > 1 else []), "fsdp", "materialize"]
 
 
 def test_the_guide_has_the_order_and_what_is_refused() -> None:

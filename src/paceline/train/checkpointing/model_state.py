@@ -156,7 +156,7 @@ class EmaState(ShardedStateful):
 
 def stage_copies(engine: Engine) -> Mapping[str, str]:
     """Parameters of which a pipeline stage holds a copy, by name: the name of the original, on another stage."""
-    return {} if engine.staging is None else engine.staging.copies
+    return engine.tied_copies
 
 
 def shard_of(tensor: Tensor, like: Tensor | None = None) -> LocalShard:
