@@ -222,7 +222,7 @@ def _leg(history: History, place: int, folder: Path) -> tuple[str, int, list[Not
         trainer.train(Tokens(), val, max_steps=leg.until if leg.ends == "stopped" else STEPS)
     except Broken:
         pass
-    return str(trainer._saver.run), start, [each for own in collectives.all_gather_object(samples) for each in own]
+    return str(trainer._run.folder), start, [each for own in collectives.all_gather_object(samples) for each in own]
 
 
 def _noted(trainer: paceline.Trainer) -> list[Noted]:

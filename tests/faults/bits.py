@@ -75,22 +75,23 @@ def train(folder: Path, steps: int, width: int) -> list[dict[str, str]]:
 def copy_at_the_last_moment() -> None:
     """In a rank's process: what is copied beside training is copied no sooner than it has to be."""
     moment = threading.Event()
-    begin, wait_for_copy, copy_all = HostCopy.begin, HostCopy.wait_for_copy, host_copy._copy_all
+    begin, wait, copy_all = HostCopy.begin, HostCopy.wait_for_copy, host_copy._copy_all
 
     def begun(self: HostCopy, *args: Any) -> None:
         moment.clear()
         begin(self, *args)
 
-    def settled(self: HostCopy) -> None:
+    def waited(self: HostCopy) -> None:
         moment.set()
-        wait_for_copy(self)
+        wait(self)
 
     def copied(pairs: Any) -> None:
         assert moment.wait(worlds.DEADLINE)
         copy_all(pairs)
 
     host_copy._cores_are_busy = lambda: False
-    HostCopy.begin, HostCopy.wait_for_copy, host_copy._copy_all = begun, settled, copied  # type: ignore[method-assign, assignment]
+    HostCopy.begin, HostCopy.wait_for_copy = begun, waited  # type: ignore[method-assign]
+    host_copy._copy_all = copied
 
 
 def wrong_ones(folder: Path, noted: list[dict[str, str]]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from paceline.monitor.profiler import Profiler
 from paceline.train.callbacks import Callbacks, Epoch
-from paceline.train.checkpointing.position import TrainProgress
+from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.history import Record
 from paceline.train.recorder import Recorder
 

@@ -37,7 +37,7 @@ from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.text import plural
 from paceline.train import factory, preflight, resolve_layout
-from paceline.train.checkpointing.position import TrainProgress
+from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.model_call import infer_call
 from paceline.train.nonfinite import NonfiniteGuard, is_fused, judge
 from paceline.train.optimizer_step import Updater

@@ -12,7 +12,7 @@ from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.optim.best import Best
 from paceline.runtime import collectives
-from paceline.train.checkpointing.position import TrainProgress
+from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.history import Record
 from paceline.train.lr import LearningRate
 

@@ -22,6 +22,7 @@ from paceline.errors import ConfigError, TrainError
 from paceline.models.spec import declared_spec
 from paceline.models.zoo import find_model, get_model
 from paceline.monitor.loggers import open_loggers
+from paceline.monitor.profiler import Profiler
 from paceline.monitor.rank_stats import RankStats
 from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
@@ -128,6 +129,10 @@ def open_sinks(config: Config, run: RunFolder | None, world: World) -> Sinks:
     return Sinks(JsonlWriter(run.metrics), events, loggers)
 
 
+def open_profiler(config: Config, run: RunFolder | None, world: World) -> Profiler | None:
+    return None if config.profile is None else Profiler(config.profile, run, world.rank_info.rank)
+
+
 def tokens_per_sample(batch: Any) -> int | None:
     """For batches of token numbers: how many a sample has."""
     first = next(tensors_in(batch), None)
@@ -142,14 +147,14 @@ def of_one_step(micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
             return
 
 
-def open_run(config: Config, model: nn.Module, is_main: bool) -> RunFolder | None:
+def open_run(config: Config, default_name: str, is_main: bool) -> RunFolder | None:
     """The run folder, the same on every rank: the launcher's, or a new one that rank 0 makes."""
     if config.run is False:
         return None
     path = None
     if is_main:
         name = config.run if isinstance(config.run, str) else None
-        path = str(_launchers_folder(name) or RunFolder.create(name or default_name(model)))
+        path = str(_launchers_folder(name) or RunFolder.create(name or default_name))
     path = collectives.broadcast_object(path)
     return RunFolder(Path(path))
 

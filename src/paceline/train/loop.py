@@ -21,7 +21,7 @@ from paceline.data.loader import MicroBatch
 from paceline.monitor.progress_bar import Display
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
-from paceline.train.checkpointing.position import TrainProgress
+from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.optimizer_step import Updater
 from paceline.train.recorder import Recorder
 from paceline.train.step import Stepper

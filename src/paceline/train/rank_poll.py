@@ -12,6 +12,7 @@ from time import monotonic
 import torch
 
 from paceline.runtime import collectives
+from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.engine import Engine
 from paceline.train.signals import SignalRequest, Signals, decode, encode
@@ -22,8 +23,9 @@ _SECONDS = 1.0
 class RankPoll:
     """For one call of `train()`. `next` is the step after which it wants to be called again, at the latest."""
 
-    def __init__(self, engine: Engine, saver: Saver, signals: Signals, minutes: float | None, step: int) -> None:
-        self._engine, self._saver, self._signals, self._minutes = engine, saver, signals, minutes
+    def __init__(self, engine: Engine, saver: Saver, run: RunHandle, signals: Signals, minutes: float | None) -> None:
+        self._engine, self._saver, self._run, self._signals, self._minutes = engine, saver, run, signals, minutes
+        step = run.began_at
         self._several = engine.world.size > 1
         self._asked, self._asked_at = step, monotonic()
         self._saved_at = monotonic()
@@ -64,7 +66,7 @@ class RankPoll:
             self._save_what_fits(step)
             return request
         self._signals.take("save")
-        if request == "save" and self._saver.run is not None:
+        if request == "save" and self._run.folder is not None:
             self._engine.log.info(f"SIGUSR1: step {step} is being saved")
         self._saver.step(step)
         self._saved_at = monotonic()
@@ -77,8 +79,8 @@ class RankPoll:
         fits = left is None or cost is None or cost.seconds["all"] < left
         if collectives.broadcast_object(fits):
             self._saver.last(step)
-            if self._saver.run is not None:
-                where = self._saver.run.short
+            if self._run.folder is not None:
+                where = self._run.folder.short
                 self._engine.log.info(f"{self.request}: step {step} is saved; resume={where} goes on with it")
             return
         self._saver.finish()

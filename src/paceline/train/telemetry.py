@@ -21,7 +21,7 @@ from paceline.run.folder import RunFolder
 from paceline.run.ledger import Ledger
 from paceline.runtime import environment
 from paceline.runtime.process_group import World
-from paceline.train.checkpointing.position import TrainProgress
+from paceline.train.checkpointing.run_handle import TrainProgress
 
 # Seconds between two events of a step: a thousandth of the time so far, within these bounds. A week is 10,000 lines.
 _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 60.0

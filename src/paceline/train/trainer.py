@@ -24,7 +24,6 @@ from paceline.config.recipe import Config
 from paceline.data import adopt
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
-from paceline.monitor.profiler import Profiler
 from paceline.monitor.progress_bar import Display, Silent, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
@@ -34,12 +33,14 @@ from paceline.train import evaluate, factory, loop, nonfinite, oom, preflight
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start
+from paceline.train.checkpointing import run_handle
+from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer, existing
-from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, end_own_loop
 from paceline.train.engine import Engine, UserObjects, one_optimizer
 from paceline.train.evaluate import Evaluation
+from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.history import History, Record, require_free_names
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
@@ -102,17 +103,19 @@ class Trainer:
         # Before the engine touches the GPU.
         finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
-        self.world, self.model, self.optimizer, self.scaler = (
-            engine.world, engine.model, engine.optimizer, engine.scaler,
-        )  # fmt: skip
+        self.world, self.model = engine.world, engine.model
+        self.optimizer, self.scaler = engine.optimizer, engine.scaler
         self._rates = LearningRate(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
-        self._saver = Saver(config, engine, self._rates, self._callbacks)
-        self._restorer = Restorer(self._saver, engine, self._rates)
-        self._folder = RunHandle(engine, self._saver, self._restorer)
+        self._policy = EvaluationPolicy(config, self._rates, engine.position)
+        name, opened = factory.default_name(engine.model), engine.telemetry.opened
+        self._run = run_handle.open(config, engine.world, engine.log, name, opened)
+        state = training_state(engine, self._rates, self._policy, self._callbacks)
+        self._saver = Saver(engine, state, self._run, self._callbacks)
+        self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)
         self._sharing = Loaders(engine, finder)
         self._recorder: Recorder | None = None
         self._own: CustomLoop | None = None
-        self._folder.resume()
+        self._restorer.resume()
 
     @property
     def config(self) -> Config:
@@ -142,29 +145,29 @@ class Trainer:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         data = adopt.look_at(data, self.config.seed)
         val = None if val is None else adopt.look_at(val, self.config.seed)
-        self._saver.outcome.require_evaluations(val is not None)
+        self._policy.require_evaluations(val is not None)
         loader, batch = self._sharing.training(data)
         self._restorer.check_data(self._sharing.position(loader))
         schedule = derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
-        history = History(run=self._folder.open({**batch.rows(), **self._rates.begin(schedule)}))
+        history = History(run=self._run.create(self.config, {**batch.rows(), **self._rates.begin(schedule)}))
         total = total_steps(loader.steps_per_epoch, epochs, max_steps)
         if total is not None and self.step_count >= total:
             self._engine.log.info(f"nothing to do: {self.step_count} steps are done, and {total} were asked for")
         if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
             self.model.train()
         silent, log = self.config.quiet or not self.is_main_process, self._engine.log
-        sinks = factory.open_sinks(self.config, self._saver.run, self.world)
-        self._saver.began_at = self.step_count
+        sinks = factory.open_sinks(self.config, self._run.folder, self.world)
+        self._run.began_at = self.step_count
         with Signals() as signals:
             try:
                 with choose_display(total, self.step_count, log, silent=silent) as display, self._engine.draw:
-                    poll = RankPoll(self._engine, self._saver, signals, self.config.save_minutes, self.step_count)
+                    poll = RankPoll(self._engine, self._saver, self._run, signals, self.config.save_minutes)
                     job = self._job(loader, history, sinks, display, val, epochs, max_steps, poll)
                     self._run_job(job, history)
             finally:
                 sinks.close()
                 self._saver.close()
-                self._folder.release()
+                self._run.release()
             broadcast_buffers(self.model, self._engine.mesh)
             if poll.request:
                 signals.end(poll.request)
@@ -293,8 +296,6 @@ class Trainer:
     ) -> loop.Job:
         engine, config = self._engine, self.config
         self._recorder = recorder = self._new_recorder(history, sinks, display)
-        rank = self.world.rank_info.rank
-        profiler = None if config.profile is None else Profiler(config.profile, self._saver.run, rank)
         agenda = Agenda(
             recorder,
             self._callbacks,
@@ -304,8 +305,8 @@ class Trainer:
             max_steps=max_steps,
             steps_per_epoch=loader.steps_per_epoch,
             eval_every=config.eval_every,
-            save_every=config.save_every if self._saver.run is not None else None,
-            profiler=profiler,
+            save_every=config.save_every if self._run.folder is not None else None,
+            profiler=factory.open_profiler(config, self._run.folder, self.world),
             end_of_epoch=self._rates.epoch_ended,
             evaluate=None if val is None else partial(self._evaluated, recorder, val),
             save=self._saver.step,
@@ -348,7 +349,7 @@ class Trainer:
             if self._engine.average is not None:
                 with self.ema_weights():
                     record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
-        verdict = self._saver.outcome.of(record, due)
+        verdict = self._policy.of(record, due)
         recorder.evaluation(verdict.record)
         if verdict.is_best:  # last: what it saves has to know all of the above
             self._saver.best(step)
@@ -370,10 +371,10 @@ class Trainer:
     def _own_loop(self) -> CustomLoop:
         if self._own is None:
             if isinstance(self.config.run, str):  # a loop of one's own writes only where it was told to
-                self._folder.open()
+                self._run.create(self.config)
             if not self.model.training:
                 self.model.train()
-            sinks = factory.open_sinks(self.config, self._saver.run, self.world)
+            sinks = factory.open_sinks(self.config, self._run.folder, self.world)
             display, engine = Silent(self.step_count), self._engine
             recorder = self._new_recorder(History(), sinks, display)
             agenda = Agenda(
@@ -397,4 +398,4 @@ class Trainer:
         ends = (config.train.epochs, config.train.max_steps)
         plan = derive_schedule(config, self._sharing.batch, steps_per_epoch, *ends, endless=True)
         rows = {**(self._sharing.plan.rows() if self._sharing.plan else {}), **self._rates.begin(plan)}
-        self._folder.open(rows) if self._saver.run is not None else self._engine.log.info(derived.table(rows))
+        self._run.create(config, rows) if self._run.folder is not None else self._engine.log.info(derived.table(rows))

@@ -12,16 +12,18 @@ from paceline.checkpoint import directory, external
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
-from paceline.checkpoint.state import LoadedState
+from paceline.checkpoint.state import LoadedState, TrainingState
 from paceline.checkpoint.transfer import fetch
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
 from paceline.parallel.shards import copy_shard_, local_shard
-from paceline.run.folder import CONFIG, RunFolder
+from paceline.run.folder import CONFIG, RunFolder, short
+from paceline.run.jsonl import truncate_after
 from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import other_model
+from paceline.train.checkpointing.run_handle import RunHandle, checkpoint_to_resume
 from paceline.train.checkpointing.saver import Saver, require_own_weights
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
@@ -34,8 +36,8 @@ _ALL_LOAD = "all ranks load together: one that kept its own state would train an
 class Restorer:
     """Loads for one training. `position` is what a loaded checkpoint said of the data, until training goes on."""
 
-    def __init__(self, saver: Saver, engine: Engine, rates: LearningRate) -> None:
-        self._saver, self._engine, self._rates = saver, engine, rates
+    def __init__(self, engine: Engine, state: TrainingState, run: RunHandle, saver: Saver, rates: LearningRate) -> None:
+        self._engine, self._state, self._run, self._saver, self._rates = engine, state, run, saver, rates
         self._position: dict[str, Any] | None = None
 
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -84,7 +86,7 @@ class Restorer:
     def _begin_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
         """The training stands elsewhere now."""
         self._saver.forget()
-        self._saver.parent, self._position = parent, dict(position)
+        self._run.parent, self._position = parent, dict(position)
         if self._engine.watch is not None:
             self._engine.watch.reset()
 
@@ -107,16 +109,16 @@ class Restorer:
     def _read(self, path: Path, weights_only: bool) -> LoadedState:
         checkpoint = open_checkpoint(path)
         without = () if checkpoint.manifest.optimizer else ("optimizer",)
-        return self._saver.state.read(checkpoint, weights_only=weights_only, without=without)
+        return self._state.read(checkpoint, weights_only=weights_only, without=without)
 
     def _apply(self, loaded: LoadedState, weights_only: bool) -> None:
         engine, manifest = self._engine, loaded.checkpoint.manifest
         if weights_only:
-            self._saver.state.apply(loaded)
+            self._state.apply(loaded)
             self._start_over()
             return
         engine.position.step, engine.position.epoch = manifest.step, manifest.epoch
-        self._saver.state.apply(loaded)
+        self._state.apply(loaded)
         engine.updater.keep_buffers()
         if not manifest.optimizer:
             reset_state(engine.optimizer)
@@ -180,18 +182,29 @@ class Restorer:
         if foreign and self._engine.mesh.degrees.pipeline == 1:
             raise other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
 
-    def resume(self, run: RunFolder, why: str = "resume") -> bool:
-        """Go on with the newest good checkpoint of a run folder; False where it has none yet."""
-        folder = run.checkpoints
-        if self._engine.world.is_main:
-            directory.remove_leftovers(Filesystem(), folder)
+    def resume(self) -> None:
+        """Load what the run continues from, if anything. Collective."""
+        folder, engine = self._run.folder, self._engine
+        if folder is None or not self._resume_in(folder):  # a new run, or a restart before the first save
+            path = checkpoint_to_resume(engine.config)
+            if path is not None:
+                self.load(path)
+                engine.log.info(f"resume: begins from {short(path)}, after step {engine.position.step}")
+        if folder is not None and engine.world.is_main:  # without a checkpoint that is all of them
+            truncate_after(folder.metrics, engine.position.step)
+
+    def _resume_in(self, run: RunFolder) -> bool:
+        """Load the newest intact checkpoint of a run; False if it has none yet."""
+        engine, reason = self._engine, self._run.reason
+        if engine.world.is_main:
+            directory.remove_leftovers(Filesystem(), run.checkpoints)
         collectives.barrier()
-        if not collectives.broadcast_object(bool(directory.candidates(folder))):
-            self._engine.log.info(f"{why}: {run.short} has no checkpoint yet: it begins at its beginning")
+        if not collectives.broadcast_object(bool(directory.candidates(run.checkpoints))):
+            engine.log.info(f"{reason}: {run.short} has no checkpoint yet: it begins at its beginning")
             return False
-        with self._engine.telemetry.loading(self._engine.position):
-            name, _ = self._newest(folder)
-        self._engine.log.info(f"{why}: {run.short} goes on from {name}, after step {self._engine.position.step}")
+        with engine.telemetry.loading(engine.position):
+            name, _ = self._newest(run.checkpoints)
+        engine.log.info(f"{reason}: {run.short} goes on from {name}, after step {engine.position.step}")
         return True
 
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
@@ -219,7 +232,7 @@ class Restorer:
 
     def check_data(self, data: dict[str, Any]) -> None:
         """Training is about to go on with this data: a position in other data would repeat or skip samples."""
-        self._saver.data = data
+        self._run.data = data
         position, self._position = self._position, None
         if not position or not self._engine.position.step:
             return

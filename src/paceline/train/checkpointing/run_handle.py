@@ -1,7 +1,7 @@
-"""The run folder of a training: a new one, or one that is gone on with; and that nobody else writes into it.
+"""The run that a training belongs to: its folder, locked against other writers, and how far it has come.
 
-Ranks that the launcher starts again after a failure go on in the folder that they had, from its newest good checkpoint,
-whatever `resume` says. Which folder that was stands in the launch's ledger.
+Ranks that the launcher restarts after a failure continue in the folder that they had, from its newest intact
+checkpoint, whatever `resume` says. The launch's ledger has the name of that folder.
 """
 
 from __future__ import annotations
@@ -9,147 +9,173 @@ from __future__ import annotations
 import shlex
 import sys
 import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
+from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
+from paceline.log import Log
 from paceline.plan.derived import Derived, table
 from paceline.run import ledger
-from paceline.run.folder import RunFolder, short
-from paceline.run.jsonl import truncate_after
+from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
+from paceline.runtime.process_group import World
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.runtime.shared_storage import ranks_without_access
 from paceline.text import numbered
 from paceline.train import factory
-from paceline.train.checkpointing.restorer import Restorer
-from paceline.train.checkpointing.saver import Saver
-from paceline.train.engine import Engine
+
+_Opened = Callable[[RunFolder, str], None]
+
+
+@dataclass
+class TrainProgress:
+    """How far a training has come."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0
+    evaluated: int = 0  # the step of the last scheduled evaluation
+    epochs_ended: int = 0  # epochs whose end was handled
+
+    def state_dict(self) -> dict[str, int]:
+        """Without step and epoch, which the manifest has itself."""
+        return {"evaluated": self.evaluated, "epochs_ended": self.epochs_ended}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.evaluated, self.epochs_ended = state["evaluated"], state["epochs_ended"]
+
+    def reset(self) -> None:
+        self.step = self.epoch = self.evaluated = self.epochs_ended = 0
 
 
 class RunHandle:
-    def __init__(self, engine: Engine, saver: Saver, restorer: Restorer) -> None:
-        self._engine, self._saver, self._restorer = engine, saver, restorer
+    """What saver, restorer and poll know of the run. `opened` is told of the folder and the requested name."""
+
+    def __init__(self, world: World, log: Log, name: str, opened: _Opened) -> None:
+        self._world, self._log, self._name, self._opened = world, log, name, opened
         self._lock: RunLock | None = None
+        self.folder: RunFolder | None = None
+        self.reason = "resume"  # why it continues in that folder
+        self.without_access: list[int] = []  # ranks that can't see the folder
+        self.parent: str | None = None  # the checkpoint saved or loaded last
+        self.data: dict[str, Any] = {}  # what a step means in terms of samples
+        self.began_at = 0  # the step at which this call of train() began
 
-    def resume(self) -> None:
-        """What a restart or the recipe's `resume` asks for, before anything is trained. A matter of all ranks."""
-        resume = self._engine.config.resume
-        if (before := self._before_restart()) is not None:
-            self._go_on(before, f"start {environment.restart_count() + 1}")
-        elif resume == "auto":
-            self._resume_newest()
-        elif resume is None or self._begin_from_checkpoint():  # in a new run
-            return
-        elif (run := RunFolder.at(resume)) is not None:
-            self._go_on(run)
-        else:
-            raise CheckpointError(
-                "missing",
-                f"resume: there is neither a run nor a checkpoint at {Path(resume).absolute()}.",
-                fix="paceline checkpoint ls",
-            )
+    @property
+    def checkpoints(self) -> Path | None:
+        return None if self.folder is None else self.folder.checkpoints
 
-    def _before_restart(self) -> RunFolder | None:
-        """The folder that this training had before paceline's launcher started its ranks again."""
-        launch, generation = environment.run_folder(), environment.restart_count()
-        if launch is None or not generation or not environment.was_launched() or self._engine.config.run is False:
-            return None
-        name, is_main = self._name(), self._engine.world.is_main
-        found = ledger.opened_before(launch, name, generation) if is_main else None
-        run = collectives.broadcast_object(None if found is None else str(found))
-        return None if run is None else RunFolder(Path(run))
+    def create(self, config: Config, rows: Mapping[str, Derived] | None = None) -> str | None:
+        """Create the folder unless there is one, lock it, and write the recipe and `rows`. Returns its path."""
+        if rows is not None:
+            self._log.info(table(rows))
+        if self.folder is None:
+            created = factory.open_run(config, self._name, self._world.is_main)
+            if created is not None:
+                if self._world.is_main:
+                    Filesystem().sync_folder(created.path.parent)
+                self.take(created, config)
+            if rows is not None and self._world.size == 1 and not environment.was_launched():
+                self._log.info(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
+        elif self._lock is None:
+            self._take_lock(self.folder)
+        if self.folder is not None and rows is not None and self._world.is_main:
+            factory.write_run(self.folder, config, rows)
+        return str(self.folder) if self.folder else None
 
-    def _name(self) -> str:
-        """What a training asks for as its folder tells it from others of the same launch."""
-        run = self._engine.config.run
-        return run if isinstance(run, str) else factory.default_name(self._engine.model)
-
-    def _begin_from_checkpoint(self) -> bool:
-        """Take over the state that `resume` names, if that is a checkpoint or a file of weights."""
-        resume = self._engine.config.resume
-        if resume in (None, "auto"):
-            return False
-        path = Path(str(resume)).absolute()
-        if not (path / manifests.NAME).exists() and not path.is_file():
-            return False
-        self._restorer.load(path)
-        self._engine.log.info(f"resume: begins from {short(path)}, after step {self._engine.position.step}")
-        return True
-
-    def _resume_newest(self) -> None:
-        config, engine = self._engine.config, self._engine
-        if config.run is False:
-            raise CheckpointError(
-                "nothing-to-resume",
-                "resume: auto looks for a run folder, but run: false writes none.",
-                fix="give the run a name, or resume: a checkpoint's folder",
-            )
-        launched = environment.run_folder()  # the launcher names a run after its recipe or script
-        unnamed = factory.default_name(engine.model) if launched is None else launched.requested_name
-        name = config.run if isinstance(config.run, str) else unnamed
-        found = RunFolder.newest(name) if engine.world.is_main else None
-        run = collectives.broadcast_object(None if found is None else str(found))
-        if run is None:
-            engine.log.info(f"resume: there is no run called {Path(name).name} yet: it begins at its beginning")
-        else:
-            self._go_on(RunFolder(Path(run)))
-
-    def _go_on(self, run: RunFolder, why: str = "resume") -> None:
-        self._take(run)
-        if not self._restorer.resume(run, why):
-            self._begin_from_checkpoint()  # a restart before the first save
-        if self._engine.world.is_main:  # without a checkpoint that is all of them
-            truncate_after(run.metrics, self._engine.position.step)
-
-    def _lock_it(self, run: RunFolder) -> None:
-        """Nobody else may write into it until this call of train() is over, or the trainer gone."""
-        lock = RunLock(run)
-        run_on_all_ranks(lambda: lock.take() if self._engine.world.is_main else None, "Taking the run folder")
-        self._lock = lock
-        weakref.finalize(self, lock.release)
-
-    def _take(self, run: RunFolder) -> None:
-        """Make it this training's; and find out who can't see it."""
-        engine = self._engine
-        self._lock_it(run)
-        self._saver.run = run
-        engine.telemetry.opened(run, self._name())
-        self._saver.without_access = blind = ranks_without_access(run.path)
-        named = numbered("rank", blind)
-        if blind and engine.config.checkpoint.unshared == "refuse":
+    def take(self, folder: RunFolder, config: Config) -> None:
+        """Lock a folder for this training, and find the ranks without access to it. Collective."""
+        self._take_lock(folder)
+        self.folder = folder
+        self._opened(folder, _requested_name(config, self._name))
+        self.without_access = ranks_without_access(folder.path)
+        named = numbered("rank", self.without_access)
+        if self.without_access and config.checkpoint.unshared == "refuse":
             raise CheckpointError(
                 "unshared-folder",
-                f"{named.capitalize()} can't see the run folder {run}.",
+                f"{named.capitalize()} can't see the run folder {folder}.",
                 why="each rank writes its part of a checkpoint into it",
                 fix="put it on a disk that all nodes share; or checkpoint: {unshared: gather}",
             )
-        if blind:
-            engine.log.warning(f"{named} can't see {run}: what they hold is sent to rank 0, which writes it")
+        if self.without_access:
+            self._log.warning(f"{named} can't see {folder}: what they hold is sent to rank 0, which writes it")
 
-    def open(self, rows: dict[str, Derived] | None = None) -> str | None:
-        """The folder, made if there is none yet, with the recipe and `rows` written into it."""
-        engine, saver = self._engine, self._saver
-        if rows is not None:
-            engine.log.info(table(rows))
-        if saver.run is None:
-            made = factory.open_run(engine.config, engine.model, engine.world.is_main)
-            if made is not None:
-                if engine.world.is_main:
-                    Filesystem().sync_folder(made.path.parent)
-                self._take(made)
-            if rows is not None and engine.world.size == 1 and not environment.was_launched():
-                engine.log.info(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
-        elif self._lock is None:
-            self._lock_it(saver.run)
-        run = saver.run
-        if run is not None and rows is not None and engine.world.is_main:
-            factory.write_run(run, engine.config, rows)
-        return str(run) if run else None
+    def _take_lock(self, folder: RunFolder) -> None:
+        """Until this call of train() ends, or the trainer is garbage-collected."""
+        lock = RunLock(folder)
+        run_on_all_ranks(lambda: lock.take() if self._world.is_main else None, "Taking the run folder")
+        self._lock = lock
+        weakref.finalize(self, lock.release)
 
     def release(self) -> None:
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+
+
+def open(config: Config, world: World, log: Log, default_name: str, opened: _Opened) -> RunHandle:
+    """The run that a restart or the recipe's `resume` continues, or a new one without a folder yet. Collective."""
+    run = RunHandle(world, log, default_name, opened)
+    folder = _restarted(config, world, default_name)
+    if folder is not None:
+        run.reason = f"start {environment.restart_count() + 1}"
+    elif config.resume == "auto":
+        folder = _newest(config, world, log, default_name)
+    elif config.resume is not None and checkpoint_to_resume(config) is None:
+        folder = RunFolder.at(config.resume)
+        if folder is None:
+            raise CheckpointError(
+                "missing",
+                f"resume: there is neither a run nor a checkpoint at {Path(config.resume).absolute()}.",
+                fix="paceline checkpoint ls",
+            )
+    if folder is not None:
+        run.take(folder, config)
+    return run
+
+
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """What `resume` names, if that is a checkpoint or a file of weights: a new run begins from it."""
+    if config.resume is None or config.resume == "auto":
+        return None
+    path = Path(config.resume).absolute()
+    return path if (path / manifests.NAME).exists() or path.is_file() else None
+
+
+def _requested_name(config: Config, default_name: str) -> str:
+    """The name by which a training finds its own folder among others of the same launch."""
+    return config.run if isinstance(config.run, str) else default_name
+
+
+def _restarted(config: Config, world: World, default_name: str) -> RunFolder | None:
+    """The folder that this training had before paceline's launcher restarted its ranks."""
+    launch, generation = environment.run_folder(), environment.restart_count()
+    if launch is None or not generation or not environment.was_launched() or config.run is False:
+        return None
+    name = _requested_name(config, default_name)
+    return _same_on_every_rank(ledger.opened_before(launch, name, generation) if world.is_main else None)
+
+
+def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFolder | None:
+    if config.run is False:
+        raise CheckpointError(
+            "nothing-to-resume",
+            "resume: auto looks for a run folder, but run: false writes none.",
+            fix="give the run a name, or resume: a checkpoint's folder",
+        )
+    launched = environment.run_folder()  # the launcher names a run after its recipe or script
+    name = _requested_name(config, default_name if launched is None else launched.requested_name)
+    folder = _same_on_every_rank(RunFolder.newest(name) if world.is_main else None)
+    if folder is None:
+        log.info(f"resume: there is no run called {Path(name).name} yet: it begins at its beginning")
+    return folder
+
+
+def _same_on_every_rank(found: RunFolder | None) -> RunFolder | None:
+    path = collectives.broadcast_object(None if found is None else str(found))
+    return None if path is None else RunFolder(Path(path))

@@ -12,18 +12,15 @@ from typing import Any
 
 from paceline.checkpoint import directory
 from paceline.checkpoint.filesystem import Filesystem
-from paceline.checkpoint.state import Snapshot
+from paceline.checkpoint.state import Snapshot, TrainingState
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
-from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
-from paceline.run.folder import BEST, LATEST, RunFolder
+from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
 from paceline.runtime.rank_errors import StoreBarrier, run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
-from paceline.train.checkpointing.entries import training_state
+from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.engine import Engine
-from paceline.train.evaluation_policy import EvaluationPolicy
-from paceline.train.lr import LearningRate
 from paceline.train.preflight import versions
 
 _FAILURES_BORNE = 2
@@ -33,14 +30,9 @@ _CUT = "the weights are cut over the ranks: a checkpoint needs the pieces of all
 class Saver:
     """Writes below the run folder, once there is one."""
 
-    def __init__(self, config: Config, engine: Engine, rates: LearningRate, callbacks: Callbacks) -> None:
-        self._config, self._engine, self._callbacks = config, engine, callbacks
-        self.outcome = EvaluationPolicy(config, rates, engine.position)
-        self.state = training_state(engine, rates, self.outcome, callbacks)
-        self.run: RunFolder | None = None
-        self.without_access: list[int] = []  # ranks that can't see the run folder
-        self.parent: str | None = None  # the checkpoint that the next one follows
-        self.data: dict[str, Any] = {}  # what a step means in terms of samples
+    def __init__(self, engine: Engine, state: TrainingState, run: RunHandle, callbacks: Callbacks) -> None:
+        self._engine, self._state, self._run, self._callbacks = engine, state, run, callbacks
+        self._config = config = engine.config
         self._group: Any = None
         self._writer: Writer | None = None
         self._saving: PendingSave | None = None
@@ -48,14 +40,9 @@ class Saver:
         self._saved: int | None = None  # the step that was last saved, or is being
         self._failures = 0
         self.last_cost: SaveResult | None = None
-        self.began_at = 0  # the step at which this call of train() began
         self.presence = StoreBarrier()
         if engine.cut is not None:  # else made by the first scheduled save, to which all ranks come
             self._group = process_group.new_cpu_group(config.timeout)
-
-    @property
-    def checkpoints(self) -> Path | None:
-        return None if self.run is None else self.run.checkpoints
 
     def channel(self) -> Any:
         """The group that saves and loads talk over; made when it is first needed, by all ranks."""
@@ -64,24 +51,24 @@ class Saver:
 
     def step(self, step: int) -> None:
         """A scheduled save, to which all ranks come."""
-        if self.run is not None and self._saved != step:
+        if self._run.folder is not None and self._saved != step:
             self._scheduled(step)
 
     def last(self, step: int) -> None:
         """At the end: what is being written, and this step unless that is it. Errors are raised."""
         self.finish(bear=False)
-        if self.run is not None and self._saved != step:
+        if self._run.folder is not None and self._saved != step:
             self._begin(step, background=False)
             self.finish(bear=False)
 
     def best(self, step: int) -> None:
         """This step is the best one so far, and stays until there are better ones."""
-        if self.run is None:
+        if self._run.folder is None:
             return
         if self._saved == step:
             self.finish()
-        if self._saved == step and self.parent is not None:
-            self._point_to_best(self.parent)
+        if self._saved == step and self._run.parent is not None:
+            self._point_to_best(self._run.parent)
         else:  # not saved yet, or that failed
             self._scheduled(step, best=True)
 
@@ -93,13 +80,13 @@ class Saver:
             self.finish()
 
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
-        assert self.checkpoints is not None
+        assert self._run.checkpoints is not None
         with self._engine.telemetry.saving():
-            captured = run_on_all_ranks(self.state.capture, "Saving")
+            captured = run_on_all_ranks(self._state.capture, "Saving")
             if self._writer is None:
-                self._writer = Writer(self.channel(), without_access=self.without_access)
+                self._writer = Writer(self.channel(), without_access=self._run.without_access)
             self._saving = self._writer.begin(
-                self.checkpoints / directory.step_name(step),
+                self._run.checkpoints / directory.step_name(step),
                 captured.tensors,
                 self._describe(captured, True),
                 volatile=captured.volatile,
@@ -116,11 +103,11 @@ class Saver:
             step=engine.position.step,
             epoch=engine.position.epoch,
             optimizer=include_optimizer,
-            parent=self.parent,
+            parent=self._run.parent,
             versions=versions(),
             layout=engine.layout_facts(),
             recipe=engine.config.to_dict(),
-            data=self.data,
+            data=self._run.data,
             state=captured.values,
             metadata=captured.metadata,
             aliases=captured.aliases,
@@ -137,10 +124,12 @@ class Saver:
 
     def _point_to_best(self, name: str) -> None:
         """Each best one is better than those before, so the newest come first."""
-        if self._engine.world.is_main and self.checkpoints is not None:
-            before = [each for each in directory.read_pointer(self.checkpoints, BEST) if each != name]
+        if self._engine.world.is_main and self._run.checkpoints is not None:
+            before = [each for each in directory.read_pointer(self._run.checkpoints, BEST) if each != name]
             try:
-                directory.write_pointer(Filesystem(), self.checkpoints, BEST, [name, *before][: self._config.keep_best])
+                directory.write_pointer(
+                    Filesystem(), self._run.checkpoints, BEST, [name, *before][: self._config.keep_best]
+                )
             except OSError as error:  # the checkpoint is there; other ranks know nothing of pointers
                 self._engine.log.warning(f"{name} is the best one, but {BEST} can't say so: {error.strerror or error}")
 
@@ -184,7 +173,7 @@ class Saver:
             return
         self._failures = 0
         telemetry.saved(self._saving_step)
-        self.parent = committed.folder.name
+        self._run.parent = committed.folder.name
         self._callbacks.call("on_save", Saved(self._saving_step, str(committed.folder)))
 
     def write(
@@ -206,7 +195,7 @@ class Saver:
             self.finish()  # two saves at a time would mix their messages
         writer = Writer(self._group if engine.cut is not None else None)
         with engine.telemetry.saving():
-            captured = self.state.capture(metadata, without=() if include_optimizer else ("optimizer",))
+            captured = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
             description = self._describe(captured, include_optimizer)
             writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
         engine.telemetry.saved(engine.position.step)
@@ -216,9 +205,9 @@ class Saver:
         of it. Weights are whole between two updates, and a held-back bad step is none."""
         engine, step = self._engine, self._engine.position.step
         watch = engine.watch
-        if self.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
+        if self._run.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
             return None
-        if step == self.began_at:  # nothing was trained since it was loaded, or begun
+        if step == self._run.began_at:  # nothing was trained since it was loaded, or begun
             return None
         if getattr(error, "code", None) == "train.nonfinite":  # it has looked, and reset the watch
             return None
@@ -233,7 +222,7 @@ class Saver:
                 self.presence.require(_RESCUE_SECONDS, f"the last save, of step {step}", _CUT)
             except CheckpointError:
                 return f"step {step} was not saved: the weights are cut over ranks, and not all of them came"
-        target = directory.unused_name(self.checkpoints / directory.step_name(step))
+        target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
         return self._attempt(lambda: self.write(target, after=lambda folder: self._committed(folder, False)), step)
 
     def _attempt(self, save: Callable[[], None], step: int) -> str:
