@@ -18,13 +18,13 @@ import importlib
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
 
 from paceline.config.components import LOGGERS, LoggerFacts
 from paceline.errors import PacelineError, TrainError
+from paceline.log import rank_log
 from paceline.run.folder import METRICS, RunFolder
 from paceline.run.jsonl import open_to_append
 from paceline.text import flatten
@@ -108,8 +108,7 @@ class _Guarded:
         except Exception as error:
             if not self._failed:
                 self._failed = True
-                text = f"{self._name} takes no more metrics of this run: {error}. {METRICS} has them all."
-                warnings.warn(text, stacklevel=2)
+                rank_log(0).warning(f"{self._name} takes no more metrics of this run: {error}. {METRICS} has them all.")
 
 
 @LOGGERS.implement("csv")

@@ -32,6 +32,7 @@ from paceline.models.blocks import find_blocks
 from paceline.parallel.loss_parts import LossPart, combine_losses, combine_metrics
 from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
 from paceline.runtime import noise
+from paceline.text import format_bytes
 
 Named = tuple[str, nn.Module]
 Place = tuple[Named, int]  # a layer, and the number of its device
@@ -82,7 +83,7 @@ def split(model: nn.Module, settings: SplitSection, wanted: Sequence[str] | None
     places = _with_shared_weights(places)
     _place(model, places, devices)
     return "split: " + "; ".join(
-        f"{device} has {lengths[number]} of {len(blocks)} layers, {_megabytes(places, number)}"
+        f"{device} has {lengths[number]} of {len(blocks)} layers, {format_bytes(_bytes_on(places, number))}"
         for number, device in enumerate(devices)
     )
 
@@ -222,9 +223,9 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
-def _megabytes(places: list[Place], number: int) -> str:
+def _bytes_on(places: list[Place], number: int) -> int:
     own = {id(p): p.numel() * p.element_size() for (_, layer), of in places if of == number for p in layer.parameters()}
-    return f"{sum(own.values()) / 1e6:.1f} MB"
+    return sum(own.values())
 
 
 def is_spread(model: nn.Module) -> bool:

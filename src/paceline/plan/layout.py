@@ -14,6 +14,7 @@ from typing import Literal
 from paceline.config.recipe import Config
 from paceline.config.sections import LayoutSection
 from paceline.errors import ConfigError, LayoutError
+from paceline.text import plural
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _from_section(config: Config, section: LayoutSection, world: int) -> LayoutP
         raise LayoutError(
             "degrees-and-world",
             f"The layout's degrees multiply to {fixed}{' and a rest' if open_axes else ''}, but there are "
-            f"{world} rank{'s' if world > 1 else ''}: {_written(asked)}.",
+            f"{plural(world, 'rank')}: {_written(asked)}.",
             fix=_fitting(asked, fixed, world, bool(open_axes)),
         )
     degrees = Degrees(**{axis: world // fixed if degree == "auto" else degree for axis, degree in asked.items()})

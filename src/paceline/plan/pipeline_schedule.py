@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError
+from paceline.text import plural
 
 ONE_STAGE = ("gpipe", "1f1b")
 
@@ -69,8 +70,7 @@ def require_enough(layers: int, stages: int) -> None:
     if layers < stages:
         raise LayoutError(
             "too-few-blocks",
-            f"The model has {layers} layer{'s' if layers > 1 else ''} with weights, the pipeline {stages} stages.",
+            f"The model has {plural(layers, 'layer')} with weights, the pipeline {stages} stages.",
             why="every stage needs one",
-            fix=f"use a pipeline of at most {layers} stage{'s' if layers != 1 else ''} (ranks × pipeline.stages), "
-            "or a deeper model",
+            fix=f"use a pipeline of at most {plural(layers, 'stage')} (ranks × pipeline.stages), or a deeper model",
         )

@@ -17,11 +17,11 @@ import fcntl
 import json
 import os
 import socket
-import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
 from paceline.errors import CheckpointError
+from paceline.log import rank_log
 from paceline.run.folder import RunFolder
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -89,9 +89,8 @@ def _lock(folder: RunFolder) -> int | None:
             raise _in_use(folder, holder) from None
         if error.errno not in _NO_LOCKS:
             raise
-        warnings.warn(
-            f"the disk of {folder} knows no locks ({error.strerror}): take care that no other job uses this run folder",
-            stacklevel=3,
+        rank_log(0).warning(
+            f"the disk of {folder} knows no locks ({error.strerror}): take care that no other job uses this run folder"
         )
         return None
 

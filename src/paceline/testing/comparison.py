@@ -28,6 +28,7 @@ from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
 from paceline.plan.layout import AXIS_NAMES, STRATEGIES
+from paceline.text import parse_pairs
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
@@ -49,8 +50,8 @@ class ParityLayout:
     def read(cls, text: str) -> ParityLayout:
         try:
             if "=" in text:
-                pairs = [part.split("=") for part in text.replace(",", " ").split()]
-                degrees = {axis: int(degree) for axis, degree in pairs}
+                pairs = parse_pairs(",".join(text.replace(",", " ").split()))
+                degrees = {axis: int(degree or "") for axis, degree in pairs}
                 if not set(degrees) <= set(AXIS_NAMES):
                     raise ValueError
                 return cls(text, prod(degrees.values()), {"strategy": "auto", "layout": degrees})

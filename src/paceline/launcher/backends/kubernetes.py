@@ -12,6 +12,7 @@ from paceline.config.launch import LaunchSpec, options_of
 from paceline.errors import LaunchError, did_you_mean
 from paceline.launcher.backends.kubernetes_manifest import ManifestOptions, manifest
 from paceline.launcher.workload import Workload
+from paceline.text import parse_pairs
 
 _KEYS = ("kind", "image", "name", "namespace", "gpus", "cpu", "memory", "secret", "claim", "restarts", "grace")
 _KINDS: tuple[Literal["trainjob", "jobset"], ...] = ("trainjob", "jobset")
@@ -73,12 +74,13 @@ def _parse(text: str) -> tuple[dict[str, str], dict[str, str]]:
     """kind=jobset,image=me/train:1,gpus=4,claim=runs:/runs"""
     values: dict[str, str] = {}
     claims: dict[str, str] = {}
-    for item in filter(None, text.split(",")):
-        key, equals, value = item.partition("=")
+    for key, value in parse_pairs(text):
+        if not key and value is None:  # nothing at all, or a comma at the end
+            continue
         if key not in _KEYS:
             raise _refusal(f"--k8s-with: there is no {key!r}.", did_you_mean(key, _KEYS))
-        if not equals or not value or (key in ("gpus", "restarts", "grace") and not re.fullmatch("[0-9]{1,6}", value)):
-            raise _refusal(f"--k8s-with: {key}={value!r} can't be.", f"such as {key}=4")
+        if not value or (key in ("gpus", "restarts", "grace") and not re.fullmatch("[0-9]{1,6}", value)):
+            raise _refusal(f"--k8s-with: {key}={value or ''!r} can't be.", f"such as {key}=4")
         if key == "claim":
             claim, _, path = value.partition(":")
             claims[claim] = path

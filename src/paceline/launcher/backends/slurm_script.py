@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError, did_you_mean
+from paceline.text import parse_pairs
 
 WARNING = 90  # seconds before the time limit; SLURM counts in steps of about half a minute
 
@@ -58,13 +59,12 @@ class SbatchOptions:
 def parse(text: str) -> SbatchOptions:
     """Read `nodes=2,gpus=4,time=2h`."""
     values: dict[str, str] = {}
-    for item in text.split(","):
-        key, equals, value = item.partition("=")
+    for key, value in parse_pairs(text):
         if key not in _VALUES:
             raise _refusal(f"--slurm {text}: there is no {key!r}.", did_you_mean(key, _VALUES))
         pattern, example = _VALUES[key]
-        if not equals or not re.fullmatch(pattern, value, re.ASCII):
-            raise _refusal(f"--slurm {text}: {key}={value!r} can't be.", f"{key} takes {example}")
+        if value is None or not re.fullmatch(pattern, value, re.ASCII):
+            raise _refusal(f"--slurm {text}: {key}={value or ''!r} can't be.", f"{key} takes {example}")
         if key in values:
             raise _refusal(f"--slurm {text}: {key} is there twice.", "say it once")
         values[key] = value

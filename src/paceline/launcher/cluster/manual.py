@@ -33,6 +33,7 @@ from paceline.launcher.local.single_node import launch_single_node
 from paceline.launcher.network import LOOPBACK, is_loopback, listen, own_address_of
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
+from paceline.text import plural
 
 COORDINATOR_LOST = 78  # the exit status
 
@@ -43,7 +44,7 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     if spec.node_rank is not None and spec.node_rank >= nodes.most:
         raise LaunchError(
             "bad-number",
-            f"--node-rank {spec.node_rank} is not one of {nodes.most} node{'s' * (nodes.most > 1)}.",
+            f"--node-rank {spec.node_rank} is not one of {plural(nodes.most, 'node')}.",
             fix=f"they count from 0 to {nodes.most - 1}; --nodes says how many there are",
         )
     if nodes.most == 1:

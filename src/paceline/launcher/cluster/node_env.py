@@ -26,6 +26,7 @@ from paceline.config.launch import DEFAULT_PORT, Endpoint, NodeRange
 from paceline.errors import LaunchError, WorldError
 from paceline.runtime.environment import ExportedRank, is_rank, read_exported, rendezvous_endpoint
 from paceline.runtime.scheduler_env import number, read_task
+from paceline.text import plural
 
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,252}")  # a name or an address
@@ -176,7 +177,7 @@ def _task(environment: Mapping[str, str]) -> NodeEnvironment | None:
     if task.world != task.nodes:
         raise LaunchError(
             "two-worlds",
-            f"{task.starter} started {task.world} launchers on {task.nodes} machine{'s' if task.nodes > 1 else ''}.",
+            f"{task.starter} started {task.world} launchers on {plural(task.nodes, 'machine')}.",
             why="a launcher starts all ranks of its machine, so each machine has one",
             fix="leave `paceline launch` out (srun python train.py, mpirun python train.py), or start one on each "
             "machine: srun --ntasks-per-node=1 (mpirun --map-by ppr:1:node) paceline launch train.py",
