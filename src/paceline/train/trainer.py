@@ -107,8 +107,7 @@ class Trainer:
         self.optimizer, self.scaler = engine.optimizer, engine.scaler
         self._rates = LearningRate(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
-        name, opened = factory.default_name(engine.model), engine.telemetry.opened
-        self._run = run_handle.open(config, engine.world, engine.log, name, opened)
+        self._run = run_handle.open(config, engine.world, engine.log, engine.model, engine.telemetry.opened)
         state = training_state(engine, self._rates, self._policy, self._callbacks)
         self._saver = Saver(engine, state, self._run, self._callbacks)
         self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
@@ -118,8 +120,9 @@ class RunHandle:
         self._lock = None
 
 
-def open(config: Config, world: World, log: Log, default_name: str, opened: _Opened) -> RunHandle:
+def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Opened) -> RunHandle:
     """The run that a restart or the recipe's `resume` continues, or a new one without a folder yet. Collective."""
+    default_name = factory.default_name(model)
     run = RunHandle(world, log, default_name, opened)
     folder = _restarted(config, world, default_name)
     if folder is not None:
