@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.parallel.shards import local_shard
@@ -83,7 +84,8 @@ def _advice(config: Config, plan: BatchPlan | None, ranks: int, shardable: int) 
         smaller = int(plan.micro_batch.value) // 2
         groups = -(-plan.size // (smaller * ranks))
         advice.append(f"micro_batch: {smaller} (accumulate {groups}; the same training with half the activations)")
-    if config.precision in ("fp32", "fp64"):
+    facts = PRECISIONS.facts(config.precision)
+    if facts.gather_bytes == facts.param_bytes:  # no half precision yet
         advice.append("precision: bf16 (activations at half the size)")
     if ranks > 1:
         saved = format_bytes(shardable * (ranks - 1) // ranks)
