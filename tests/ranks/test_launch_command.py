@@ -17,6 +17,8 @@ import psutil
 import pytest
 import yaml
 
+import nodes
+
 PACELINE = [sys.executable, "-m", "paceline"]
 
 
@@ -24,6 +26,13 @@ def paceline(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [*PACELINE, *args], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=110
     )
+
+
+def forked(folder: Path, script: str, *options: str) -> tuple[int, str]:
+    """Exit status and output of a launch on two ranks; forked from this process, which has imported torch."""
+    with nodes.launchers(folder) as launch:
+        launcher = launch("launch", "-n", "2", *options, write(folder, script))
+        return launcher.end(), launcher.said
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> str:
@@ -228,6 +237,7 @@ def test_every_end_of_a_rank_has_its_status_and_words(tmp_path: Path, body: str,
         (["launch", "-n", "2", "none.py"], "launch.no-script"),
         (["launch", "-n", "0", "x.py"], "launch.bad-number"),
         (["launch", "-n", "1", "--port", "99999", "x.py"], "launch.bad-number"),
+        (["launch", "-n", "1", "--node-rank", "1", "x.py"], "launch.bad-number"),
         (["train", "empty.yaml"], "config.missing-section"),
         (["train", "model.layer=3", "-n", "1"], "model.unknown-option"),
         (["train", "micro_batch=3", "accumulate=7", "-n", "1"], "config.contradiction"),
@@ -423,6 +433,28 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "1"
     done = paceline("launch", "-n", "2", "--max-restarts", "2", name, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "start 0 of 2\nstart 1 of 2\n"), done.stderr
     assert done.stderr.count("restart 1 of 2: rank 1 raised ValueError") == 1 and "Traceback" not in done.stderr
+
+
+def test_a_failure_of_an_earlier_start_is_not_reported_for_a_later_one(tmp_path: Path) -> None:
+    script = """
+import os
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise RuntimeError("of the first start")
+if os.environ["RANK"] == "1":
+    os._exit(9)
+"""
+    status, output = forked(tmp_path, script, "--max-restarts", "1")
+    assert status == 9 and "rank 1 exited with status 9" in output
+    assert "first start" not in output.rpartition("fix")[0]
+
+
+def test_ranks_that_exit_without_cleaning_up_have_succeeded(tmp_path: Path) -> None:
+    assert forked(tmp_path, "import os\nos._exit(0)") == (0, "ranks: 2 (as asked); logs in runs/script/logs\n")
+
+
+def test_an_environment_variable_of_the_command_reaches_the_ranks(tmp_path: Path) -> None:
+    status, output = forked(tmp_path, "import os; print(os.environ['OTHER'])", "--env", "OTHER=a b;c")
+    assert (status, output.splitlines()[1]) == (0, "a b;c")
 
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:

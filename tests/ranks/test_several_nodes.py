@@ -56,7 +56,7 @@ def test_a_launcher_that_is_killed_is_waited_for_and_all_goes_on(job: Job, unbro
     again = job.node(1, "0:11:launcher-SIGKILL", options=("--max-restarts", "1"))
     assert ended(first, again, second) == [0, 0, -signal.SIGKILL], first.said + again.said
     assert "restart 1 of 1: node 1 was lost (node-lost)" in first.said
-    assert "its ranks go on until a new one is there" in first.said
+    assert "its ranks keep running until a new launcher takes over" in first.said
     job.assert_same(unbroken, began=range(11, STEPS + 1))  # until then its ranks went on, and lost nothing
 
 
@@ -95,7 +95,7 @@ def test_an_interrupt_at_any_node_lets_all_save(job: Job, unbroken: Job) -> None
 
 def test_nodes_are_numbered_as_they_come_and_the_missing_ones_are_named(job: Job) -> None:
     first = job.node(None)
-    eventually(lambda: first.says("waiting: 1 of 2 nodes are here; missing: 1"))
+    eventually(lambda: first.says("waiting for nodes: 1 of 2 joined, missing: 1"))
     second = job.node(None)
     assert ended(first, second) == [0, 0], first.said + second.said
     assert "node 0 of 2: ranks 0 to 1 of 4" in first.said and "node 1 of 2: ranks 2 to 3 of 4" in second.said
@@ -107,7 +107,7 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_disturbs_nobody(job: Jo
     elsewhere.mkdir()
     (elsewhere / "script.py").write_text(SCRIPT + "# more\n")
     refusals = {
-        "[launch.node-differs]": (job.node(1, where=elsewhere), "code: script.py has other text"),
+        "[launch.node-differs]": (job.node(1, where=elsewhere), "code: script.py differs"),
         "[launch.bad-number]": (job.node(7), "--node-rank 7 is not one of 2 nodes"),
     }
     job.nodes = "3"

@@ -1,10 +1,10 @@
-"""Words between launchers: JSON messages over TCP, each signed with the job's token.
+"""Channels between launchers: JSON messages over TCP, signed with the job token.
 
-Both sides draw a random number; the key of a connection follows from these and the token. Every frame carries a
-signature over its direction, its number and its content, so that nothing can be forged, replayed or put in another
-order by somebody who does not have the token. Nothing is encrypted: messages hold no secrets.
+Each side sends a nonce; the key of a connection is derived from both nonces and the token. The signature of a frame
+covers its direction, its sequence number and its payload, so nobody without the token can forge, replay or reorder
+frames. Nothing is encrypted: messages hold no secrets.
 
-    server: MAGIC, 32 random bytes          client: 32 random bytes
+    server: MAGIC, nonce (32 bytes)         client: nonce (32 bytes)
     both:   length (4 bytes), signature (32 bytes), JSON
 """
 
@@ -32,45 +32,49 @@ Message = dict[str, Any]
 
 _MAGIC = b"paceline-1\n"
 _NONCE, _SIGNATURE, _LENGTH = 32, 32, 4
-_LARGEST = 16 << 20  # bytes of a message
-_LARGEST_OF_A_STRANGER = 1 << 20  # until the other side has shown that it holds the token
+_MAX_BYTES = 16 << 20  # of a message
+_MAX_UNAUTHENTICATED_BYTES = 1 << 20  # of a message, until the peer has proved that it holds the token
 _SEND_SECONDS = 10.0
-_SHORTEST_TOKEN = 16
+_CONNECT_SECONDS = 2.0  # per address; callers retry
 _HANDSHAKE_SECONDS = 10.0
-_REACH_SECONDS = 2.0  # for one address of several; those that wait try again
+_MIN_TOKEN_LENGTH = 16
 
 
-class Closed(Exception):
-    """The other side is gone, or is not who it should be."""
+class ChannelClosed(Exception):
+    """The connection was closed, or what arrived is not from a launcher of this job."""
+
+
+class AuthenticationFailed(ChannelClosed):
+    """The peer does not hold the token of this job."""
 
 
 class Channel:
-    """One end of a connection. Reading never blocks; what is sent is small and goes out at once."""
+    """One end of a connection. Receiving never blocks; messages are small and sent at once."""
 
     def __init__(self, connection: socket.socket, token: str, *, is_server: bool) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _miss_dead_machines(connection)
-        _keep_from_children(connection)
+        _enable_keepalive(connection)
+        _close_in_forked_children(connection)
         connection.setblocking(False)
         self._socket, self._token, self._is_server = connection, token.encode(), is_server
         self._own_nonce = secrets.token_bytes(_NONCE)
         self._key: bytes | None = None
         self._sent = self._received = 0
         self._buffer = b""
-        self.heard = time.monotonic()  # when something that was in order arrived last
+        self.last_received = time.monotonic()  # time of the last authenticated message
         self._write((_MAGIC if is_server else b"") + self._own_nonce)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
-    def is_proven(self) -> bool:
-        """Whether the other side has shown that it holds the token."""
+    def is_authenticated(self) -> bool:
+        """Whether the peer has proved that it holds the token."""
         return self._received > 0
 
     @property
-    def _largest(self) -> int:
-        return _LARGEST if self.is_proven else _LARGEST_OF_A_STRANGER
+    def _max_bytes(self) -> int:
+        return _MAX_BYTES if self.is_authenticated else _MAX_UNAUTHENTICATED_BYTES
 
     @property
     def own_address(self) -> str:
@@ -82,22 +86,22 @@ class Channel:
 
     def send(self, message: Message) -> None:
         if self._key is None:
-            raise Closed("the other side has not introduced itself")
+            raise ChannelClosed("the handshake is not complete")
         payload = json.dumps(message).encode()
         signature = self._sign(payload, self._sent, from_server=self._is_server)
         self._sent += 1
         self._write(len(payload).to_bytes(_LENGTH, "big") + signature + payload)
 
     def receive(self) -> list[Message]:
-        """What has arrived since the last call."""
-        ended = self._read()
+        """Messages that arrived since the last call."""
+        is_closed = self._read()
         messages = []
         if self._key is None:
-            self._meet()
+            self._handshake()
         while self._key is not None and (payload := self._next_frame()) is not None:
             messages.append(json.loads(payload))
-        if ended and not messages:
-            raise Closed("the connection was closed")
+        if is_closed and not messages:
+            raise ChannelClosed("the connection was closed")
         return messages
 
     def close(self) -> None:
@@ -107,22 +111,22 @@ class Channel:
         try:
             while data := self._socket.recv(1 << 16):
                 self._buffer += data
-                if len(self._buffer) > self._largest + (1 << 16):
-                    return False  # the rest stays in the socket until this is dealt with
+                if len(self._buffer) > self._max_bytes + (1 << 16):
+                    return False  # the rest stays in the socket until these messages are processed
         except BlockingIOError:
             return False
         except OSError as error:
-            raise Closed(error.strerror or str(error)) from None
+            raise ChannelClosed(error.strerror or str(error)) from None
         return True
 
-    def _meet(self) -> None:
-        greeting = b"" if self._is_server else _MAGIC
-        if not greeting.startswith(self._buffer[: len(greeting)]):
-            raise Closed("that is no launcher of paceline")
-        if len(self._buffer) >= len(greeting) + _NONCE:
-            theirs = self._buffer[len(greeting) : len(greeting) + _NONCE]
-            self._buffer = self._buffer[len(greeting) + _NONCE :]
-            nonces = self._own_nonce + theirs if self._is_server else theirs + self._own_nonce
+    def _handshake(self) -> None:
+        preamble = b"" if self._is_server else _MAGIC
+        if not preamble.startswith(self._buffer[: len(preamble)]):
+            raise ChannelClosed("not a paceline launcher")
+        if len(self._buffer) >= len(preamble) + _NONCE:
+            peer_nonce = self._buffer[len(preamble) : len(preamble) + _NONCE]
+            self._buffer = self._buffer[len(preamble) + _NONCE :]
+            nonces = self._own_nonce + peer_nonce if self._is_server else peer_nonce + self._own_nonce
             self._key = hmac.digest(self._token, nonces, hashlib.sha256)
 
     def _next_frame(self) -> bytes | None:
@@ -130,17 +134,17 @@ class Channel:
         if len(self._buffer) < _LENGTH:
             return None
         length = int.from_bytes(self._buffer[:_LENGTH], "big")
-        if length > self._largest:
-            raise Closed(f"a message of {length} bytes was announced")
+        if length > self._max_bytes:
+            raise ChannelClosed(f"message too large: {length} bytes")
         if len(self._buffer) < begin + length:
             return None
         signature, payload = self._buffer[_LENGTH:begin], self._buffer[begin : begin + length]
         expected = self._sign(payload, self._received, from_server=not self._is_server)
         if not hmac.compare_digest(signature, expected):
-            raise Closed("a message was not signed with this job's token")
+            raise AuthenticationFailed("message not signed with this job's token")
         self._buffer = self._buffer[begin + length :]
         self._received += 1
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         return payload
 
     def _sign(self, payload: bytes, number: int, *, from_server: bool) -> bytes:
@@ -152,13 +156,13 @@ class Channel:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise Closed(error.strerror or str(error)) from None
+            raise ChannelClosed(error.strerror or str(error)) from None
         finally:
             self._socket.setblocking(False)
 
 
-def _miss_dead_machines(connection: socket.socket) -> None:
-    """The kernel asks whether the other machine still lives, also while a launcher there is busy."""
+def _enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel detect a dead machine, also while a launcher there is busy."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
@@ -166,8 +170,8 @@ def _miss_dead_machines(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)
 
 
-def _keep_from_children(connection: socket.socket) -> None:
-    """A connection that ranks were forked with would outlive its launcher, and nobody would miss that."""
+def _close_in_forked_children(connection: socket.socket) -> None:
+    """A connection inherited by forked ranks would outlive its launcher, and its loss would go unnoticed."""
     own = weakref.ref(connection)
 
     def close() -> None:
@@ -179,43 +183,42 @@ def _keep_from_children(connection: socket.socket) -> None:
 
 
 def connect(addresses: Sequence[tuple[str, int]], token: str) -> Channel | None:
-    """A channel to the first address that a launcher of this job answers at; None where nobody listens yet."""
+    """A channel to the first address at which a paceline launcher answers; None if there is none yet."""
     for address in addresses:
         try:
-            connection = socket.create_connection(address, timeout=_REACH_SECONDS)
+            connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
         except OSError:
             continue
         try:
             channel = Channel(connection, token, is_server=False)
-            _introduce(channel)
+            _wait_for_handshake(channel)
             return channel
-        except Closed:
+        except ChannelClosed:
             connection.close()
     return None
 
 
-def _introduce(channel: Channel) -> None:
-    """Wait until the server has introduced itself."""
-    end = time.monotonic() + _HANDSHAKE_SECONDS
+def _wait_for_handshake(channel: Channel) -> None:
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
     while channel._key is None:
-        if time.monotonic() > end:
-            raise Closed("nobody answered")
+        if time.monotonic() > deadline:
+            raise ChannelClosed("no answer")
         channel.receive()
         time.sleep(0.005)
 
 
 def job_token() -> str:
-    """The secret that launchers of one job share when a person starts each of them: PACELINE_TOKEN, of which ranks do
-    not learn, else the one in ~/.paceline/token, which is made when it is first needed."""
-    if told := os.environ.pop(TOKEN, None):
-        return told
+    """The secret shared by the launchers of a job that are started by hand: PACELINE_TOKEN, which is removed from the
+    environment of the ranks, else the content of ~/.paceline/token, which is created if it is missing."""
+    if token := os.environ.pop(TOKEN, None):
+        return token
     path = Path.home() / ".paceline" / "token"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not path.exists():
         own = path.with_name(f"token-{os.getpid()}-{secrets.token_hex(4)}")
         own.touch(mode=0o600)
         own.write_text(secrets.token_hex(32))
-        with suppress(FileExistsError):  # another launcher was quicker: its token counts
+        with suppress(FileExistsError):  # another launcher was faster: its token counts
             os.link(own, path)
         own.unlink()
     return _read_token(path)
@@ -225,16 +228,16 @@ def _read_token(path: Path) -> str:
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise LaunchError(
             "open-token",
-            f"Others can read {path}.",
-            why="who has the token can start and stop this user's jobs",
-            fix=f"rm {path}; a new one is made when it is needed. Copy it to the other machines again",
+            f"Other users can read {path}.",
+            why="anybody who has the token can start and stop your jobs",
+            fix=f"rm {path}: a new one is created when it is needed; copy it to the other machines again",
         )
     token = path.read_text().strip()
-    if len(token) < _SHORTEST_TOKEN:
+    if len(token) < _MIN_TOKEN_LENGTH:
         raise LaunchError(
             "open-token",
-            f"{path} holds no token of {_SHORTEST_TOKEN} letters or more.",
-            why="a short one can be guessed",
-            fix=f"rm {path}; a new one is made when it is needed. Copy it to the other machines again",
+            f"The token in {path} is shorter than {_MIN_TOKEN_LENGTH} characters.",
+            why="a short token can be guessed",
+            fix=f"rm {path}: a new one is created when it is needed; copy it to the other machines again",
         )
     return token

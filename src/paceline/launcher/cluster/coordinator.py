@@ -1,20 +1,20 @@
-"""Where the launchers of several nodes meet, and who decides for all of them.
+"""The coordinator: decides for all nodes of a job.
 
-    gathering    nodes arrive; one that does not fit is refused by name; who is missing is said
-    opening      the first node makes the run folder
-    running      every node runs its ranks; the store that they meet in is here
-    stopping     a rank failed, a node was lost or has come, or somebody sent a signal: all nodes end their ranks
-    over         all are told how it ended
+    joining      nodes join; one that differs is rejected; missing ones are named
+    opening      the first node creates the run folder
+    running      every node runs its ranks; the store for their rendezvous is here
+    stopping     a rank failed, a node was lost or joined, or a signal arrived: all nodes stop their ranks
+    over         all nodes are told how the job ended
 
-One start of all ranks is a generation. After `stopping` comes the next one, or the end (supervision.py). The meeting is
-single-threaded and knows the nodes only through their channels: a launcher that is killed closes its connection, and is
-missed at once; a machine that loses power falls silent, and is missed after some seconds.
+One start of all ranks is a generation. After `stopping` comes the next one, or the end (restart_policy.py). The
+coordinator is single-threaded and knows the nodes only through their channels: a launcher that is killed closes its
+connection and is lost at once; a machine that loses power falls silent and is lost after some seconds.
 
-A launcher that is killed leaves ranks behind that go on training (keeper.py). Where restarts are allowed they may do so
-until another launcher has come for their node: so the run stands still for a restart, not for a launcher's start.
+A launcher that is killed leaves orphaned ranks behind, which keep training (reaper.py). If restarts are allowed, they
+may do so until another launcher has joined for their node: then the run pauses for a restart of the ranks only.
 
-Messages of a node: hello, opened, running, failing, ended, interrupted, error, beat. Of the meeting: welcome, refused,
-waiting, open, start, stop, again, end, beat.
+Messages from a node: join, opened, started, failed, exited, interrupted, error, heartbeat. From the coordinator:
+joined, rejected, waiting, notice, open, start, stop, restart, end, heartbeat.
 """
 
 from __future__ import annotations
@@ -29,53 +29,52 @@ from paceline.config.launch import LaunchSpec
 from paceline.diagnose.cause import Cause
 from paceline.diagnose.exits import RankExit
 from paceline.errors import LaunchError, PacelineError
-from paceline.launcher.cluster import admission
-from paceline.launcher.cluster.channel import Channel, Closed, Message
-from paceline.launcher.cluster.fingerprint import Identity
-from paceline.launcher.cluster.membership import NodeMember, OrphanedRanks
+from paceline.launcher.cluster import membership
+from paceline.launcher.cluster.channel import AuthenticationFailed, Channel, ChannelClosed, Message
+from paceline.launcher.cluster.fingerprint import Fingerprint
+from paceline.launcher.cluster.membership import JoinRequest, NodeMember, OrphanedRanks
 from paceline.launcher.cluster.server import ConnectionServer
-from paceline.launcher.network import is_loopback, listen
+from paceline.launcher.network import listen
 from paceline.launcher.restart_policy import Restart, Supervisor
 
-BEAT = 1.0  # seconds between signs of life
-SILENCE = 5.0  # after which a node that gave none is lost
-_LAST_CALL = 2.0  # seconds in which more nodes may come when there are enough
-ORPHANS = 45.0  # seconds that ranks go on without their launcher before all are ended
-_FAREWELL = 5.0
+HEARTBEAT_SECONDS = 1.0  # between two heartbeats
+SILENCE_SECONDS = 5.0  # without a heartbeat, after which a node is lost
+_LAST_CALL_SECONDS = 2.0  # for more nodes to join once there are enough
+_ORPHAN_SECONDS = 45.0  # for which ranks keep running without a launcher before all are stopped
+_END_SECONDS = 5.0  # for the nodes to disconnect in the end
 _FIRST_REMINDER, _REMINDER = 3.0, 30.0
 
-Phase = Literal["gathering", "opening", "running", "stopping", "over"]
+Phase = Literal["joining", "opening", "running", "stopping", "over"]
 
 
 class Coordinator:
-    """`tell` is called with what people should know: waiting and end messages, and `again` before a restart. All nodes
-    have to be as `identity` says, else as the first that comes."""
+    """`notify` is called with the messages for people: waiting, notice, restart and end. All nodes must have
+    `fingerprint`, or else that of the first to join."""
 
     def __init__(
-        self, listener: socket.socket, token: str, spec: LaunchSpec, tell: Callable[[Message], None],
-        identity: Identity | None = None, *, store_port: int | None = None,
+        self, listener: socket.socket, token: str, spec: LaunchSpec, notify: Callable[[Message], None],
+        fingerprint: Fingerprint | None = None, *, store_port: int | None = None,
     ) -> None:  # fmt: skip
-        self._door, self._spec, self._tell = ConnectionServer(listener, token), spec, tell
-        self._fewest, self._most = spec.node_range
-        self._store_port = store_port
+        self._server, self._spec, self._notify = ConnectionServer(listener, token), spec, notify
+        self._nodes, self._store_port = spec.node_range, store_port
         self._supervisor = Supervisor(spec.max_restarts)
         self._members: dict[Channel, NodeMember] = {}
-        self._identity = identity
-        self._phase: Phase = "gathering"
+        self._fingerprint = fingerprint
+        self._phase: Phase = "joining"
         self._generation = spec.prior_starts
         self._store: Any = None
-        self._lost: dict[int, str] = {}  # nodes that went in this generation
-        self._gone: list[RankExit] = []  # what they had said of their ranks
+        self._lost: dict[int, str] = {}  # nodes lost in this generation, each with the reason
+        self._lost_exits: list[RankExit] = []  # that they had reported
         self._orphans: dict[int, OrphanedRanks] = {}
-        self._leftovers: dict[int, OrphanedRanks] = {}  # what became of them in the next start
+        self._leftovers: dict[int, OrphanedRanks] = {}  # orphans of the previous generation, to be killed
         self._signal = 0
-        self._folder: str | None = None  # of the run, once the first node has made it
-        self._has_newcomer = False
+        self._folder: str | None = None  # of the run, once the first node has created it
+        self._has_new_node = False
         self._suspect: int | None = None
         self._is_failure = True
-        self._beat_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
         self.status: int | None = None
-        self._gather(0.0)
+        self._wait_for_nodes(0.0)
 
     @property
     def is_over(self) -> bool:
@@ -83,307 +82,291 @@ class Coordinator:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of nodes that are not here."""
-        here = {member.node for member in self._members.values()}
-        return [node for node in range(self._most) if node not in here]
+        """Nodes that have not joined."""
+        joined = {member.node for member in self._members.values()}
+        return [node for node in range(self._nodes.most) if node not in joined]
 
     @property
-    def signalled(self) -> bool:
-        """Whether a signal has begun to end it."""
+    def is_interrupted(self) -> bool:
+        """Whether a signal is ending the job."""
         return bool(self._signal)
 
     @property
-    def wanted(self) -> list[int]:
-        """Nodes whose launcher is to be started now."""
-        return self.missing if self._phase == "gathering" else sorted(self._orphans)
+    def nodes_to_start(self) -> list[int]:
+        """Nodes whose launcher must be started now."""
+        return self.missing if self._phase == "joining" else sorted(self._orphans)
 
     def step(self, timeout: float = 0.1) -> None:
-        """Hear what there is to hear, for at most `timeout` seconds, and act on it."""
-        for channel, message in self._door.hear(timeout):
+        """Process the messages that arrive within `timeout` seconds, and act on them."""
+        for channel, message in self._server.receive(timeout):
             try:
-                self._hear(channel, message)
-            except Exception as error:  # whatever makes no sense ends that connection, never the meeting
-                self._forget(channel, f"its launcher closed the connection ({error})")
-        self._look_for_silence()
+                self._receive(channel, message)
+            except Exception as error:  # an invalid message ends its connection, never the coordinator
+                self._disconnect(channel, error)
+        self._check_heartbeats()
         self._advance()
 
     def interrupt(self, number: int) -> None:
-        """Somebody sent a signal: to all nodes, and then it is over."""
+        """Forward a signal to all nodes, and end the job."""
         self._signal = self._signal or number
         if self._phase in ("running", "stopping"):
             self._stop(number)
         elif self._phase != "over":
             self._end(128 + number)
 
-    def signal(self, number: int) -> None:
-        """A signal for the ranks that does not end them."""
+    def forward_signal(self, number: int) -> None:
+        """Forward a signal that does not end the ranks."""
         self._broadcast({"kind": "stop", "signal": number})
 
     def fail(self, error: PacelineError) -> None:
-        """Something that no restart would mend."""
+        """End the job because of an error that a restart would not fix."""
         self._end(2, error=error)
 
-    def lose(self, node: int, words: str) -> None:
-        """The launcher of a node is gone, as whoever started it knows."""
-        for member in [each for each in self._members.values() if each.node == node]:
-            self._drop(member, words)
+    def lose(self, node: int, reason: str) -> None:
+        """The launcher of a node exited, as reported by whoever started it."""
+        for member in [each for each in self._all() if each.node == node]:
+            self._drop(member, reason)
 
     def close(self) -> None:
-        self._door.shut()
+        self._server.close()
         self._store = None
 
-    # Hearing
+    # Messages
 
-    def _hear(self, channel: Channel, message: Message | Closed) -> None:
-        if isinstance(message, Closed):
+    def _receive(self, channel: Channel, message: Message | ChannelClosed) -> None:
+        if isinstance(message, ChannelClosed):
             raise message
         if channel in self._members:
             self._handle(self._members[channel], message)
         else:
             self._admit(channel, message)
 
-    def _forget(self, channel: Channel, words: str) -> None:
+    def _disconnect(self, channel: Channel, error: Exception) -> None:
         if channel in self._members:
-            self._drop(self._members[channel], words)
+            self._drop(self._members[channel], f"its launcher closed the connection ({error})")
         else:
-            if "token" in words:
-                self._notice(f"refused: somebody at {channel.peer_address}, without this job's token")
-            self._door.close(channel)
+            if isinstance(error, AuthenticationFailed):
+                self._announce(f"rejected a connection from {channel.peer_address}: wrong token")
+            self._server.drop(channel)
 
     def _admit(self, channel: Channel, message: Message) -> None:
-        hello = admission.JoinRequest.read(message)
+        request = JoinRequest.from_message(message)
         try:
-            node = admission.place(hello, self._fewest, self._most, self.missing, self._identity)
+            node = membership.assign_node(request, self._nodes, self.missing, self._fingerprint)
         except LaunchError as error:
-            self._notice(f"refused: {error.what}")
-            channel.send({"kind": "refused", "error": error.to_dict()})
-            return  # it stays a stranger, and leaves: who closes a connection too soon takes the last word back
-        self._door.let_in(channel)
-        self._identity = self._identity or hello.identity
-        self._members[channel] = NodeMember(channel, node, hello.host, hello.ranks)
-        channel.send({"kind": "welcome", "node": node, "nodes": self._most})
+            self._announce(f"rejected: {error.what}")
+            channel.send({"kind": "rejected", "error": error.to_dict()})
+            return  # it closes the connection itself: closing it here could discard the message
+        self._server.admit(channel)
+        self._fingerprint = self._fingerprint or request.fingerprint
+        self._members[channel] = NodeMember(channel, node, request.host, request.ranks)
+        channel.send({"kind": "joined", "node": node, "nodes": self._nodes.most})
         self._changed_at = time.monotonic()
         if self._phase == "running":
-            self._has_newcomer = True
-            self._notice(f"node {node} is here: the ranks save, and all start again")
+            self._has_new_node = True
+            self._announce(f"node {node} joined: ranks save a checkpoint, and all nodes restart")
 
     def _handle(self, member: NodeMember, message: Message) -> None:
         match message["kind"]:
-            case "opened" if self._phase == "opening":  # else something happened meanwhile
+            case "opened" if self._phase == "opening":  # otherwise it is out of date
                 self._start(message["folder"])
-            case "running":
+            case "started":
                 member.pids = dict(message["pids"])
-            case "failing":
+            case "failed":
                 self._stop(0)
-            case "ended":
-                self._note(member, message)
+            case "exited":
+                member.record_exits(message)
+                if not member.succeeded and self._phase == "running":
+                    self._stop(0)
             case "interrupted":
                 self._signal = self._signal or int(message["signal"])
-                if self._phase in ("gathering", "opening"):
+                if self._phase in ("joining", "opening"):
                     self._end(128 + self._signal)
                 else:
-                    self._stop(int(message["signal"]), but=member)
+                    self._stop(int(message["signal"]), skip=member)
             case "error":
                 self._end(2, error=PacelineError.from_dict(message["error"]))
-            case "beat":
+            case "heartbeat":
                 pass
 
-    def _note(self, member: NodeMember, message: Message) -> None:
-        member.is_busy = False
-        offset = time.time() - float(message["now"])  # of its clock to ours
-        member.ends = [RankExit.from_json(each, node=member.node, clock_offset=offset) for each in message["ends"]]
-        member.oom_killed = list(message["oom_killed"])
-        member.suspects = {int(rank): samples for rank, samples in message["suspects"].items()}
-        if not member.is_good and self._phase == "running":
-            self._stop(0)
-
-    def _drop(self, member: NodeMember, words: str, *, may_live: bool = True) -> None:
-        """A launcher is gone. Its ranks may live on: then they train until somebody comes for them, or fails."""
+    def _drop(self, member: NodeMember, reason: str, *, ranks_may_live: bool = True) -> None:
+        """A launcher was lost. Its ranks may keep running until a new launcher joins, or until a rank fails."""
         del self._members[member.channel]
-        self._door.close(member.channel)
+        self._server.drop(member.channel)
         self._changed_at = time.monotonic()
-        if self._phase == "running" and member.is_busy and member.pids and may_live and self._may_start_again:
-            self._orphans[member.node] = OrphanedRanks(member.host, member.pids, words, self._changed_at)
-            self._notice(
-                f"the launcher of node {member.node} ({member.host}) is gone; its ranks go on until a new one is there"
+        if self._phase == "running" and member.is_busy and member.pids and ranks_may_live and self._may_restart:
+            self._orphans[member.node] = OrphanedRanks(member.host, member.pids, reason, self._changed_at)
+            self._announce(
+                f"lost the launcher of node {member.node} ({member.host}); "
+                "its ranks keep running until a new launcher takes over"
             )
         elif self._phase in ("opening", "running", "stopping"):
-            explained = self._phase == "stopping" and any(end.code for each in self._all() for end in each.ends)
-            if (member.is_busy or self._phase == "opening") and not explained:
-                self._lost[member.node] = f"{member.host}: {words}"
-            self._gone += member.ends
-            if not member.is_good:
+            has_cause = self._phase == "stopping" and any(exited.code for each in self._all() for exited in each.exits)
+            if (member.is_busy or self._phase == "opening") and not has_cause:
+                self._lost[member.node] = f"{member.host}: {reason}"
+            self._lost_exits += member.exits
+            if not member.succeeded:
                 self._stop(0)
 
-    def _notice(self, words: str) -> None:
-        """What people should know, at every node."""
-        self._broadcast({"kind": "notice", "words": words})
-        self._tell({"kind": "notice", "words": words})
+    def _announce(self, text: str) -> None:
+        """Show a line on every node."""
+        self._publish({"kind": "notice", "text": text})
 
     def _all(self) -> list[NodeMember]:
         return list(self._members.values())
 
     @property
-    def _may_start_again(self) -> bool:
+    def _may_restart(self) -> bool:
         return self._supervisor.restarts < self._spec.max_restarts
 
-    def _look_for_silence(self) -> None:
+    def _check_heartbeats(self) -> None:
         now = time.monotonic()
-        if now - self._beat_at > BEAT:
-            self._beat_at = now
-            self._broadcast({"kind": "beat"})
-            if self._phase != "stopping":  # a launcher that ends its ranks may have no time for us
+        if now - self._heartbeat_at > HEARTBEAT_SECONDS:
+            self._heartbeat_at = now
+            self._broadcast({"kind": "heartbeat"})
+            if self._phase != "stopping":  # a launcher that stops its ranks may be too busy to answer
                 for member in self._all():
                     is_starting = member.is_busy and not member.pids  # and may import or build a model for long
-                    if now - member.channel.heard > SILENCE and not is_starting:
-                        self._drop(member, f"nothing was heard of it for {SILENCE:g} s", may_live=False)
+                    if now - member.channel.last_received > SILENCE_SECONDS and not is_starting:
+                        self._drop(member, f"no heartbeat for {SILENCE_SECONDS:g} s", ranks_may_live=False)
 
-    # Acting
+    # Phases
 
     def _advance(self) -> None:
         now = time.monotonic()
-        if self._phase == "gathering":
-            self._look_who_is_missing(now)
+        if self._phase == "joining":
+            self._check_nodes(now)
         elif self._phase == "running":
-            self._look_at_ranks(now)
+            self._check_ranks(now)
         elif self._phase == "stopping":
-            busy = [member for member in self._members.values() if member.is_busy]
+            busy = [member for member in self._all() if member.is_busy]
             if busy and now > self._deadline:
                 for member in busy:
-                    self._drop(member, "it did not end its ranks in time")
+                    self._drop(member, "it did not stop its ranks in time")
             elif not busy:
                 self._decide()
 
-    def _look_at_ranks(self, now: float) -> None:
-        started = [member for member in self._members.values() if member.is_busy or member.ends]
-        over = not any(member.is_busy for member in started)
-        if over and started and not self._orphans and all(member.is_good for member in started):
+    def _check_ranks(self, now: float) -> None:
+        started = [member for member in self._all() if member.is_busy or member.exits]
+        is_done = not any(member.is_busy for member in started)
+        if is_done and started and not self._orphans and all(member.succeeded for member in started):
             self._end(0)
-        elif over or any(now > each.since + ORPHANS for each in self._orphans.values()):
-            self._stop(0)  # what ranks without a launcher came to, nobody knows
-        elif self._has_newcomer:
+        elif is_done or any(now > each.since + _ORPHAN_SECONDS for each in self._orphans.values()):
+            self._stop(0)  # nobody knows how the orphaned ranks ended
+        elif self._has_new_node:
             self._stop(15, is_failure=False)
 
-    def _gather(self, delay: float) -> None:
-        self._phase = "gathering"
-        self._has_newcomer = False
+    def _wait_for_nodes(self, delay: float) -> None:
+        self._phase = "joining"
+        self._has_new_node = False
         now = time.monotonic()
         self._changed_at, self._not_before, self._deadline = now, now + delay, now + delay + self._spec.wait
         self._remind_at = now + delay + _FIRST_REMINDER
-        for member in self._members.values():
-            member.begin_anew()
+        for member in self._all():
+            member.reset()
 
-    def _look_who_is_missing(self, now: float) -> None:
-        number = len(self._members)
-        enough = number == self._most or (number >= self._fewest and now > self._changed_at + _LAST_CALL)
+    def _check_nodes(self, now: float) -> None:
+        joined = len(self._members)
+        is_last_call_over = now > self._changed_at + _LAST_CALL_SECONDS
         if now < self._not_before:
             return
-        if enough:
+        if joined == self._nodes.most or (joined >= self._nodes.fewest and is_last_call_over):
             self._phase = "opening"
-            self._lost, self._gone = {}, []
+            self._lost, self._lost_exits = {}, []
             self._send(self._in_order()[0], {"kind": "open", "folder": self._folder})
         elif now > self._deadline:
-            self._end(2, error=admission.nodes_missing(self.missing, self._spec.wait))
+            self._end(2, error=membership.nodes_missing(self.missing, self._spec.wait))
         elif now > self._remind_at:
             self._remind_at = now + _REMINDER
-            message = {"kind": "waiting", "here": number, "of": self._most, "missing": self.missing}
-            self._broadcast(message)
-            self._tell(message)
+            waiting = {"kind": "waiting", "joined": joined, "nodes": self._nodes.most, "missing": self.missing}
+            self._publish(waiting)
 
     def _in_order(self) -> list[NodeMember]:
         return sorted(self._members.values(), key=lambda member: member.node)
 
     def _start(self, folder: str | None) -> None:
-        """All ranks, on the nodes that are here."""
+        """Start all ranks, on the nodes that have joined."""
         from paceline.launcher.local.rendezvous import open_store
 
         members = self._in_order()
         self._folder = folder
-        self._store = None  # its port is to be free
+        self._store = None  # frees its port
         try:
-            self._store = open_store(listen(self._door.address, self._store_port))
+            self._store = open_store(listen(self._server.address, self._store_port))
         except LaunchError as error:
-            what = f"The ranks' store, at the port after --master's, can't listen on the first node: {error.what}"
-            self.fail(LaunchError("port-in-use", what, fix="give another port in --master, or --port"))
+            what = f"The ranks' store can't listen on the first node, at the port after --master's: {error.what}"
+            self.fail(LaunchError("port-in-use", what, fix="use another port in --master, or --port"))
             return
-        first, world = 0, sum(member.ranks for member in members)
-        seen = [each.channel.own_address for each in members if not is_loopback(each.channel.peer_address)]
         self._phase = "running"
-        for index, member in enumerate(members):
-            if self._lost:  # one could not be reached, so this start is over already
+        for member, place in zip(members, membership.place_ranks(members), strict=True):
+            if self._lost:  # a node could not be reached, so this start has failed
                 return
-            alone = is_loopback(member.channel.peer_address)
-            start = {
-                "kind": "start", "generation": self._generation, "node": index, "nodes": len(members),
-                "ranks": member.ranks, "first_rank": first, "world": world, "folder": folder,
-                "store_port": self._store.port, "suspect": self._suspect, "leftovers": self._left_on(member.host),
-                # What the others reach this machine at, where it came here by loopback.
-                "address": seen[0] if alone and seen else None,
-            }  # fmt: skip
             member.is_busy = True
-            first += member.ranks
+            leftovers = membership.pids_on(member.host, self._leftovers.values())
+            start = {
+                "kind": "start", "generation": self._generation, "folder": folder, "store_port": self._store.port,
+                "suspect": self._suspect, "leftovers": leftovers, **place,
+            }  # fmt: skip
             self._send(member, start)
 
-    def _left_on(self, host: str) -> dict[str, str | None]:
-        """Ranks of the start before whose launcher was lost on that machine."""
-        left = [each.pids for each in self._leftovers.values() if each.host == host]
-        return {pid: birth for pids in left for pid, birth in pids.items()}
-
-    def _stop(self, number: int, *, but: NodeMember | None = None, is_failure: bool = True) -> None:
-        """All ranks are to end: by a signal, or, with 0, because others have failed."""
+    def _stop(self, number: int, *, skip: NodeMember | None = None, is_failure: bool = True) -> None:
+        """Stop all ranks: with a signal, or with 0 because others have failed."""
         if self._phase == "over":
             return
         if self._phase != "stopping":
             self._phase = "stopping"
-            self._lost |= {node: f"{each.host}: {each.words}" for node, each in self._orphans.items()}
+            self._lost |= {node: f"{each.host}: {each.reason}" for node, each in self._orphans.items()}
             self._leftovers, self._orphans = self._orphans, {}
             self._is_failure = is_failure and not self._signal
-            self._deadline = time.monotonic() + self._spec.grace + 2 * SILENCE
+            self._deadline = time.monotonic() + self._spec.grace + 2 * SILENCE_SECONDS
         for member in self._all():
-            if member.is_busy and member is not but:
+            if member.is_busy and member is not skip:
                 self._send(member, {"kind": "stop", "signal": number})
 
     def _decide(self) -> None:
-        """All ranks have ended."""
+        """All ranks have exited: restart them, or end the job."""
         self._generation += 1
         members = self._all()
-        ends = [*(end for member in members for end in member.ends), *self._gone]
+        exits = [*(each for member in members for each in member.exits), *self._lost_exits]
         if self._signal:
             self._end(128 + self._signal)
-        elif not self._lost and not (self._is_failure and ends):  # a node came: this was no accident
-            self._gather(0.0)
+        elif not self._lost and not (self._is_failure and exits):  # stopped because a node joined
+            self._wait_for_nodes(0.0)
         else:
-            verdict = self._supervisor.decide(
-                ends,
+            decision = self._supervisor.decide(
+                exits,
                 oom_killed=[rank for member in members for rank in member.oom_killed],
                 lost_nodes=self._lost,
                 several_nodes=True,
                 suspects={rank: samples for member in members for rank, samples in member.suspects.items()},
             )
-            if isinstance(verdict, Restart):
-                self._suspect = verdict.suspect
-                again = {
-                    "kind": "again", "cause": asdict(verdict.cause), "delay": verdict.delay,
+            if isinstance(decision, Restart):
+                self._suspect = decision.suspect
+                restart = {
+                    "kind": "restart", "cause": asdict(decision.cause), "delay": decision.delay,
                     "number": self._supervisor.restarts, "of": self._spec.max_restarts,
                 }  # fmt: skip
-                self._broadcast(again)
-                self._tell(again)
-                self._gather(verdict.delay)
+                self._publish(restart)
+                self._wait_for_nodes(decision.delay)
             else:
-                self._end(verdict.cause.status, cause=verdict.cause)
+                self._end(decision.cause.status, cause=decision.cause)
 
     def _end(self, status: int, *, cause: Cause | None = None, error: PacelineError | None = None) -> None:
         if self._phase == "over":
             return
         self._phase, self.status = "over", status
-        self._deadline = time.monotonic() + _FAREWELL
-        message: Message = {
+        self._deadline = time.monotonic() + _END_SECONDS
+        end = {
             "kind": "end", "status": status, "signal": self._signal,
             "cause": None if cause is None else asdict(cause),
             "error": None if error is None else error.to_dict(),
         }  # fmt: skip
+        self._publish(end)
+
+    def _publish(self, message: Message) -> None:
+        """To every node, and to the person at this one."""
         self._broadcast(message)
-        self._tell(message)
+        self._notify(message)
 
     def _broadcast(self, message: Message) -> None:
         for member in self._all():
@@ -392,6 +375,6 @@ class Coordinator:
     def _send(self, member: NodeMember, message: Message) -> None:
         try:
             member.channel.send(message)
-        except Closed as error:
+        except ChannelClosed as error:
             if member.channel in self._members:
                 self._drop(member, f"it can't be reached ({error})")

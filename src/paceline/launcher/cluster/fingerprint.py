@@ -1,7 +1,7 @@
-"""What has to be the same on all nodes of a job: the code, the recipe, the versions; and where two of them differ.
+"""The fingerprint of a node: versions, code and recipe, which must be the same on every node of a job.
 
-Two nodes that run different code train two different models, or wait for each other for ever. So each launcher says
-what it would run, and a node that differs from the first is refused before any rank starts.
+Nodes that run different code train different models, or wait for each other forever. So each launcher sends the
+fingerprint of what it would run, and a node that differs from the first is rejected before any rank starts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from paceline.text import flatten
 
-Identity = dict[str, dict[str, str]]  # of each aspect: what, and which
+Fingerprint = dict[str, dict[str, str]]  # by aspect ("version", "code", "recipe"): name and value
 
-_MANY = 2000  # files of code that are looked at
-_LONGEST = 60
+_MAX_FILES = 2000  # of code
+_MAX_SHOWN = 60  # characters of a value
 
 
-def identity(*, script: Path | None, recipe: Mapping[str, Any] | None) -> Identity:
+def fingerprint(*, script: Path | None, recipe: Mapping[str, Any] | None) -> Fingerprint:
     versions = {"paceline": _version("paceline"), "python": platform.python_version(), "torch": _version("torch")}
     return {
         "version": versions,
@@ -33,26 +33,26 @@ def identity(*, script: Path | None, recipe: Mapping[str, Any] | None) -> Identi
 
 
 def _recipe(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Without what says where this node is among the others."""
+    """All keys but `launch`, which differs between nodes."""
     flat = flatten({key: value for key, value in recipe.items() if key != "launch"})
     return {key: json.dumps(value) for key, value in flat.items()}
 
 
-def differences(first: Identity, other: Identity) -> list[str]:
-    """In words, `first` being on the left."""
+def differences(first: Fingerprint, other: Fingerprint) -> list[str]:
+    """A description of each difference, the value of `first` on the left."""
     found = []
     for aspect in sorted({*first, *other}):
         ours, theirs = first.get(aspect, {}), other.get(aspect, {})
         for name in sorted({*ours, *theirs}):
             left, right = ours.get(name), theirs.get(name)
             if left != right:
-                found.append(_words(aspect, name, left, right))
+                found.append(_describe(aspect, name, left, right))
     return found
 
 
-def _words(aspect: str, name: str, left: str | None, right: str | None) -> str:
+def _describe(aspect: str, name: str, left: str | None, right: str | None) -> str:
     if aspect == "code":
-        state = "is missing here" if right is None else "is not on the first node" if left is None else "has other text"
+        state = "is missing" if right is None else "is not on the first node" if left is None else "differs"
         return f"code: {name} {state}"
     return f"{aspect}: {name} is {_short(left)} and {_short(right)}"
 
@@ -60,7 +60,7 @@ def _words(aspect: str, name: str, left: str | None, right: str | None) -> str:
 def _short(text: str | None) -> str:
     if text is None:
         return "not set"
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
 
 
 def _version(package: str) -> str:
@@ -71,21 +71,21 @@ def _version(package: str) -> str:
 
 
 def _code(script: Path) -> dict[str, str]:
-    """The script and the Python files in its folder and below: what it may import from there."""
+    """Hashes of the script and of the Python files in and below its folder, which it may import."""
     if not script.is_file():
         return {}
     files = {script.name: _hash(script)}
     root = script.resolve().parent
     for folder, folders, names in os.walk(root):
         here = Path(folder)
-        # Environments and data are not the user's code; a folder called site-packages is somebody else's.
+        # Virtual environments and site-packages hold installed code, not the user's.
         folders[:] = sorted(
             name for name in folders
             if not name.startswith(".") and name not in ("site-packages", "__pycache__", "runs", "node_modules")
             and not (here / name / "pyvenv.cfg").exists()
         )  # fmt: skip
         for name in sorted(names):
-            if name.endswith(".py") and len(files) < _MANY:
+            if name.endswith(".py") and len(files) < _MAX_FILES:
                 files[str((here / name).relative_to(root))] = _hash(here / name)
     return files
 

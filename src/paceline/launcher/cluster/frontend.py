@@ -112,7 +112,7 @@ def _attend(
     tries = _Tries()
     fewest = orders[0].spec.node_range.fewest
     while not coordinator.is_over:
-        for node in coordinator.wanted:
+        for node in coordinator.nodes_to_start:
             if node not in running | hopeless and tries.may_start(node):
                 running.add(node)
                 backend.start(node, orders[node].line())
@@ -160,11 +160,11 @@ def _never_came(name: str, words: str) -> LaunchError:
 def _tell(message: Message, names: Sequence[str]) -> None:
     if message["kind"] == "waiting":
         missing = ", ".join(names[node] for node in message["missing"])
-        text = f"waiting: {message['here']} of {message['of']} nodes are here; missing: {missing}"
+        text = f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}"
         print(text, file=sys.stderr, flush=True)
     elif message["kind"] == "notice":
-        print(message["words"], file=sys.stderr, flush=True)
-    elif message["kind"] == "again":
+        print(message["text"], file=sys.stderr, flush=True)
+    elif message["kind"] == "restart":
         print(local_status.again(message), file=sys.stderr, flush=True)
     elif message["kind"] == "end":
         local_status.show_end(message, None)
@@ -196,8 +196,8 @@ def _heed(numbers: Sequence[int], coordinator: Coordinator) -> None:
     """To all nodes: Ctrl-C once ends in order, twice at once; SIGUSR1 asks for a checkpoint."""
     for number in numbers:
         if number == signal.SIGUSR1:
-            coordinator.signal(number)
-        elif number == signal.SIGINT and coordinator.signalled:
+            coordinator.forward_signal(number)
+        elif number == signal.SIGINT and coordinator.is_interrupted:
             coordinator.interrupt(signal.SIGKILL)
         else:
             print("\ninterrupted: waiting for the nodes to save", file=sys.stderr, flush=True)

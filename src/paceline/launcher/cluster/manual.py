@@ -26,7 +26,7 @@ from paceline.errors import LaunchError
 from paceline.launcher.cluster import node_env
 from paceline.launcher.cluster.channel import connect, job_token
 from paceline.launcher.cluster.coordinator import Coordinator
-from paceline.launcher.cluster.fingerprint import Identity, identity
+from paceline.launcher.cluster.fingerprint import Fingerprint, fingerprint
 from paceline.launcher.cluster.node import Node
 from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
@@ -93,9 +93,9 @@ def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
     if listener is not None:
         own = listener.getsockname()[0]
         address = Endpoint(LOOPBACK if own == "0.0.0.0" else own, address.port)
-    own_identity = identity(script=workload.script, recipe=workload.recipe)
+    own_fingerprint = fingerprint(script=workload.script, recipe=workload.recipe)
     is_host = listener is not None
-    with nullcontext() if listener is None else _hosted(listener, token, spec, own_identity):
+    with nullcontext() if listener is None else _hosted(listener, token, spec, own_fingerprint):
         try:
             return Node(workload, spec, ranks, [address], token, number=spec.node_rank, is_host=is_host).run()
         except LaunchError as error:
@@ -132,7 +132,7 @@ def _is_hosted(master: Endpoint, token: str) -> bool:
 
 
 @contextmanager
-def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Identity) -> Iterator[None]:
+def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Fingerprint) -> Iterator[None]:
     """The coordinator in a process of its own, until all nodes know how it ended."""
     theirs, ours = os.pipe()
     process = os.fork()
@@ -165,6 +165,6 @@ def _host(coordinator: Coordinator, launcher: int) -> None:
         coordinator.step()
         gone, _, _ = select.select([launcher], [], [], 0)
         if gone and coordinator.status is None:
-            coordinator.lose(0, "the launcher that hosts the meeting ended")
+            coordinator.lose(0, "the launcher that hosts the coordinator exited")
             break
     coordinator.close()

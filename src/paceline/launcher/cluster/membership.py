@@ -1,12 +1,45 @@
-"""The nodes of a job, as the meeting knows them."""
+"""Which nodes a job consists of: join requests, the nodes that were admitted, and ranks orphaned by their launcher."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.config.launch import NodeRange
 from paceline.diagnose.exits import RankExit
-from paceline.launcher.cluster.channel import Channel
+from paceline.errors import LaunchError
+from paceline.launcher.cluster.channel import Channel, Message
+from paceline.launcher.cluster.fingerprint import Fingerprint, differences
+from paceline.launcher.network import is_loopback
+
+_MAX_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """The first message of a node."""
+
+    host: str
+    ranks: int
+    nodes: NodeRange
+    node: int | None  # None: any
+    fingerprint: Fingerprint
+
+    @classmethod
+    def from_message(cls, message: Message) -> JoinRequest:
+        fewest, most = message["nodes"]
+        node = message["node"]
+        return cls(
+            host=str(message["host"]),
+            ranks=int(message["ranks"]),
+            nodes=NodeRange(int(fewest), int(most)),
+            node=None if node is None else int(node),
+            fingerprint=message["fingerprint"],
+        )
+
+    def to_message(self) -> Message:
+        return {"kind": "join", **vars(self)}
 
 
 @dataclass(eq=False)
@@ -17,25 +50,102 @@ class NodeMember:
     node: int
     host: str
     ranks: int
-    is_busy: bool = False  # it has been told to start and has not said that it ended
-    pids: dict[str, str | None] = field(default_factory=dict)  # of its ranks, when they run, with their births
-    ends: list[RankExit] = field(default_factory=list)
+    is_busy: bool = False  # told to start its ranks, and has not reported their exits
+    pids: dict[str, str | None] = field(default_factory=dict)  # of its running ranks, each with its start time
+    exits: list[RankExit] = field(default_factory=list)
     oom_killed: list[int] = field(default_factory=list)
     suspects: dict[int, list[int]] = field(default_factory=dict)
 
     @property
-    def is_good(self) -> bool:
-        return bool(self.ends) and all(end.code == 0 for end in self.ends)
+    def succeeded(self) -> bool:
+        return bool(self.exits) and all(each.code == 0 for each in self.exits)
 
-    def begin_anew(self) -> None:
-        self.ends, self.oom_killed, self.suspects, self.pids, self.is_busy = [], [], {}, {}, False
+    def record_exits(self, message: Message) -> None:
+        """The exits of its ranks, as the node reports them."""
+        self.is_busy = False
+        offset = time.time() - float(message["now"])  # of its clock to ours
+        self.exits = [RankExit.from_json(each, node=self.node, clock_offset=offset) for each in message["exits"]]
+        self.oom_killed = list(message["oom_killed"])
+        self.suspects = {int(rank): samples for rank, samples in message["suspects"].items()}
+
+    def reset(self) -> None:
+        """Forget the previous generation."""
+        self.exits, self.oom_killed, self.suspects, self.pids, self.is_busy = [], [], {}, {}, False
 
 
 @dataclass(frozen=True)
 class OrphanedRanks:
-    """Ranks that lost their launcher, and go on: their peers do not notice."""
+    """Ranks whose launcher was lost and that keep running: the other ranks do not notice."""
 
     host: str
     pids: Mapping[str, str | None]
-    words: str  # how the launcher was lost
+    reason: str  # why the launcher was lost
     since: float
+
+
+def assign_node(request: JoinRequest, nodes: NodeRange, free: Collection[int], first: Fingerprint | None) -> int:
+    """The number of a new node. Rejects one that differs from the first, or for which there is no number."""
+    found = [] if first is None else differences(first, request.fingerprint)
+    if request.nodes != nodes:
+        found.insert(0, f"nodes: {nodes} and {request.nodes}")
+    if found:
+        more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+        raise LaunchError(
+            "node-differs",
+            f"{request.host} differs from the first node: {'; '.join(found[:_MAX_SHOWN])}{more}.",
+            why="nodes that differ train different models, or wait for each other forever",
+            fix="use the same command, the same files next to the script and the same installed versions on every node",
+        )
+    if not free:
+        raise LaunchError(
+            "job-is-full",
+            f"The job already has all {nodes.most} nodes; {request.host} was rejected.",
+            fix="use another port in --master for another job, or a larger --nodes for this one",
+        )
+    if request.node is None:
+        return min(free)
+    if not 0 <= request.node < nodes.most:
+        raise LaunchError(
+            "bad-number",
+            f"Invalid value for --node-rank: {request.node}. The job has {nodes.most} nodes.",
+            fix=f"use a number from 0 to {nodes.most - 1}",
+        )
+    if request.node not in free:
+        raise LaunchError(
+            "node-rank-taken",
+            f"Node {request.node} has already joined; {request.host} was rejected.",
+            fix=f"free numbers: {', '.join(map(str, sorted(free)))}; or omit --node-rank to get one assigned",
+        )
+    return request.node
+
+
+def nodes_missing(missing: Collection[int], seconds: float) -> LaunchError:
+    return LaunchError(
+        "nodes-missing",
+        f"{'Node' if len(missing) == 1 else 'Nodes'} {', '.join(map(str, missing))} did not join within {seconds:g} s.",
+        why="their launchers were not started, have exited, or can't reach this machine",
+        fix="start them with the same command and their own --node-rank; check the firewall; --wait sets the time",
+    )
+
+
+def place_ranks(members: Sequence[NodeMember]) -> list[Message]:
+    """For each member, which nodes and ranks of the world are its own."""
+    world = sum(member.ranks for member in members)
+    own = [each.channel.own_address for each in members if not is_loopback(each.channel.peer_address)]
+    places, first = [], 0
+    for index, member in enumerate(members):
+        is_local = is_loopback(member.channel.peer_address)
+        # The address at which other nodes reach this machine, for a node that joined through loopback.
+        address = own[0] if is_local and own else None
+        places.append(
+            {"node": index, "nodes": len(members), "ranks": member.ranks, "first_rank": first, "world": world,
+             "address": address}
+        )  # fmt: skip
+        first += member.ranks
+    return places
+
+
+def pids_on(host: str, orphans: Iterable[OrphanedRanks]) -> dict[str, str | None]:
+    """Orphaned ranks on that machine, each with its start time."""
+    found = [each.pids for each in orphans if each.host == host]
+    return {pid: started for pids in found for pid, started in pids.items()}

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.cause import Cause
 from paceline.errors import LaunchError, PacelineError
-from paceline.launcher.cluster.admission import JoinRequest
-from paceline.launcher.cluster.channel import Channel, Closed, Message, connect
-from paceline.launcher.cluster.coordinator import BEAT, SILENCE
-from paceline.launcher.cluster.fingerprint import identity
+from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, connect
+from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS
+from paceline.launcher.cluster.fingerprint import fingerprint
+from paceline.launcher.cluster.membership import JoinRequest
 from paceline.launcher.local import interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
@@ -62,7 +62,7 @@ class Node:
         self._is_quiet = orders is not None  # whoever started this one speaks for all
         self._logs: RankLogs | None = None
         self._lost_at: float | None = None
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._where = " or ".join(f"{host}:{port}" for host, port in addresses)
         self._pending: list[Message] = []
         self._was_stopped = False  # to end the ranks that run now: then a signal of theirs is no news
@@ -99,13 +99,13 @@ class Node:
             time.sleep(_RETRY)
         join_request = JoinRequest(
             socket.gethostname(), self._ranks, self._spec.node_range, self._number,
-            identity(script=self._workload.script, recipe=self._workload.recipe),
+            fingerprint(script=self._workload.script, recipe=self._workload.recipe),
         )  # fmt: skip
         try:
-            channel.send(join_request.tell())
-        except Closed:
-            raise _refused_token(self._where) from None
-        self._beat_at = time.monotonic()
+            channel.send(join_request.to_message())
+        except ChannelClosed:
+            raise _wrong_token(self._where) from None
+        self._heartbeat_at = time.monotonic()
         return channel
 
     def _next(self) -> Message:
@@ -120,19 +120,19 @@ class Node:
         return self._pending.pop(0)
 
     def _receive(self) -> list[Message]:
-        """What came, and a sign of life to the other side. Remembers when the coordinator was lost."""
+        """Messages that arrived; also sends a heartbeat, and notes when the coordinator was lost."""
         try:
-            messages = [message for message in self._channel.receive() if message["kind"] != "beat"]
-        except Closed:
+            messages = [message for message in self._channel.receive() if message["kind"] != "heartbeat"]
+        except ChannelClosed:
             messages = []
-            if not self._channel.is_proven:
-                raise _refused_token(self._where) from None
+            if not self._channel.is_authenticated:
+                raise _wrong_token(self._where) from None
             self._lost_at = self._lost_at or time.monotonic()
         now = time.monotonic()
-        if now - self._beat_at > BEAT:
-            self._beat_at = now
-            self._send({"kind": "beat"})
-        if now - self._channel.heard > SILENCE:
+        if now - self._heartbeat_at > HEARTBEAT_SECONDS:
+            self._heartbeat_at = now
+            self._send({"kind": "heartbeat"})
+        if now - self._channel.last_received > SILENCE_SECONDS:
             self._lost_at = self._lost_at or now
         return messages
 
@@ -150,20 +150,20 @@ class Node:
 
     def _do(self, message: Message, stack: ExitStack) -> int | None:
         match message["kind"]:
-            case "refused":
+            case "rejected":
                 raise PacelineError.from_dict(message["error"])
-            case "welcome":
+            case "joined":
                 self._number = int(message["node"])
             case "waiting":
                 missing = ", ".join(map(str, message["missing"]))
-                self._say(f"waiting: {message['here']} of {message['of']} nodes are here; missing: {missing}")
+                self._say(f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}")
             case "notice":
-                self._say(message["words"])
+                self._say(message["text"])
             case "open":
                 self._open(message["folder"], stack)
             case "start":
                 self._start(message, stack)
-            case "again":
+            case "restart":
                 if self._had_first_rank and self._logs is not None:
                     local_status.note_failure(Cause(**message["cause"]), self._logs)
                 self._say(local_status.again(message))
@@ -217,12 +217,12 @@ class Node:
     def _report(self, outcome: LocalResult) -> None:
         assert self._logs is not None
         suspects = heartbeat.read_suspects(self._logs.folder)
-        own = {end.rank for end in outcome.ends}
+        own = {each.rank for each in outcome.ends}
         self._send(
             {
-                "kind": "ended",
+                "kind": "exited",
                 "now": time.time(),
-                "ends": [end.to_json() for end in outcome.ends],
+                "exits": [each.to_json() for each in outcome.ends],
                 "oom_killed": outcome.oom_killed,
                 "suspects": {rank: list(each.samples) for rank, each in suspects.items() if rank in own},
             }
@@ -237,10 +237,10 @@ class Node:
     # What the agent asks while ranks run
 
     def started(self, pids: Collection[int]) -> None:
-        self._send({"kind": "running", "pids": {pid: birth(pid) for pid in pids}})
+        self._send({"kind": "started", "pids": {pid: birth(pid) for pid in pids}})
 
     def failing(self) -> None:
-        self._send({"kind": "failing"})
+        self._send({"kind": "failed"})
 
     def interrupted(self, number: int) -> None:
         if not self._was_stopped:
@@ -253,7 +253,7 @@ class Node:
             self._pending += self._receive()
             for message in self._pending:
                 if message["kind"] == "notice":
-                    self._say(message["words"])
+                    self._say(message["text"])
                 elif message["kind"] == "stop":
                     self._pending.remove(message)
                     return self._stop(int(message["signal"]))
@@ -268,7 +268,7 @@ class Node:
     def _send(self, message: Message) -> None:
         try:
             self._channel.send(message)
-        except Closed:
+        except ChannelClosed:
             self._lost_at = self._lost_at or time.monotonic()
 
     def _say(self, text: str) -> None:
@@ -282,7 +282,7 @@ def is_at_end(descriptor: int) -> bool:
     return bool(ready) and os.read(descriptor, 1) == b""
 
 
-def _refused_token(where: str) -> LaunchError:
+def _wrong_token(where: str) -> LaunchError:
     return LaunchError(
         "wrong-token",
         f"The coordinator at {where} rejected this launcher.",

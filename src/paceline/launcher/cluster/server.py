@@ -1,4 +1,4 @@
-"""The door of a meeting: who comes, who has shown the token, and who is gone."""
+"""The coordinator's server: accepts connections, and drops those that do not authenticate in time."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from paceline.launcher.cluster.channel import Channel, Closed, Message
+from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message
 
-_STRANGERS, _STRANGER_SECONDS = 64, 10.0
+_MAX_PENDING, _PENDING_SECONDS = 64, 10.0
 
 
 class ConnectionServer:
-    """Connections are strangers until `let_in`; those that do not get that far in time are closed."""
+    """A connection is pending until `admit`; one that is still pending after some seconds is closed."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         listener.setblocking(False)
         self._listener, self._token = listener, token
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[Channel, float] = {}
-        self._inside: set[Channel] = set()
+        self._pending: dict[Channel, float] = {}
+        self._admitted: set[Channel] = set()
 
     @property
     def address(self) -> str:
         return str(self._listener.getsockname()[0])
 
-    def hear(self, timeout: float) -> Iterator[tuple[Channel, Message | Closed]]:
-        """What came within that time: messages, and for connections that have ended, why."""
+    def receive(self, timeout: float) -> Iterator[tuple[Channel, Message | ChannelClosed]]:
+        """Messages that arrive within `timeout` seconds; for a connection that was closed, the reason."""
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._listener:
                 self._accept()
@@ -38,40 +38,41 @@ class ConnectionServer:
             try:
                 for message in channel.receive():
                     yield channel, message
-            except Closed as closed:
+            except ChannelClosed as closed:
                 yield channel, closed
-            except ValueError as error:  # no JSON
-                yield channel, Closed(str(error))
-        for channel, since in list(self._strangers.items()):
-            if time.monotonic() - since > _STRANGER_SECONDS:
-                self.close(channel)
+            except ValueError as error:  # invalid JSON
+                yield channel, ChannelClosed(str(error))
+        for channel, since in list(self._pending.items()):
+            if time.monotonic() - since > _PENDING_SECONDS:
+                self.drop(channel)
 
-    def let_in(self, channel: Channel) -> None:
-        del self._strangers[channel]
-        self._inside.add(channel)
+    def admit(self, channel: Channel) -> None:
+        del self._pending[channel]
+        self._admitted.add(channel)
 
-    def close(self, channel: Channel) -> None:
-        if channel in self._inside or channel in self._strangers:
-            self._inside.discard(channel)
-            self._strangers.pop(channel, None)
+    def drop(self, channel: Channel) -> None:
+        """Close one connection, if it is still open."""
+        if channel in self._admitted or channel in self._pending:
+            self._admitted.discard(channel)
+            self._pending.pop(channel, None)
             self._selector.unregister(channel)
             channel.close()
 
-    def shut(self) -> None:
-        for channel in [*self._inside, *self._strangers]:
-            self.close(channel)
+    def close(self) -> None:
+        for channel in [*self._admitted, *self._pending]:
+            self.drop(channel)
         self._listener.close()
         self._selector.close()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # whoever came is gone again
+        except OSError:  # the client has already disconnected
             return
-        if len(self._strangers) < _STRANGERS:
-            with suppress(Closed):
+        if len(self._pending) < _MAX_PENDING:
+            with suppress(ChannelClosed):
                 channel = Channel(connection, self._token, is_server=True)
-                self._strangers[channel] = time.monotonic()
+                self._pending[channel] = time.monotonic()
                 self._selector.register(connection, selectors.EVENT_READ, channel)
                 return
         connection.close()

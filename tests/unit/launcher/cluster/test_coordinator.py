@@ -1,0 +1,120 @@
+"""The coordinator admits the nodes of its job, and connections from elsewhere do not disturb it."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from paceline.config.launch import LaunchSpec, NodeRange
+from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message
+from paceline.launcher.cluster.coordinator import Coordinator
+from paceline.launcher.cluster.membership import JoinRequest
+from paceline.launcher.network import LOOPBACK, listen
+
+SECRET = "the job's own"
+FINGERPRINT = {"version": {"torch": "2"}, "code": {}, "recipe": {}}
+TWO = NodeRange(2, 2)
+
+
+class Cluster:
+    """A coordinator of two nodes, and connections to it."""
+
+    def __init__(self) -> None:
+        listener = listen(LOOPBACK, None)
+        self.address = listener.getsockname()
+        self.notices: list[Message] = []
+        self.coordinator = Coordinator(listener, SECRET, LaunchSpec(nodes=TWO), self.notices.append)
+        self.connections: list[socket.socket] = []
+
+    def connect(self, data: bytes) -> socket.socket:
+        self.connections.append(socket.create_connection(self.address))
+        self.connections[-1].sendall(data)
+        return self.connections[-1]
+
+    def run(self, until: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + 20
+        while not until():
+            assert time.monotonic() < end, what
+            self.coordinator.step(0.01)
+
+    def join(self, token: str = SECRET, **changes: Any) -> tuple[Channel, list[Message]]:
+        """A node that joins, and the first messages it receives."""
+        channel = Channel(socket.create_connection(self.address), token, is_server=False)
+        self.connections.append(channel._socket)
+        received: list[Message] = []
+        self.run(lambda: channel.receive() or channel._key, "no handshake")
+        channel.send(JoinRequest("host", 1, TWO, None, FINGERPRINT).to_message() | changes)
+        self.run(lambda: received.extend(channel.receive()) or received, "no answer")
+        return channel, received
+
+    def expect_closed(self, connection: socket.socket) -> None:
+        connection.settimeout(0.01)
+
+        def is_closed() -> bool:
+            with suppress(TimeoutError):
+                try:
+                    return connection.recv(1 << 16) == b""
+                except ConnectionError:
+                    return True
+            return False
+
+        self.run(is_closed, "the connection was not closed")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    made.coordinator.close()
+    for each in made.connections:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, random.Random(0).randbytes(5000), b"\xff" * 80]
+)
+def test_an_invalid_connection_is_closed_and_nodes_can_join(cluster: Cluster, data: bytes) -> None:
+    connection = cluster.connect(data)
+    cluster.expect_closed(connection)
+    assert cluster.join()[1][0] == {"kind": "joined", "node": 0, "nodes": 2}
+
+
+def test_silent_connections_do_not_disturb(cluster: Cluster) -> None:
+    for _ in range(40):
+        cluster.connect(b"")
+    assert [cluster.join()[1][0]["kind"] for _ in range(2)] == ["joined", "joined"]
+
+
+def test_a_wrong_token_is_rejected_without_an_answer(cluster: Cluster) -> None:
+    with pytest.raises(ChannelClosed):
+        cluster.join("another")
+    (notice,) = cluster.notices
+    assert notice["text"] == f"rejected a connection from {LOOPBACK}: wrong token"
+    assert cluster.join()[1][0]["node"] == 0
+
+
+@pytest.mark.parametrize("changes", [{"ranks": "many"}, {"nodes": 7}, {"nodes": None}])
+def test_an_invalid_join_request_is_rejected(cluster: Cluster, changes: dict[str, Any]) -> None:
+    with pytest.raises(ChannelClosed):
+        cluster.join(**changes)
+    assert cluster.join()[1][0]["node"] == 0
+
+
+def test_a_rejected_node_is_told_why(cluster: Cluster) -> None:
+    cluster.join()
+    _, received = cluster.join(fingerprint={**FINGERPRINT, "version": {"torch": "1"}})
+    assert received[0]["kind"] == "rejected" and "version: torch is 2 and 1" in received[0]["error"]["what"]
+
+
+def test_an_out_of_date_message_starts_nothing(cluster: Cluster) -> None:
+    channel, _ = cluster.join()
+    channel.send({"kind": "opened", "folder": None})
+    cluster.coordinator.step(0.1)
+    cluster.coordinator.step(0.1)
+    assert cluster.coordinator.nodes_to_start and channel.receive() == []
