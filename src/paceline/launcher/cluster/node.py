@@ -202,7 +202,7 @@ class Node:
             interface=interface,
             orphan_seconds=self._orphan_seconds,
         )
-        env = {**self._logs.environment, **local_status.suspect(order["suspect"])}
+        env = local_status.suspect(order["suspect"])
         start = LocalStart(self._spec, self._logs, node, order["generation"], env)
         self._had_first_rank, self._was_stopped = order["node"] == 0, False
         ledger = Ledger(self._logs.run if self._had_first_rank else None)

@@ -25,7 +25,7 @@ def prepare_environment(spec: LaunchSpec) -> None:
 def rank_environment(start: LocalStart) -> Iterator[None]:
     """What ranks find in their environment besides torchrun's variables; this process's own is given back."""
     node = start.node
-    wanted = {environment.LAUNCHED: "1", environment.LOG_FOLDER: str(start.logs.folder), **start.env}
+    wanted = {environment.LAUNCHED: "1", **start.logs.environment, **start.env}
     wanted[interrupts.TORCHS_OWN] = "none"
     if sys.platform == "linux" and (interface := node.interface or ("lo" if node.nodes == 1 else None)):
         # What somebody has set is right: they know their network.

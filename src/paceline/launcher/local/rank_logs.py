@@ -27,8 +27,9 @@ class RankLogs:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that tell ranks about the run folder."""
-        return {} if self.run is None else {environment.RUN_FOLDER: str(self.run)}
+        """The variables that tell ranks where their heartbeats belong, and about the run folder."""
+        run = {} if self.run is None else {environment.RUN_FOLDER: str(self.run)}
+        return {environment.LOG_FOLDER: str(self.folder), **run}
 
     def of_rank(self, rank: int) -> str:
         """The path of a rank's log for display; empty if the log is temporary."""
