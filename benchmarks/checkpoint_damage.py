@@ -64,8 +64,8 @@ def torch_outcome(folder: Path, original: dict[str, bytes]) -> str:
 
 
 def table(ours: dict[str, Counter[str]], theirs: dict[str, Counter[str]]) -> None:
-    print("| damage | paceline: refused with a code | same bits | wrong, silent | no code "
-          "| DCP: refused | same bits | wrong, silent |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print("| corruption | paceline: rejected with a code | unchanged bits | silently wrong | no code "
+          "| DCP: rejected | unchanged bits | silently wrong |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     ours["all"] = sum(ours.values(), Counter())
     theirs["all"] = sum(theirs.values(), Counter())
     for kind, counts in ours.items():

@@ -27,7 +27,7 @@ TENSORS = 10  # of 4 MB each
 
 def replay(random_states: int) -> int:
     """How many states were wrong."""
-    print("| save | operations | states | a good one found | wrong |\n|---|---|---|---|---|")
+    print("| save | operations | states | good one found | wrong |\n|---|---|---|---|---|")
     states = wrong = 0
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
@@ -59,12 +59,12 @@ def main() -> None:
     random_states = int(sys.argv[1]) if len(sys.argv) > 1 else 450
     kills = int(sys.argv[2]) if len(sys.argv) > 2 else 60
     wrong = replay(random_states)
-    print("| killed while saving | kills | old found | new found | nothing loadable | mixture loaded |")
+    print("| killed while saving | kills | old found | new found | none loadable | mixed state loaded |")
     print("|---|---|---|---|---|---|")
     for over_old in (True, False):
         for peer in PEERS:
             counts = random_kills.kill_saves(peer, kills, over_old=over_old, tensors=TENSORS, seed=SEED)
-            where = "over an old one" if over_old else "into a fresh folder"
+            where = "overwriting" if over_old else "into a fresh folder"
             numbers = " | ".join(str(counts[kind]) for kind in ("old", "new", "nothing", "mixture"))
             print(f"| {peer.name}, {where} | {kills} | {numbers} |", flush=True)
             if peer.name == "paceline":

@@ -66,11 +66,11 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="deaths that have this in their name")
     options = parser.parse_args()
     chosen = [death for death in deaths.ALL if options.only in str(death)]
-    print("| death | paceline says | torchrun says | left behind: paceline / torchrun |\n|---|---|---|---|")
+    print("| failure | report of paceline | report of torchrun | left behind: paceline / torchrun |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name, cgroups.small() as cgroup:
         problems = {str(death): both(death, Path(name), cgroup) for death in chosen}
     wrong = {death: problem for death, problem in problems.items() if problem}
-    print(f"\n{len(problems) - len(wrong)} of {len(problems)} named rightly, with nothing left behind")
+    print(f"\n{len(problems) - len(wrong)} of {len(problems)} identified correctly, with nothing left behind")
     for death, problem in wrong.items():
         print(f"{death}: {problem}")
     sys.exit(bool(wrong))

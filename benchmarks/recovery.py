@@ -189,7 +189,9 @@ def main() -> None:
     systems = ("paceline",) if options.without_peers else ("paceline", "torchrun")
     good = True
     unbroken = {last: recover("paceline", None, last).loss for last in (FEW_STEPS, *STEPS.values())}
-    print("| killed | | s to the next step: median, all | longest standstill: median, all | last loss | ended |")
+    print(
+        "| killed | | seconds to the next step: median, all | longest interruption: median, all | last loss | ended |"
+    )
     print("|---|---|---|---|---|---|")
     for kill in KILLS:
         last = STEPS.get(kill, FEW_STEPS)

@@ -77,10 +77,10 @@ def live_trainings(number: int, folder: Path) -> bool:
 
 def peer_table(folder: Path) -> None:
     print(f"{SAMPLES} samples, batch {BATCH}, stopped after step {STOP}, the second of an epoch of {STEPS_PER_EPOCH}")
-    print("| resumed by | ranks | repeated in that epoch | left out | loss differs by |\n|---|---|---|---|---|")
+    print("| resumed by | ranks | repeated in that epoch | skipped | loss differs by |\n|---|---|---|---|---|")
     for kind in ("ddp", "fsdp2"):
         reference = _launch(2, kind=kind, until=STEPS)
-        for how in ("begins the epoch again", "skips batches"):
+        for how in ("restarts the epoch", "skips batches"):
             for ranks in (2, 3):
                 saved = folder / f"{kind} {how} {ranks}"
                 first = _launch(2, kind=kind, until=STOP, save=saved)

@@ -85,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         root = Path(name)
         wrong = inject(root)
-        print("| disk full in the middle of a save | the error | the old one can be loaded |\n|---|---|---|")
+        print("| disk full during a save | error | old checkpoint can be loaded |\n|---|---|---|")
         for over_old in (True, False):
             for peer in (PacelineFull(), DCP(), TorchSave()):
                 try:
@@ -94,7 +94,7 @@ def main() -> None:
                     sys.exit(f"not measured, because a file system could not be mounted: {error}")
                 finally:
                     shutil.rmtree(root / "small", ignore_errors=True)
-                where = "over the old one" if over_old else "into a folder of its own"
+                where = "overwriting" if over_old else "into a new folder"
                 print(f"| {peer.name}, {where} | {said} | {loads} |")
                 if isinstance(peer, PacelineFull):
                     wrong += loads != "yes" or not said.startswith("checkpoint.")

@@ -38,20 +38,20 @@ def paceline(root: Path) -> int:
         folder = root / str(number)
         problem = kills.problem_after(kill, folder, expected[kill.strategy])
         shutil.rmtree(folder)
-        counts[kill.strategy, "background" if kill.background else "waiting", not problem] += 1
+        counts[kill.strategy, "background" if kill.background else "blocking", not problem] += 1
         if problem:
             failed += 1
             print(f"{kill}: {problem}", flush=True)
-    print("| layout | save | kills | went on exactly | did not |\n|---|---|---|---|---|")
+    print("| layout | save | kills | resumed exactly | did not |\n|---|---|---|---|---|")
     for strategy in ("ddp", "fsdp"):
-        for how in ("background", "waiting"):
+        for how in ("background", "blocking"):
             good, bad = counts[strategy, how, True], counts[strategy, how, False]
             print(f"| {strategy} | {how} | {good + bad} | {good} | {bad} |", flush=True)
     return failed
 
 
 def torch_dcp(root: Path) -> None:
-    print("\n| torch.distributed.checkpoint | kills | old or new | mixed, without a word | can't be loaded | hangs |")
+    print("\n| torch.distributed.checkpoint | kills | old or new | silently mixed | not loadable | hangs |")
     print("|---|---|---|---|---|---|")
     details = []
     for way, new_folders in dcp_kills.WAYS.items():

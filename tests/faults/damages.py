@@ -166,21 +166,21 @@ def _change(manifest: Any, place: tuple[Any, ...], chance: random.Random) -> Non
 
 
 ANY_FOLDER: dict[str, Damage] = {
-    "a flipped bit, any file": flip_a_bit,
-    "a flipped bit, data": flip_a_bit_of_a_shard,
-    "a zeroed block": zero_a_block,
-    "cut off": truncate,
+    "flipped bit, any file": flip_a_bit,
+    "flipped bit, data": flip_a_bit_of_a_shard,
+    "zeroed block": zero_a_block,
+    "truncated": truncate,
     "extended": extend,
     "two shards swapped": swap_two_shards,
-    "a shard of another save": put_an_older_shard,
-    "a deleted file": delete_a_file,
-    "an emptied file": empty_a_file,
-    "a folder for a file": put_a_folder_for_a_file,
+    "shard of another save": put_an_older_shard,
+    "deleted file": delete_a_file,
+    "emptied file": empty_a_file,
+    "folder instead of a file": put_a_folder_for_a_file,
 }
 OURS: dict[str, Damage] = {
-    "another save's manifest": put_another_manifest,
+    "manifest of another save": put_another_manifest,
     "manifest edited": edit_the_manifest,
-    "structure edited, digest made anew": edit_the_structure,
+    "structure edited, hash recomputed": edit_the_structure,
 }
 OUTCOMES = ("refused", "equal", "SILENT", "NO CODE")
 

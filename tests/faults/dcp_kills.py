@@ -38,7 +38,7 @@ PHASES = {
     "latest opened": (0,),
     "latest written": (0,),
 }
-WAYS = {"over what is there": False, "new folders and latest": True}
+WAYS = {"overwriting": False, "new folder and latest": True}
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,8 @@ def report(copy: Copy, original: dict[str, bytes], root: Path, random_ones: int)
         most = max(most, result, key=lambda each: each.growth)
         if (problem := result.problem()) is not None:
             problems.append(f"{name}: {problem}")
-    print("| hostile manifests and folders | refused with a code | same bits | opened outside, silent, no code or too "
-          "much memory | most memory, for a manifest of |\n|---|---|---|---|---|")  # fmt: skip
+    print("| hostile manifests and folders | rejected with a code | unchanged bits | opened a file outside, silently "
+          "wrong, no code or too much memory | peak memory, for a manifest of |\n|---|---|---|---|---|")  # fmt: skip
     wrong = len(problems)
     memory = f"{most.growth / 1e6:.0f} MB, {most.manifest / 1e6:.1f} MB"
     print(f"| {sum(counts.values()):,} | {counts['refused']:,} | {counts['equal']:,} | {wrong} | {memory} |")

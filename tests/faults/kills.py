@@ -78,7 +78,7 @@ class Kill:
     background: bool
 
     def __str__(self) -> str:
-        how = "background" if self.background else "waiting"
+        how = "background" if self.background else "blocking"
         return f"{self.strategy}, {how}, rank {self.rank}: {self.phase.name}"
 
 

@@ -31,8 +31,8 @@ class Way:
 
 
 WAYS = (
-    Way("a new one, keep=1", 2),
-    Way("a new one in the background, keep=1", 2, options={"background": True}),
+    Way("new, keep=1", 2),
+    Way("new, in the background, keep=1", 2, options={"background": True}),
     Way("overwrite, exchanged", 1, options={"overwrite": True}),
     Way("overwrite, two renames", 1, can_exchange=False, options={"overwrite": True}),
 )
