@@ -112,6 +112,24 @@ def test_help_and_config_do_not_import_torch(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+def test_only_the_agent_and_the_rendezvous_of_a_launcher_import_torch(tmp_path: Path) -> None:
+    """Elsewhere torch waits until it is needed: front ends and `paceline launch --help` start without it."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    modules = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in FILES]
+    launcher = [name for name in modules if name.startswith("paceline.launcher.") and "__init__" not in name]
+    code = (
+        "import importlib\n"
+        f"for name in {launcher}:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ImportError: print(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE.parent}"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["paceline.launcher.local.agent", "paceline.launcher.local.rendezvous"]
+
+
 def test_every_public_name_can_be_loaded() -> None:
     assert [name for name in paceline.__all__ if getattr(paceline, name) is None] == []
     assert set(paceline.__all__) <= set(dir(paceline))

@@ -25,12 +25,15 @@ from paceline.launcher.local import rank_logs
 from paceline.launcher.local.start import LocalStart, NodeAssignment
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
+from paceline.log import Log
 from paceline.run import failures
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment
 
 # Objects that a result may hold, and the module of each.
 _OBJECTS = {"History": "paceline.train.history"}
+
+_log = Log(stream="stdout")  # between what the caller prints
 
 
 def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -> Any:
@@ -44,7 +47,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     asked = found.ranks if ranks is None and found is not None else ranks
     number, reason = choose_ranks(asked, device=None, on_cpu=1)
     if ranks is None:
-        print(f"ranks: {number} ({reason})", flush=True)
+        _log.info(f"ranks: {number} ({reason})")
     found = found or node_env.first_rank_contract(os.environ, number)
     with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         result = Path(scratch)
@@ -69,7 +72,7 @@ def _run_here(workload: Workload, start: LocalStart) -> None:
 
 
 def _run_among_several(workload: Workload, ranks: int, found: node_env.NodeEnvironment) -> None:
-    print(found.words(), flush=True)
+    _log.info(found.words())
     nodes = NodeRange(found.nodes_min, found.nodes_max)
     spec = LaunchSpec(ranks=ranks, nodes=nodes, node_rank=found.node_rank, master=found.endpoint())
     status = manual.launch_manual(workload, spec)

@@ -90,16 +90,16 @@ def _parse(text: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _for_pods(words: Sequence[str], own: int) -> list[str]:
-    kept, place, end = [], 0, len(words) - own
-    while place < end:
-        word = words[place]
+    kept, index, end = [], 0, len(words) - own
+    while index < end:
+        word = words[index]
         name = word.partition("=")[0]
         if name in _NOT_FOR_PODS:
-            place += 1 if "=" in word else 2
+            index += 1 if "=" in word else 2
             continue
         if word != "--k8s" and not re.fullmatch("-n[0-9]+", word):
             kept.append(word)
-        place += 1
+        index += 1
     return [*kept, *words[end:]]
 
 

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends.subprocesses import OutputRelay, describe_exit, write_order
@@ -279,7 +280,7 @@ def _reserve(ray: Any, bundle: dict[str, int], nodes: int, wait: float) -> Any:
                 f"The Ray cluster had no room within {wait:.0f} s: {missing}.",
                 fix="ask for fewer ranks or nodes, wait for other jobs to end, or add machines",
             )
-        print(f"ray: waiting; {missing}", file=sys.stderr, flush=True)
+        log.info(f"ray: waiting; {missing}")
         patience = _SAY_EVERY
     return group
 

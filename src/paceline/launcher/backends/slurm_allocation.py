@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends import slurm_job
@@ -49,12 +50,12 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     wanted = frontend.with_nodes(spec, len(allocation.nodes))
     if allocation.restarts:  # the job was requeued: it goes on with its own run
         wanted = replace(wanted, resume="auto", prior_starts=allocation.restarts)
-    print(f"nodes: {len(allocation.nodes)} of SLURM's job {allocation.job}", file=sys.stderr, flush=True)
+    log.info(f"nodes: {len(allocation.nodes)} of SLURM's job {allocation.job}")
     ended = frontend.launch_on(backend, workload, wanted, [ranks] * len(allocation.nodes), address=spec.address)
     warned = signal.SIGUSR2 in ended.signals
     told_to_end = bool({signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & ended.signals)
     if ended.status > 128 and wants_requeue(allocation, warned=warned, told_to_end=told_to_end):
-        print(f"job {allocation.job} goes back into the queue", file=sys.stderr, flush=True)
+        log.info(f"job {allocation.job} goes back into the queue")
         slurm_job.requeue(allocation.job)
     return ended.status
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends import slurm_script
@@ -31,18 +32,18 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     """Submit the command as a batch job and follow it; with `--dry-run`, show the script."""
     options = slurm_script.parse(spec.slurm or "")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(spec.run or "paceline").name) or "paceline"
-    log = str(_LOGS / f"{name}-slurm-%j.log")
+    log_file = str(_LOGS / f"{name}-slurm-%j.log")
     own = len(command) - workload.own_words
     words = [word for index, word in enumerate(command) if word != "--dry-run" or index >= own]
     argv = [sys.executable, "-P", "-m", "paceline", *words]
-    script = slurm_script.batch_script(options, argv, name=name, workdir=str(Path.cwd()), log=log, env=spec.env)
+    script = slurm_script.batch_script(options, argv, name=name, workdir=str(Path.cwd()), log=log_file, env=spec.env)
     if spec.dry_run:
         print(script, end="")
         return 0
     _LOGS.mkdir(exist_ok=True)
     job = submit(script)
-    print(f"job {job}: submitted; {shlex.join(['scancel', job])} ends it", file=sys.stderr, flush=True)
-    return follow(job, Path(log.replace("%j", job)))
+    log.info(f"job {job}: submitted; {shlex.join(['scancel', job])} ends it")
+    return follow(job, Path(log_file.replace("%j", job)))
 
 
 def submit(script: str) -> str:
@@ -79,16 +80,16 @@ def look(job: str) -> dict[str, str]:
     return dict(reversed(pairs))
 
 
-def follow(job: str, log: Path) -> int:
+def follow(job: str, log_file: Path) -> int:
     """Show a job's changes and its log until it is over; returns its exit status. Ctrl-C leaves the job running."""
     try:
-        return _follow(job, log)
+        return _follow(job, log_file)
     except KeyboardInterrupt:
-        _say(f"\njob {job} goes on; its log is {log}; `scancel {job}` ends it")
+        log.info(f"\njob {job} goes on; its log is {log_file}; `scancel {job}` ends it")
         return 130
 
 
-def _follow(job: str, log: Path) -> int:
+def _follow(job: str, log_file: Path) -> int:
     shown, told = 0, ""
     while True:
         try:
@@ -97,13 +98,13 @@ def _follow(job: str, log: Path) -> int:
             if "Invalid job id" in error.what:
                 raise
             seen = {}  # a controller that restarts: the job does not mind
-        shown = _show_from(log, shown)
+        shown = _show_from(log_file, shown)
         words = _describe(seen) if seen else "SLURM does not answer; trying again"
         if words != told:
-            _say(f"job {job}: {words}")
+            log.info(f"job {job}: {words}")
         told = words
         if seen and seen["JobState"] in _OVER:
-            _show_from(log, shown)
+            _show_from(log_file, shown)
             return _status(seen)
         time.sleep(_LOOK_SECONDS)
 
@@ -123,19 +124,15 @@ def _status(seen: dict[str, str]) -> int:
     return status or (0 if seen["JobState"] == "COMPLETED" else 1)
 
 
-def _show_from(log: Path, start: int) -> int:
+def _show_from(log_file: Path, start: int) -> int:
     """Show what the log holds from there on; returns where it ends now."""
-    with suppress(FileNotFoundError), log.open("rb") as file:
+    with suppress(FileNotFoundError), log_file.open("rb") as file:
         file.seek(start)
         while chunk := file.read(65536):
             start += len(chunk)
             while chunk:
                 chunk = chunk[os.write(1, chunk) :]
     return start
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
 
 
 def _ask(argv: Sequence[str], words: str = "") -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec, NodeRange
 from paceline.errors import LaunchError
 from paceline.launcher.cluster.channel import Message
@@ -130,7 +130,7 @@ def _attend(
                 if len(orders) - len(hopeless) < fewest:
                     coordinator.fail(error)
                 else:
-                    print(f"{error}\n  the others go on without it", file=sys.stderr, flush=True)
+                    log.info(f"{error}\n  the others go on without it")
 
 
 class _Tries:
@@ -160,12 +160,11 @@ def _never_came(name: str, words: str) -> LaunchError:
 def _tell(message: Message, names: Sequence[str]) -> None:
     if message["kind"] == "waiting":
         missing = ", ".join(names[node] for node in message["missing"])
-        text = f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}"
-        print(text, file=sys.stderr, flush=True)
+        log.info(f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}")
     elif message["kind"] == "notice":
-        print(message["text"], file=sys.stderr, flush=True)
+        log.info(message["text"])
     elif message["kind"] == "restart":
-        print(local_status.again(message), file=sys.stderr, flush=True)
+        log.info(local_status.again(message))
     elif message["kind"] == "end":
         local_status.show_end(message, None)
 
@@ -200,7 +199,7 @@ def _heed(numbers: Sequence[int], coordinator: Coordinator) -> None:
         elif number == signal.SIGINT and coordinator.is_interrupted:
             coordinator.interrupt(signal.SIGKILL)
         else:
-            print("\ninterrupted: waiting for the nodes to save", file=sys.stderr, flush=True)
+            log.info("\ninterrupted: waiting for the nodes to save")
             # SIGUSR2 is a scheduler's warning that time is short; ranks know SIGTERM as that.
             coordinator.interrupt(signal.SIGTERM if number == signal.SIGUSR2 else number)
 

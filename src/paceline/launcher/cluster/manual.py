@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec, NodeRange
 from paceline.errors import LaunchError
 from paceline.launcher.cluster import node_env
@@ -63,7 +64,7 @@ def launch_from_environment(workload: Workload, spec: LaunchSpec, command: Seque
     """One of several launchers that an operator or a scheduler started. The command line counts more."""
     found = node_env.read_node_environment(os.environ)
     assert found is not None
-    print(found.words(), file=sys.stderr, flush=True)
+    log.info(found.words())
     host, port = found.endpoint()
     node_rank = found.node_rank if spec.node_rank is None else spec.node_rank
     wanted = replace(
@@ -81,7 +82,7 @@ def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
     assert spec.master is not None
     prepare_environment(spec)
     ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
-    print(f"ranks: {ranks} on this node ({reason})", file=sys.stderr, flush=True)
+    log.info(f"ranks: {ranks} on this node ({reason})")
     token = job_token()
     listener = _listen(spec.master, spec.node_rank, token)
     # Imported before the fork, so that this is done once; and only now: it reads the environment.

@@ -6,12 +6,12 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.cause import Cause
 from paceline.errors import LaunchError, PacelineError
@@ -273,7 +273,7 @@ class Node:
 
     def _say(self, text: str) -> None:
         if not self._is_quiet:
-            print(text, file=sys.stderr, flush=True)
+            log.info(text)
 
 
 def is_at_end(descriptor: int) -> bool:

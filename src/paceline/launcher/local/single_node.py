@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import count
 
+from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.local import interrupts, rank_logs
@@ -30,14 +31,14 @@ def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
     with interrupts.as_exceptions(), rank_logs.opened(spec) as logs:
         ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
         named = f"; logs in {short(logs.folder.logs)}" if logs.run else ""
-        print(f"ranks: {ranks} ({reason}){named}", file=sys.stderr, flush=True)
+        log.info(f"ranks: {ranks} ({reason}){named}")
         workload.preload()
         try:
             status = _generations(workload, spec, ranks, logs, began)
         except LaunchError as error:
             if not spec.fallback or error.code != "launch.port-in-use":
                 raise
-            print(f"fallback: the ranks can't meet ({error.what}); going on as one rank", file=sys.stderr, flush=True)
+            log.info(f"fallback: the ranks can't meet ({error.what}); going on as one rank")
             status = _generations(workload, replace(spec, port=None), 1, logs, began)
         return status
 
@@ -69,6 +70,6 @@ def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLog
             return verdict.cause.status
         suspect = verdict.suspect
         told = {"cause": vars(verdict.cause), "number": supervisor.restarts, "of": spec.max_restarts}
-        print(local_status.again({**told, "delay": verdict.delay}), file=sys.stderr, flush=True)
+        log.info(local_status.again({**told, "delay": verdict.delay}))
         time.sleep(verdict.delay)
     raise AssertionError("counting never ends")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from paceline import log
 from paceline.diagnose.cause import Cause
 from paceline.diagnose.signatures import has_traceback
 from paceline.errors import PacelineError
@@ -67,7 +68,7 @@ def show_end(message: Mapping[str, Any], logs: RankLogs | None) -> None:
 
 def interrupted(logs: RankLogs | None) -> None:
     where = f"; what there is lies in {logs.run.short}" if logs is not None and logs.run else ""
-    print(f"\ninterrupted{where}", file=sys.stderr, flush=True)
+    log.info(f"\ninterrupted{where}")
 
 
 def show_ledger(logs: RankLogs, status: int) -> None:
@@ -77,7 +78,7 @@ def show_ledger(logs: RankLogs, status: int) -> None:
     Ledger(logs.run).note("ended", status=status)
     account = goodput.summarize(logs.run)
     if account.training:
-        print(account.table(), file=sys.stderr, flush=True)
+        log.info(account.table())
 
 
 def note_failure(cause: Cause, logs: RankLogs) -> None:
