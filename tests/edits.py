@@ -50,7 +50,7 @@ def make(change: Change, folder: Path) -> Path:
     shutil.copytree(SOURCE, copy / SOURCE.name)  # with compiled files, as modification times are kept
     for edit in change.edits:
         path = copy / SOURCE.name / edit.path
-        path.write_text(insert(path.read_text(), edit))
+        path.write_text(insert(path.read_text() if path.exists() else "", edit))
     return copy
 
 

@@ -25,17 +25,19 @@ def train(optimizer={"name": "sgd", "lr": 0.1}, **settings):
 """
 
 CLI = """
-import contextlib, io, sys
+import contextlib, sys
 from paceline.__main__ import main
 
 def cli(*args):
-    sys.argv, output = ["paceline", *args], io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    sys.argv, code = ["paceline", *args], 0
+    # Not into a StringIO: torch wants the descriptor of stderr where it starts a rank.
+    with open("output", "w+") as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             main()
         except SystemExit as ended:
-            return ended.code, output.getvalue()
-    return 0, output.getvalue()
+            code = ended.code
+        output.seek(0)
+        return code, output.read()
 """
 
 OPTIMIZER = Change(
@@ -144,7 +146,105 @@ structure["test_every_error_code_has_a_page_and_every_page_a_code"]()
 """,
 )
 
-CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (SCHEDULE, 2), (CODE, 2)]
+# A backend whose only node is forked from the front end: what it is given goes through a node order all the same.
+FORKED = """
+import os
+import sys
+from paceline.launcher.cluster import frontend
+
+class ForkedNode:
+    names = ("here",)
+
+    def start(self, node, order):
+        reader, self._order = os.pipe()
+        self._process = os.fork()
+        if self._process == 0:
+            os.close(self._order)
+            os.dup2(reader, 0)
+            status = 1
+            try:
+                from paceline.__main__ import main
+
+                sys.argv = ["paceline", "node"]
+                main()
+            except SystemExit as ended:
+                status = ended.code
+            finally:
+                os._exit(status)
+        os.write(self._order, order)
+
+    def ended(self):
+        return {}
+
+    def stop(self):
+        os.close(self._order)
+        os.waitpid(self._process, 0)
+
+def launch(workload, spec, command):
+    return frontend.launch_on(ForkedNode(), workload, spec, [spec.ranks], address="127.0.0.1").status
+"""
+
+OPTION = Change(
+    "launch option",
+    (
+        Edit(
+            "config/launch.py",
+            'greeting: Annotated[str | None, Option(("--greeting",), help="what ranks find in GREETING")] = None',
+            into="LaunchOptions",
+        ),
+        Edit(
+            "launcher/local/rank_env.py",
+            'os.environ["GREETING"] = str(start.spec.greeting)',
+            into="rank_environment",
+        ),
+    ),
+    CLI
+    + FORKED
+    + """
+from pathlib import Path
+from paceline.config.launch import LaunchSpec
+from paceline.launcher.workload import Target, Workload
+
+assert all("--greeting" in cli(verb, "--help")[1] for verb in ("launch", "train"))
+config = paceline.Config.from_dict({"launch": {"greeting": "from the recipe"}})
+Path("script.py").write_text("import os; open('greeting', 'w').write(os.environ['GREETING'])")
+code, shown = cli("launch", "-n", "1", "--greeting", "from the command line", "script.py")
+assert code == 0 and Path("greeting").read_text() == "from the command line", shown
+target = Target("script", "script.py")
+spec = LaunchSpec.resolve(config, {"ranks": 1})
+assert launch(Workload(target.run, target=target), spec, []) == 0
+assert Path("greeting").read_text() == "from the recipe"
+""",
+)
+
+BACKEND = Change(
+    "launch backend",
+    (
+        Edit(
+            "config/launch.py",
+            'forked: Annotated[bool, Option(("--forked",), help="on a forked node", panel=REMOTE_NODES)] = False',
+            into="LaunchOptions",
+        ),
+        Edit("launcher/backends/forked.py", FORKED),
+        Edit(
+            "launcher/dispatch.py",
+            'Backend("forked", "paceline.launcher.backends.forked:launch"),',
+            into="BACKENDS",
+        ),
+    ),
+    CLI
+    + """
+from pathlib import Path
+
+Path("script.py").write_text("import os; open('rank', 'w').write(os.environ['RANK'])")
+code, shown = cli("launch", "--forked", "-n", "1", "script.py")
+assert code == 0 and Path("rank").read_text() == "0", shown
+code, shown = cli("launch", "--forked", "--ray", "auto", "script.py")
+assert code == 2 and "--ray and --forked are different ways of launching" in shown, shown
+""",
+)
+
+CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (SCHEDULE, 2), (CODE, 2), (OPTION, 2), (BACKEND, 3)]
 
 
 @pytest.mark.parametrize(("change", "count"), CHANGES, ids=[change.name for change, _ in CHANGES])
