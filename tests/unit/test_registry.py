@@ -36,7 +36,7 @@ def test_an_unknown_name_or_option_offers_the_nearest() -> None:
     registry = planets(error=DataError, own="register_planet")
     with pytest.raises(DataError, match=r"(?s)unknown-name.*did you mean 'mars'.*register_planet"):
         registry.find("marz")
-    with pytest.raises(DataError, match="unknown-option.*did you mean 'red'"):
+    with pytest.raises(DataError, match=r"unknown-option.*did you mean 'red'"):
         registry.find("mars", ["redd"])
     with pytest.raises(LookupError, match="did you mean 'mars'"):
         planets().facts("marz")
