@@ -22,25 +22,21 @@ Built = TypeVar("Built")
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
-def _lookup_error(code: str, what: str, *, fix: str = "") -> Exception:
-    """Names in a config are validated when it is read, so a wrong one comes from code, not from a recipe."""
-    return LookupError(what)
-
-
 class Registry(Generic[Facts, Built]):
-    """`kind` is what users call such a component.
-
-    `error` builds the exception of a failed lookup, `own` is how users register one, `load` imports the modules that
+    """`kind` is what users call such a component, `own` how they register one, `load` imports the modules that
     implement the built-in ones, and `passed` is the number of leading arguments that are not options of a recipe.
+
+    `error` builds the exception of a failed lookup. Names of components with facts are validated when a recipe is
+    read, so that only code can look up a wrong one.
     """
 
     def __init__(
         self,
         kind: str,
         *,
-        error: Callable[..., Exception] = _lookup_error,
+        error: Callable[..., Exception] = lambda code, what, **rest: LookupError(what),
         own: str = "",
-        load: Callable[[], object] | None = None,
+        load: Callable[[], object] = lambda: None,
         passed: int = 0,
     ) -> None:
         self.kind = kind
@@ -58,15 +54,6 @@ class Registry(Generic[Facts, Built]):
 
         return add
 
-    def register(self, name: str, facts: Facts) -> Callable[[Builder], Builder]:
-        """Declare and implement at once: a component of the user's."""
-
-        def add(builder: Builder) -> Builder:
-            self.declare(name, facts)
-            return self.implement(name)(builder)
-
-        return add
-
     @property
     def declared(self) -> list[str]:
         """Names with facts, in the order of their declaration."""
@@ -77,8 +64,6 @@ class Registry(Generic[Facts, Built]):
         return list(self._builders)
 
     def facts(self, name: str) -> Facts:
-        if name not in self._facts:
-            raise self._unknown(name, self._facts)
         return self._facts[name]
 
     def options(self, name: str) -> list[str] | None:
@@ -86,16 +71,18 @@ class Registry(Generic[Facts, Built]):
         if name not in self._builders:  # declared, and implemented where torch is at hand
             return []
         parameters = list(inspect.signature(self._builders[name]).parameters.values())[self._passed :]
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return None
-        return [parameter.name for parameter in parameters]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return None if takes_any else [parameter.name for parameter in parameters]
 
     def find(self, name: str, options: Iterable[str] = ()) -> Callable[..., Built]:
         """The implementation of that name, if it takes these options."""
-        if self._load is not None:
-            self._load()
+        self._load()
         if name not in self._builders:
-            raise self._unknown(name, self._builders)
+            raise self._error(
+                "unknown-name",
+                f"There is no {self.kind} named {name!r}: {did_you_mean(name, self._builders)}",
+                fix=f"register your own with {self._own}",
+            )
         known = self.options(name)
         for option in options:
             if known is not None and option not in known:
@@ -104,10 +91,3 @@ class Registry(Generic[Facts, Built]):
                     f"The {self.kind} {name!r} has no option {option!r}: {did_you_mean(option, known)}",
                 )
         return self._builders[name]
-
-    def _unknown(self, name: str, known: Iterable[str]) -> Exception:
-        return self._error(
-            "unknown-name",
-            f"There is no {self.kind} named {name!r}: {did_you_mean(name, known)}",
-            fix=f"register your own with {self._own}",
-        )

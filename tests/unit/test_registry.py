@@ -25,13 +25,6 @@ def test_a_component_has_facts_and_an_implementation() -> None:
     assert registry.find("mars", ["red"])("sol", red=False) == "sol False"
 
 
-def test_registering_declares_and_implements() -> None:
-    registry = planets()
-    returned = registry.register("earth", 1)(lambda: "blue")
-    assert registry.declared == registry.implemented == ["mars", "earth"]
-    assert registry.find("earth") is returned
-
-
 def test_an_unknown_name_or_option_offers_the_nearest() -> None:
     registry = planets(error=DataError, own="register_planet")
     with pytest.raises(DataError, match=r"(?s)unknown-name.*did you mean 'mars'.*register_planet"):
@@ -39,7 +32,7 @@ def test_an_unknown_name_or_option_offers_the_nearest() -> None:
     with pytest.raises(DataError, match=r"unknown-option.*did you mean 'red'"):
         registry.find("mars", ["redd"])
     with pytest.raises(LookupError, match="did you mean 'mars'"):
-        planets().facts("marz")
+        planets().find("marz")
 
 
 def test_what_is_passed_by_the_library_is_no_option() -> None:

@@ -54,7 +54,8 @@ def register_logger(name: str) -> Callable[[Opener], Opener]:
     """
 
     def add(opener: Opener) -> Opener:
-        LOGGERS.register(name, LoggerFacts())(lambda run, settings: opener(run.path, settings))
+        LOGGERS.declare(name, LoggerFacts())
+        LOGGERS.implement(name)(lambda run, settings: opener(run.path, settings))
         return opener
 
     return add

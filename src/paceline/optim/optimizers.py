@@ -66,7 +66,8 @@ def register_optimizer(
     any other gets DTensors.
     """
     facts = OptimizerFacts(state_per_param=state_per_param, elementwise=elementwise, needs_full=needs_full)
-    return OPTIMIZERS.register(name, facts)
+    OPTIMIZERS.declare(name, facts)
+    return OPTIMIZERS.implement(name)
 
 
 @OPTIMIZERS.implement("sgd")
