@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import paceline
+import resumable
 import tiny
 from paceline.errors import TrainError
 
@@ -154,3 +155,15 @@ def test_several_optimizers_are_refused_with_a_code() -> None:
     with pytest.raises(TrainError) as caught:
         tiny.classifier_trainer(model, optimizer=optimizers)
     assert caught.value.code == "train.several-optimizers"
+
+
+def test_ones_own_loop_is_attended_to_after_train_and_load(tmp_path: Path) -> None:
+    one = resumable.trainer(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), log_every=5)
+    batches = one.loader(resumable.points())
+    for batch, _ in zip(batches, range(3), strict=False):
+        one.training_step(batch)
+    one.train(resumable.points(), epochs=2)
+    for _ in range(2):
+        for batch in batches:
+            one.training_step(batch)
+    assert one.step_count == 32 and one.optimizer.param_groups[0]["lr"] == 0.1 / 16

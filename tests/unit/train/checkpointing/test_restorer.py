@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.utils.data import Sampler
+
+from paceline.errors import CheckpointError
+from resumable import Stream, points, trainer
+
+
+def test_the_end_of_an_epoch_of_unknown_length_is_not_lost_behind_a_save(tmp_path: Path) -> None:
+    def make(**settings: Any) -> Any:
+        return trainer(scheduler=lambda o: lr_scheduler.StepLR(o, 1, 0.5), save_every=8, keep=None, **settings)
+
+    whole = make(run=str(tmp_path / "a"))
+    whole.train(Stream(), epochs=3)
+    resumed = make(run=str(tmp_path / "b"), resume=str(tmp_path / "a" / "checkpoints" / "step-000008"))
+    resumed.train(Stream(), epochs=3)
+    assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] == 0.0125
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_another_number_of_samples_is_refused_though_the_steps_are_as_many(tmp_path: Path, own_loop: bool) -> None:
+    one, two = trainer(), trainer()
+    one.train(points(60), max_steps=3)
+    one.save_checkpoint(tmp_path / "c")
+    two.load_checkpoint(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="samples was 60, and is 63"):
+        two.loader(points(63)) if own_loop else two.train(points(63), max_steps=5)
+
+
+class OwnGenerator(Sampler[int]):
+    def __init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(64, generator=self.draw).tolist())
+
+    def __len__(self) -> int:
+        return 64
+
+
+class CountsEpochs(OwnGenerator):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return iter(torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+@pytest.mark.parametrize("sampler", [OwnGenerator, CountsEpochs])
+def test_a_sampler_that_remembers_goes_on_where_it_was(tmp_path: Path, sampler: Any) -> None:
+    def losses(stop: int | None) -> list[float]:
+        one = trainer()
+        if stop is not None:
+            one.load_checkpoint(tmp_path / "c")
+        data = torch.utils.data.DataLoader(points(), batch_size=8, sampler=sampler())
+        history = one.train(data, max_steps=24)
+        if stop is None and not (tmp_path / "c").exists():
+            first = trainer()
+            first.train(torch.utils.data.DataLoader(points(), batch_size=8, sampler=sampler()), max_steps=11)
+            first.save_checkpoint(tmp_path / "c")
+        return history.losses
+
+    assert losses(None)[11:] == losses(11)
+
+
+def test_what_the_recipe_changes_on_a_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(run=str(tmp_path / "r"), save_every=2).train(points(), max_steps=3)
+    trainer(run=str(tmp_path / "r"), resume="auto", quiet=False, clip_norm=1.0)
+    said = capsys.readouterr().out
+    assert "changed since this checkpoint" in said
+    assert "save_every 2 → None" in said and "clip_norm None → 1.0" in said
+
+
+def test_the_folder_of_a_runs_checkpoints_is_the_run(tmp_path: Path) -> None:
+    trainer(run=str(tmp_path / "r")).train(points(), max_steps=3)
+    resumed = trainer(run=str(tmp_path / "r"), resume=str(tmp_path / "r" / "checkpoints"))
+    assert resumed.step_count == 3 and resumed.train(points(), max_steps=4).run == str(tmp_path / "r")
+    with pytest.raises(CheckpointError, match="neither a run nor a checkpoint"):
+        trainer(resume=str(tmp_path))
