@@ -24,7 +24,8 @@ SOURCE = Path(paceline.__file__).parent
 
 @dataclass(frozen=True)
 class Edit:
-    """Insert `text` into the file `path`, at its end; or `into` what is defined there under that name at the top level.
+    """Insert `text` into the file `path`, at its end; or `into` what is defined there under that name at the top level,
+    or inside a function (`function.name`).
 
     A class gets it as its last member, a tuple, list, set or dict as its last item, and a function as its first
     statements.
@@ -58,7 +59,7 @@ def insert(source: str, edit: Edit) -> str:
     text = dedent(edit.text).strip("\n") + "\n"
     if edit.into is None:
         return f"{source}\n\n{text}"
-    node = _defined(ast.parse(source), edit.into)
+    node = _defined(ast.parse(source).body, edit.into)
     lines = source.splitlines(keepends=True)
     if isinstance(node, ast.ClassDef):
         row, text = node.end_lineno, indent(text, "    ")
@@ -76,16 +77,17 @@ def insert(source: str, edit: Edit) -> str:
     return "".join([*lines[:row], text, *lines[row:]])
 
 
-def _defined(module: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | ast.expr:
-    for node in module.body:
+def _defined(body: list[ast.stmt], dotted: str) -> ast.ClassDef | ast.FunctionDef | ast.expr:
+    name, _, inner = dotted.partition(".")
+    for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return node
+            return _defined(node.body, inner) if inner else node
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             assert isinstance(node, ast.Assign | ast.AnnAssign)
             assert isinstance(node.value, ast.Tuple | ast.List | ast.Set | ast.Dict), name
             return node.value
-    raise LookupError(f"nothing named {name} is defined at the top level")
+    raise LookupError(f"nothing named {dotted} is defined there")
 
 
 def run(source: Path, script: Path) -> tuple[int, str]:

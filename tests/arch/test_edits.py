@@ -244,7 +244,50 @@ assert code == 2 and "--ray and --forked are different ways of launching" in sho
 """,
 )
 
-CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (SCHEDULE, 2), (CODE, 2), (OPTION, 2), (BACKEND, 3)]
+PART = Change(
+    "checkpointed part",
+    (
+        Edit(
+            "train/checkpointing/entries.py",
+            """
+            StateEntry("seen", __import__("toy").SEEN, if_absent="keep"),
+            """,
+            into="training_state.entries",
+        ),
+    ),
+    """
+import sys, types
+import torch
+
+class Seen:
+    def __init__(self):
+        self.note, self.sum = "new", torch.zeros(2)
+
+    def state_dict(self):
+        return {"note": self.note, "sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.note, self.sum = state["note"], state["sum"]
+
+toy = sys.modules["toy"] = types.ModuleType("toy")
+sys.modules.pop("format2", None)  # it may have imported paceline from elsewhere
+import format2
+
+def resume(strategy, checkpoint, expected, again=None):
+    toy.SEEN = seen = Seen()
+    trainer = format2.trainer(strategy, run=False, resume=str(checkpoint))
+    assert trainer.step_count == format2.SAVED and [seen.note, *seen.sum.tolist()] == expected, vars(seen)
+    seen.note, seen.sum = "saved", seen.sum + 7
+    if again is not None:
+        trainer.save_checkpoint(again)
+
+resume("single", format2.CHECKPOINT, ["new", 0.0, 0.0], "one")  # from before there was such a part
+paceline.launch(resume, ranks=2, strategy="fsdp", checkpoint="one", expected=["saved", 7.0, 7.0], again="two")
+resume("single", "two", ["saved", 14.0, 14.0])
+""",
+)
+
+CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (SCHEDULE, 2), (CODE, 2), (OPTION, 2), (BACKEND, 3), (PART, 1)]
 
 
 @pytest.mark.parametrize(("change", "count"), CHANGES, ids=[change.name for change, _ in CHANGES])
@@ -264,7 +307,8 @@ def test_an_edit_goes_where_it_is_told() -> None:
             one = 1
         def find():
             "What it finds."
-            return 2
+            found = (2,)
+            return found
         """
     )
 
@@ -277,8 +321,10 @@ def test_an_edit_goes_where_it_is_told() -> None:
     assert into("ROW", '"b": 2,')["ROW"] == {"a": 1, "b": 2}
     assert into("Kind", "two = 2")["Kind"].two == 2  # type: ignore[attr-defined]
     assert into("find", "if True:\n    return 1")["find"]() == 1  # type: ignore[operator]
-    with pytest.raises(LookupError):
-        into("nothing", "1")
+    assert into("find.found", "3,")["find"]() == (2, 3)  # type: ignore[operator]
+    for nothing in ("nothing", "find.nothing"):
+        with pytest.raises(LookupError):
+            into(nothing, "1")
 
 
 def test_a_change_that_lacks_an_edit_fails(tmp_path: Path) -> None:
