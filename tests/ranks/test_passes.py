@@ -86,10 +86,10 @@ def recorded(executed: list[str]) -> Iterator[None]:
     patches = [patch(compose, attribute, lambda *_, name=name: name) for attribute, name in WORK.items()]
     patches += [
         patch(policies, "prepare_model", lambda *_: "precision"),
-        patch(PipelineRunner, "equalise", lambda *_: "tied_parameters"),
+        patch(PipelineRunner, "broadcast_tied", lambda *_: "tied_parameters"),
         # The full model's weights are allocated when it is placed; shards of them, when all passes are done.
         patch(compose, "materialize", lambda root, model, *_: None if root is model else "materialize"),
-        patch(compose, "is_spread", lambda *_: None),
+        patch(compose, "spans_devices", lambda *_: None),
     ]
     to = nn.Module.to
 

@@ -37,7 +37,7 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Each head's query, key and value lie together, so that heads can be cut apart."""
+    """Causal self-attention. Each head's query, key and value lie together, so that heads can be sharded."""
 
     def __init__(self, width: int, heads: int, dropout: float, std: float) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Attention(nn.Module):
         self.out = Linear(width, width, std)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        together = self.qkv(inputs)
-        samples, tokens, _ = together.shape
-        query, key, value = together.view(samples, tokens, -1, 3, self.size).permute(3, 0, 2, 1, 4)
+        qkv = self.qkv(inputs)
+        samples, tokens, _ = qkv.shape
+        query, key, value = qkv.view(samples, tokens, -1, 3, self.size).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )

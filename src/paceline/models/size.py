@@ -1,4 +1,4 @@
-"""How large a model is, and what it can be cut into: what `plan/memory.py` works out a layout from."""
+"""How large a model is, and into what it can be partitioned: what `plan/memory.py` derives a layout from."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from paceline.errors import LayoutError
 from paceline.models.blocks import find_blocks
 from paceline.models.spec import spec_of
 from paceline.parallel.recompute import Recomputed
-from paceline.parallel.shards import is_cut
+from paceline.parallel.shards import has_dtensors
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -37,7 +37,7 @@ def compile_model(model: nn.Module, how: bool | str, wanted: list[str] | None = 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     for _, block in blocks:
         _compile_block(block)
-    beside = () if is_cut(model.parameters()) else spec_of(model).compile_methods
+    beside = () if has_dtensors(model.parameters()) else spec_of(model).compile_methods
     for method in beside:
         # From the class: the object's own may be a compiled one already.
         setattr(model, method, torch.compile(MethodType(getattr(type(model), method), model)))

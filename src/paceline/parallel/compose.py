@@ -29,7 +29,7 @@ from paceline.parallel.pipeline.stage import Stage, build_stages
 from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model, remove_other_stages
 from paceline.parallel.recompute import recompute
 from paceline.parallel.shards import broadcast_weights
-from paceline.parallel.split import MicroBatched, MultiContext, is_spread, split
+from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
 from paceline.parallel.tensor.apply import apply_tensor_parallel
 from paceline.plan.passes import Pass, passes_for
@@ -113,7 +113,7 @@ def _forward_context(subject: Subject, device: torch.device) -> ForwardContext |
     """What the model computes within, for each kind of device that it is on."""
     if subject.autocast is None:
         return None
-    if not is_spread(subject.model):
+    if not spans_devices(subject.model):
         return subject.autocast(device)
     kinds = dict.fromkeys(parameter.device.type for parameter in subject.model.parameters())
     return MultiContext([subject.autocast(torch.device(kind)) for kind in kinds])
@@ -128,7 +128,7 @@ def _place(subject: Subject, context: Composition) -> str | None:
     device = context.mesh.device
     if is_meta(subject.model):
         materialize(subject.model, subject.model, device, context.config.seed)
-    if is_spread(subject.model):
+    if spans_devices(subject.model):
         return _ALREADY_SPREAD
     subject.model.to(device)
     return None
@@ -137,7 +137,7 @@ def _place(subject: Subject, context: Composition) -> str | None:
 def _split(subject: Subject, context: Composition) -> str:
     if is_meta(subject.model):
         materialize(subject.model, subject.model, torch.device("cpu"), context.config.seed)
-    if is_spread(subject.model):
+    if spans_devices(subject.model):
         return _ALREADY_SPREAD
     return split(subject.model, context.config.split, subject.blocks)
 
@@ -256,7 +256,7 @@ def _materialize(subject: Subject, context: Composition) -> None:
 
 def _tied_parameters(subject: Subject, context: Composition) -> None:
     assert subject.runner is not None
-    subject.runner.equalise(subject.model.get_parameter)
+    subject.runner.broadcast_tied(subject.model.get_parameter)
 
 
 # The passes of `plan/passes.py`, by name. Each returns a line for the reader, or None.

@@ -1,6 +1,6 @@
 """`strategy: dp`: one process, several GPUs, a copy of the model on each for every forward.
 
-torch's DataParallel, but for how batches are cut and losses put together: a mean over devices that hold different
+torch's DataParallel, but for how batches are sliced and losses combined: a mean over devices that hold different
 numbers of samples is weighed by them. It is here because people have such scripts; `ddp` is faster, since it neither
 copies the model in every step nor shares one Python between the devices.
 """

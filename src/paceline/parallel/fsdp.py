@@ -1,4 +1,4 @@
-"""Sharding: weights, gradients and optimizer state are cut over ranks, and gathered block by block (torch's FSDP2).
+"""Sharding: weights, gradients and optimizer state are sharded over ranks, and gathered block by block (torch's FSDP2).
 
 | FSDP1's name   | here                                             |
 |----------------|--------------------------------------------------|
@@ -7,8 +7,7 @@
 | HYBRID_SHARD   | `strategy: hsdp`, or `layout: {replicate, shard}` |
 | NO_SHARD       | `strategy: ddp`                                  |
 
-Beside a tensor or pipeline axis, copies of the model (`replicate`) are made here as well, as parts of degree 1: DDP
-does not hold weights that are cut already.
+Beside a tensor or pipeline axis FSDP2 also replicates, with shards of degree 1: DDP does not take DTensors.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def shard(
     settings: FsdpSection,
     gather_dtype: torch.dtype | None = None,
 ) -> None:
-    """Cut the parameters of `root`, in place: each block's together, then what is left.
+    """Shard the parameters of `root`, in place: each block's together, then what is left.
 
     `gather_dtype` is the precision's own dtype, in which weights are gathered; gradients are summed in float32. Neither
     inputs nor outputs are cast: what a layer computes in is autocast's affair, in this layout as in all others.
@@ -56,7 +55,7 @@ def shard(
     of_blocks = MixedPrecisionPolicy(
         param_dtype=param, reduce_dtype=reduce, output_dtype=output, cast_forward_inputs=False
     )
-    # Parts of degree 1 are whole already: giving them back would only copy.
+    # Shards of degree 1 are full already: resharding would only copy.
     reshard = settings.reshard and mesh.degrees.shard > 1
     _cast_buffers(root, settings)
     sharded: list[FSDPModule] = [
@@ -88,7 +87,7 @@ def _self_contained(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mod
 
 
 def _guard(root: nn.Module) -> None:
-    """The model's weights are whole only while `root` runs: called by itself it would fail somewhere inside."""
+    """The model's weights are gathered only while `root` runs: called by itself it would fail somewhere inside."""
     model = getattr(root, "model", None)
     if not isinstance(model, nn.Module) or model._compiled_call_impl is not None:
         return
@@ -143,7 +142,7 @@ def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
 
 @contextmanager
 def without_all_reduce(root: FSDPModule) -> Iterator[None]:
-    """Backwards in here leave the copies apart: what the last one of a step brings together is the sum."""
+    """Backwards in here do not all-reduce over replicas: the last one of a step reduces their sum."""
     root.set_requires_all_reduce(False)
     try:
         yield
@@ -174,7 +173,7 @@ def discard_gradients(root: nn.Module) -> None:
 
 
 def reshard_all(root: nn.Module) -> None:
-    """Only this rank's parts stay: a forward without a backward leaves the root's weights gathered."""
+    """Only this rank's shards stay: a forward without a backward leaves the root's weights gathered."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,7 +1,7 @@
 """Weights for a model that was built without any, on torch's `meta` device: because it does not fit one rank.
 
-Each module is given its first weights by its own `reset_parameters`, one after the other: whole for a moment, of which
-each rank keeps its part. Random numbers belong to the module's name, so the weights are the same in every layout.
+Each module is given its first weights by its own `reset_parameters`, one after the other: full for a moment, of which
+each rank keeps its shard. Random numbers belong to the module's name, so the weights are the same in every layout.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _fill(name: str, module: nn.Module, reset: Callable[[], Any], seed: int, fil
 
 
 def _blank(like: Tensor) -> Tensor:
-    """A whole tensor of values that no reset would leave, so that one which was forgotten can be told."""
+    """A full tensor of values that no reset would leave, so that one which was forgotten can be told."""
     if like.is_floating_point():
         return torch.full(like.shape, math.nan, dtype=like.dtype)
     if like.dtype in _INTEGERS:

@@ -1,7 +1,7 @@
 """An optimizer that was built on the plain model, bound to what a layout made of it.
 
 Groups and settings stay; each parameter is replaced by the one that has its name now. Optimizers that work element by
-element get this rank's pieces as plain tensors; others get the cut tensors themselves, where torch can compute on them.
+element get this rank's shards as plain tensors; others get the DTensors themselves, where torch can compute on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 def bind(
     optimizer: optim.Optimizer, names: Mapping[int, str], model: nn.Module, facts: OptimizerFacts | None = None
 ) -> dict[Tensor, Tensor]:
-    """Replace the parameters in `optimizer`; returns what it now holds in place of each cut parameter of the model.
+    """Replace the parameters in `optimizer`; returns what it now holds in place of each sharded parameter of the model.
 
     Parameters that this rank no longer holds (they are another stage's) leave the optimizer. `facts` are those of the
     recipe's optimizer; without them, the class of the optimizer tells.
@@ -34,15 +34,15 @@ def bind(
     if facts is None:
         facts = optimizer_facts([(each.__module__, each.__name__) for each in type(optimizer).__mro__])
     now = dict(model.named_parameters())
-    cut = any(_is_cut(parameter) for parameter in now.values())
-    if cut and (facts.needs_full or getattr(optimizer, "needs_whole_weights", False)):
+    sharded = any(_is_sharded(parameter) for parameter in now.values())
+    if sharded and (facts.needs_full or getattr(optimizer, "needs_whole_weights", False)):
         raise LayoutError(
             "optimizer-needs-whole-weights",
             f"{type(optimizer).__name__} can't work on weights that are cut over ranks.",
             why="it computes with whole matrices (their rows, columns or directions), of which each rank holds a part",
             fix="use adamw, adam, sgd or adagrad; or strategy: ddp",
         )
-    as_pieces = not cut or facts.elementwise
+    as_local_shards = not sharded or facts.elementwise
     held: dict[Tensor, Tensor] = {}
     state = dict(optimizer.state)
     optimizer.state.clear()  # in place, as its parts may share it
@@ -52,17 +52,17 @@ def bind(
             new = now.get(names[id(old)])
             if new is None:
                 continue
-            mine = local_shard(new) if as_pieces and isinstance(new, DTensor) else new
+            mine = local_shard(new) if as_local_shards and isinstance(new, DTensor) else new
             kept.append(mine)
             if mine is not new:
                 held[new] = mine
             if old in state:
-                optimizer.state[mine] = _moved(state[old], old, new, names[id(old)], as_pieces)
+                optimizer.state[mine] = _moved(state[old], old, new, names[id(old)], as_local_shards)
         group["params"] = kept
     return held
 
 
-def _is_cut(parameter: Tensor) -> bool:
+def _is_sharded(parameter: Tensor) -> bool:
     """Not where it is a DTensor along axes of one rank, or a copy."""
     if not isinstance(parameter, DTensor):
         return False
@@ -70,15 +70,15 @@ def _is_cut(parameter: Tensor) -> bool:
     return any(n > 1 and not place.is_replicate() for n, place in zip(sizes, parameter.placements, strict=True))
 
 
-def _moved(state: Mapping[str, Any], old: Tensor, new: Tensor, name: str, as_pieces: bool) -> dict[str, Any]:
-    """What the optimizer remembers of a parameter, cut as the parameter is."""
+def _moved(state: Mapping[str, Any], old: Tensor, new: Tensor, name: str, as_local_shards: bool) -> dict[str, Any]:
+    """What the optimizer remembers of a parameter, sharded as the parameter is."""
     moved: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor) or not value.dim() or not isinstance(new, DTensor):
             moved[key] = value
         elif value.shape == old.shape:
             mine = shard_of(value, new).to(local_shard(new).device, copy=True)
-            moved[key] = mine if as_pieces else as_dtensor_like(new, mine)
+            moved[key] = mine if as_local_shards else as_dtensor_like(new, mine)
         else:
             raise LayoutError(
                 "optimizer-state-not-cut",
@@ -90,7 +90,7 @@ def _moved(state: Mapping[str, Any], old: Tensor, new: Tensor, name: str, as_pie
 
 
 def refuse_mixed(error: RuntimeError, optimizer: optim.Optimizer) -> None:
-    """Say it in our words where an optimizer of the user's puts plain tensors beside weights that are cut."""
+    """Say it in our words where an optimizer of the user's mixes plain tensors with DTensors."""
     if "mixed torch.Tensor and DTensor" in str(error):
         raise LayoutError(
             "optimizer-mixes-tensors",
@@ -102,7 +102,7 @@ def refuse_mixed(error: RuntimeError, optimizer: optim.Optimizer) -> None:
 
 @torch.no_grad()
 def assign_shard_gradients(held: Mapping[Tensor, Tensor]) -> bool:
-    """This rank's piece of each gradient, to the plain tensor that the optimizer holds; whether there were all."""
+    """This rank's shard of each gradient, to the plain tensor that the optimizer holds; whether there were all."""
     complete = True
     for parameter, mine in held.items():
         gradient = parameter.grad

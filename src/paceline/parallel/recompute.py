@@ -93,9 +93,9 @@ def recompute(model: nn.Module, kind: str, wanted: list[str] | None = None) -> s
         if every and number % every == 0:
             block.forward = Recomputed(block.forward, block, selective=kind == "selective")
             count += 1
-    said = f"recompute: {kind}, {count} of {len(blocks)} blocks"
+    summary = f"recompute: {kind}, {count} of {len(blocks)} blocks"
     cached = count > 0 and huggingface.disable_cache(model)
-    return f"{said}; the model's use_cache is off" if cached else said
+    return f"{summary}; the model's use_cache is off" if cached else summary
 
 
 def _every(kind: str) -> int:

@@ -1,8 +1,8 @@
-"""This rank's pieces of a model that is cut over ranks, as plain tensors; and back to whole ones.
+"""This rank's shards of a model as plain tensors; and back to full tensors.
 
-torch's DTensor knows how a tensor is cut, but every operation on one goes through Python. What happens after the
-backward is done element by element (scaling, clipping, the optimizer, moving averages), and gives the same on the
-pieces alone: faster, and with every fused kernel. Only a norm has to be put together over the ranks.
+torch's DTensor knows how a tensor is sharded, but every operation on one goes through Python. What happens after the
+backward is elementwise (scaling, clipping, the optimizer, moving averages), and gives the same on local shards: faster,
+and with every fused kernel. Only a norm must be reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paceline.runtime.mesh import Mesh
 
 @torch.no_grad()
 def local_shard(tensor: Tensor) -> Tensor:
-    """What of it lies on this rank; the same memory."""
+    """What this rank holds of it; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
-    """Whether this rank's piece goes into a sum over all ranks: of copies, only the first one does."""
+    """Whether this rank's shard goes into a sum over all ranks: of copies, only the first one does."""
     place = mesh.coords_in_stage
     if isinstance(parameter, DTensor):
         for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
@@ -36,29 +36,29 @@ def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
     return not any(place.values())
 
 
-def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole` that this rank holds of `like`. Along the tensor axis, the last, a tensor is cut first."""
+def shard_of(full: Tensor, like: Tensor) -> Tensor:
+    """The shard of `full` that this rank holds of `like`. The tensor axis, the last, is sharded first."""
     if not isinstance(like, DTensor):
-        return whole
+        return full
     mesh = like.device_mesh
     for axis in reversed(range(mesh.ndim)):
         placement = like.placements[axis]
         if not placement.is_replicate():
             dim: int = placement.dim  # type: ignore[attr-defined]
-            parts = whole.chunk(mesh.size(axis), dim)
+            shards = full.chunk(mesh.size(axis), dim)
             number = mesh.get_local_rank(axis)
-            whole = parts[number] if number < len(parts) else whole.narrow(dim, 0, 0)
-    return whole
+            full = shards[number] if number < len(shards) else full.narrow(dim, 0, 0)
+    return full
 
 
 @torch.no_grad()
-def copy_shard_(tensor: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of `whole` into `tensor`."""
-    local_shard(tensor).copy_(shard_of(whole, tensor))
+def copy_shard_(tensor: Tensor, full: Tensor) -> None:
+    """Copy this rank's shard of `full` into `tensor`."""
+    local_shard(tensor).copy_(shard_of(full, tensor))
 
 
 def as_dtensor_like(parameter: Tensor, own: Tensor) -> Tensor:
-    """`own`, this rank's piece of something that is cut as the parameter is, as a tensor that knows so."""
+    """`own`, this rank's shard of something that is sharded like the parameter, as a DTensor."""
     if isinstance(own, DTensor) or not isinstance(parameter, DTensor) or own.shape != local_shard(parameter).shape:
         return own
     return DTensor.from_local(
@@ -67,26 +67,28 @@ def as_dtensor_like(parameter: Tensor, own: Tensor) -> Tensor:
 
 
 def gather_full_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Every tensor whole, on the CPU of rank 0, also those of other stages; nothing elsewhere. All ranks have to come,
-    with the same names along every axis but `pipeline`."""
-    speaks = not any(mesh.coords_in_stage.values())
+    """Full tensors on the CPU of rank 0, those of other stages included; nothing elsewhere. Collective: must be called
+    on every rank, with the same names along every axis but `pipeline`."""
+    is_primary = not any(mesh.coords_in_stage.values())
     own: dict[str, Tensor] = {}
     with _quiet_gathering():
         for name, tensor in tensors.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if speaks:
+            if is_primary:
                 own[name] = full.detach().cpu() if isinstance(tensor, DTensor) else full.detach()
     if mesh.degrees.pipeline == 1:
         return own
-    return _over_stages(own, mesh, speaks)
+    return _over_stages(own, mesh, is_primary)
 
 
-def _over_stages(own: dict[str, Tensor], mesh: Mesh, speaks: bool) -> dict[str, Tensor]:
+def _over_stages(own: dict[str, Tensor], mesh: Mesh, is_primary: bool) -> dict[str, Tensor]:
     """To rank 0, from the rank of each other stage that has its tensors."""
-    kinds = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()] if speaks else []
+    kinds = (
+        [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()] if is_primary else []
+    )
     stages = collectives.all_gather_object(kinds)
     rank = collectives.rank()
-    if rank and speaks:
+    if rank and is_primary:
         for tensor in own.values():
             torch_dist.send(tensor.to(mesh.device).contiguous(), 0)
     if rank:
@@ -102,7 +104,7 @@ def _over_stages(own: dict[str, Tensor], mesh: Mesh, speaks: bool) -> dict[str, 
 
 @contextmanager
 def _quiet_gathering() -> Iterator[None]:
-    """torch warns that a tensor which is cut twice takes two collectives to gather; here there is no other way."""
+    """torch warns that a tensor which is sharded twice takes two collectives to gather; here there is no other way."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -112,7 +114,7 @@ def _quiet_gathering() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def is_cut(parameters: Iterable[Tensor]) -> bool:
+def has_dtensors(parameters: Iterable[Tensor]) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
@@ -140,7 +142,7 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type != "meta":
             with torch.no_grad():
-                there = tensor.detach().to(device)
-                collectives.broadcast(there)
-                if there.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(there)
+                on_device = tensor.detach().to(device)
+                collectives.broadcast(on_device)
+                if on_device.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(on_device)

@@ -60,10 +60,10 @@ def _existing(name: str) -> torch.device:
         return torch.device("cpu")
     if device.type == "cuda" and (number := device.index or 0) < count:
         return torch.device("cuda", number)
-    there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    available = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
     raise LayoutError(
         "no-such-device",
-        f"split.devices names {name!r}, which this machine does not have: there is {there}.",
+        f"split.devices names {name!r}, which this machine does not have: there is {available}.",
         fix="name devices that are there, or check CUDA_VISIBLE_DEVICES",
     )
 
@@ -185,7 +185,7 @@ def _place(model: nn.Module, places: list[Place], devices: list[torch.device]) -
     home = devices[0]
     for (_, layer), number in places:
         layer.to(devices[number])
-        layer.register_forward_pre_hook(partial(_bring, devices[number]), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_move_inputs, devices[number]), with_kwargs=True)
     placed = {id(part) for (_, layer), _ in places for part in layer.modules()}
     for part in model.modules():
         if id(part) not in placed:
@@ -193,7 +193,7 @@ def _place(model: nn.Module, places: list[Place], devices: list[torch.device]) -
     with_weights = [layer for (_, layer), _ in places if any(True for _ in layer.parameters())]
     ends = [part for part in model.modules() if isinstance(part, nn.Sequential) and id(part) not in placed]
     for end in [*ends, *with_weights[-1:]]:
-        end.register_forward_hook(partial(_bring_back, home))
+        end.register_forward_hook(partial(_move_output, home))
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:
@@ -205,14 +205,14 @@ def _move_own(module: nn.Module, device: torch.device) -> None:
             module._buffers[key] = buffer.to(device)
 
 
-def _bring(
+def _move_inputs(
     device: torch.device, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    to_it = partial(_to, device=device)
-    return tuple(apply(value, to_it) for value in args), {key: apply(value, to_it) for key, value in kwargs.items()}
+    move = partial(_to, device=device)
+    return tuple(apply(value, move) for value in args), {key: apply(value, move) for key, value in kwargs.items()}
 
 
-def _bring_back(device: torch.device, layer: nn.Module, args: Any, output: Any) -> Any:
+def _move_output(device: torch.device, layer: nn.Module, args: Any, output: Any) -> Any:
     return apply(output, partial(_to, device=device))
 
 
@@ -228,7 +228,7 @@ def _bytes_on(places: list[Place], number: int) -> int:
     return sum(own.values())
 
 
-def is_spread(model: nn.Module) -> bool:
+def spans_devices(model: nn.Module) -> bool:
     """Whether the model's layers lie on several devices. Where the user put them there, they stay."""
     found = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     return len({device for device in found if device.type != "meta"}) > 1

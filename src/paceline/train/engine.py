@@ -148,13 +148,13 @@ class Engine:
         self.optimizer = given or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
         names = names_of(self.model) if given is None else self._given_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self.cut: ShardedParams | None = None
+        self.sharded: ShardedParams | None = None
         if is_sharded(config, self.layout.degrees):
             facts = OPTIMIZERS.facts(config.optimizer.name) if self.own_optimizer else None
             here = {key: self._aliases.get(name, name) for key, name in names.items()}
             held = bind(self.optimizer, here, self.model, facts)
             allow_unused = config.unused_parameters == "allow" or self.world.size == 1
-            self.cut = ShardedParams(
+            self.sharded = ShardedParams(
                 self.model, held, self.mesh, frozenset(self.tied_copies), allow_unused=allow_unused
             )
         fill_momentum(self.optimizer)
@@ -162,15 +162,15 @@ class Engine:
             self.world.device,
             config.scaler,
             enabled=PRECISIONS.facts(config.precision).loss_scaling,
-            agree=None if self.cut is None else partial(collectives.all_reduce, op="max"),
+            agree=None if self.sharded is None else partial(collectives.all_reduce, op="max"),
         )
 
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
         self.average: Ema | None = None
         if config.ema is not None:  # after the wrap, which gives every rank the weights of rank 0
-            pieces = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
-            self.average = Ema(pieces, config.ema.decay, config.ema.warmup)
+            shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
+            self.average = Ema(shards, config.ema.decay, config.ema.warmup)
         self.draw = NoiseContext(config.seed)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
         self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
@@ -184,7 +184,7 @@ class Engine:
         }
         if isinstance(self.module, PipelineLossModule):
             self.stepper: Stepper = PipelineStepper(
-                self.module, self.wrapped, settings=config.pipeline, say=self.log.info, **parts
+                self.module, self.wrapped, settings=config.pipeline, log=self.log.info, **parts
             )
         else:
             self.stepper = Stepper(self.module, self.wrapped, **parts)
@@ -197,7 +197,7 @@ class Engine:
             clip_value=config.clip_value,
             nonfinite=config.nonfinite,
             watch=self.watch,
-            cut=self.cut,
+            sharded=self.sharded,
         )
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.log.info(

@@ -37,9 +37,9 @@ class Updater:
         clip_value: float | None = None,
         nonfinite: str = "raise",
         watch: NonfiniteGuard | None = None,
-        cut: ShardedParams | None = None,
+        sharded: ShardedParams | None = None,
     ) -> None:
-        self.optimizer, self.average, self._cut = optimizer, average, cut
+        self.optimizer, self.average, self._sharded = optimizer, average, sharded
         self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None leaves the rate alone
         self.scheduler: Any = None  # of the user's, where it steps with the optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -62,9 +62,9 @@ class Updater:
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out."""
         norm = None
-        if self._cut is not None:
-            self._cut.hand_over_gradients()
-        if factor is not None or self._touches_gradients or (self._cut is not None and self._scaler is not None):
+        if self._sharded is not None:
+            self._sharded.hand_over_gradients()
+        if factor is not None or self._touches_gradients or (self._sharded is not None and self._scaler is not None):
             norm = self._shape(factor)
         if self.learning_rate is not None:
             rate = self.learning_rate(step)
@@ -114,8 +114,8 @@ class Updater:
 
     def _shape(self, factor: Tensor | float | None) -> Tensor | None:
         held = [p for p in self._parameters if p.grad is not None]
-        gradients = [p.grad for p in held] if self._cut is None else [local_shard(p.grad) for p in held]
-        norm_of = total_norm if self._cut is None else self._cut.norm_of(held)
+        gradients = [p.grad for p in held] if self._sharded is None else [local_shard(p.grad) for p in held]
+        norm_of = total_norm if self._sharded is None else self._sharded.norm_of(held)
         if isinstance(factor, float):
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
@@ -123,7 +123,7 @@ class Updater:
             for device, dtype in {(gradient.device, gradient.dtype) for gradient in gradients}:
                 same = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == (device, dtype)]
                 torch._foreach_mul_(same, factor.to(device, dtype))
-        if not self._touches_gradients and (self._scaler is None or self._cut is None):
+        if not self._touches_gradients and (self._scaler is None or self._sharded is None):
             return None
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)

@@ -1,4 +1,4 @@
-"""A step of a model that is cut into stages: the same sums and weights as on one rank, noted by the last stage.
+"""A step of a pipelined model: the same sums and weights as on one rank, noted by the last stage.
 
 A data rank's samples go through the pipeline in micro-batches of one length. The last stage looks at the real rows of
 each, so padding weighs nothing, whatever kind of loss it is. Other stages note nothing: in sums over all ranks each
@@ -23,7 +23,7 @@ from paceline.errors import LayoutError
 from paceline.models.spec import PipelineSpec
 from paceline.parallel.compose import Subject
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
-from paceline.parallel.tensor.apply import whole_logits
+from paceline.parallel.tensor.apply import full_logits
 from paceline.plan.pipeline_schedule import choose_microbatches
 from paceline.runtime import collectives
 from paceline.train.model_call import ModelCall, choose_outputs, read_loss
@@ -78,7 +78,7 @@ class PipelineLossModule(LossModule):
         def model(*arguments: Any, **named: Any) -> Any:
             targets = arguments[1] if len(arguments) > 1 else named.get(self._spec.targets) if self._spec else None
             if self._spec is None or targets is None:
-                return whole_logits(outputs)
+                return full_logits(outputs)
             return getattr(self.model, self._spec.loss)(outputs, targets)
 
         with self.context or nullcontext():
@@ -108,11 +108,13 @@ def _only_argument(*arguments: Any, **named: Any) -> Any:
 
 
 class PipelineStepper(Stepper):
-    """A Stepper whose micro-batches are cut once more, and go through the stages by a schedule."""
+    """A Stepper whose micro-batches are sliced once more, and go through the stages by a schedule."""
 
-    def __init__(self, module: PipelineLossModule, *others: Any, settings: Settings, say: Any, **named: Any) -> None:
+    def __init__(
+        self, module: PipelineLossModule, *others: Any, settings: Settings, log: Callable[[str], None], **named: Any
+    ) -> None:
         super().__init__(module, *others, **named)
-        self._staged, self._pipeline, self._settings, self._say = module, module.pipeline, settings, say
+        self._staged, self._pipeline, self._settings, self._log = module, module.pipeline, settings, log
         self._device = next(module.parameters()).device
         if self._scaler is not None:  # it begins with the first loss, which most stages never see
             self._scaler.scale(torch.zeros((), device=self._device))
@@ -130,7 +132,7 @@ class PipelineStepper(Stepper):
         if micro.last:
             if self.by_data:
                 self._send_weight(micro, self._device)
-            self._pipeline.add_up(self._gradient_of)
+            self._pipeline.reduce_tied(self._gradient_of)
         return noted
 
     def fly(self, micro: MicroBatch) -> Tensor | float | None:
@@ -154,9 +156,9 @@ class PipelineStepper(Stepper):
         """How many parts there are is the same for all ranks, whatever each of them has in the first batch."""
         self._last_is_mean = True
         most = max(collectives.all_gather_object(samples))
-        count, said = choose_microbatches(self._settings, self._pipeline.ranks, most)
+        count, description = choose_microbatches(self._settings, self._pipeline.ranks, most)
         self._pipeline.microbatches = count
-        self._say(f"pipeline: {said}")
+        self._log(f"pipeline: {description}")
 
     def _loss(self, micro: MicroBatch, rows: int, counts: bool, outputs: Tensor, number: int) -> Tensor:
         """What the backward of one part starts from: its loss, times its share of the step."""

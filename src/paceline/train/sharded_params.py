@@ -1,4 +1,4 @@
-"""What a step has to know of parameters that are cut over ranks."""
+"""What a step needs to know of sharded parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.train.preflight import unused_error
 
 
 class ShardedParams:
-    """The model's cut parameters beside what the optimizer holds of each."""
+    """The model's sharded parameters beside what the optimizer holds of each."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ShardedParams:
             raise unused_error(self._model, [n for n in names if self._model.get_parameter(n).grad is None])
 
     def norm_of(self, parameters: list[Tensor]) -> Callable[[list[Tensor]], Tensor]:
-        """For gradients of these parameters: every rank's pieces, each of them once, put together."""
+        """For gradients of these parameters: every rank's shards, each of them once, reduced."""
         counted = [parameter in self._counted for parameter in parameters]
 
         def norm(gradients: list[Tensor]) -> Tensor:

@@ -261,7 +261,7 @@ class Trainer:
         """The model's weights, whole, on rank 0; where they are cut over ranks, all ranks have to come and the others
         get nothing."""
         state = self.model.state_dict()
-        return state if self._engine.cut is None else gather_full_tensors(state, self._engine.mesh)
+        return state if self._engine.sharded is None else gather_full_tensors(state, self._engine.mesh)
 
     def save_checkpoint(
         self,

@@ -13,7 +13,7 @@ from paceline.errors import PacelineError
 from paceline.models.gpt import GPT
 from paceline.parallel import split as splitting
 from paceline.parallel.split import _layers as layers_of
-from paceline.parallel.split import is_spread, split
+from paceline.parallel.split import spans_devices, split
 
 TWO = ["cpu", "cpu"]
 
@@ -139,4 +139,4 @@ def test_a_micro_batch_that_is_looked_for_needs_the_model_on_one_device() -> Non
 
 def test_a_model_on_several_devices_is_told_from_one_that_is_partly_on_meta() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    assert not is_spread(model)
+    assert not spans_devices(model)

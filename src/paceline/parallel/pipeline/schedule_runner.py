@@ -1,8 +1,8 @@
-"""Running a model that is cut into stages: torch's schedules for training, a plain relay for everything else.
+"""Running the stages of a pipeline: torch's schedules for training, a plain relay for everything else.
 
-Every rank of a pipeline reads the same samples. They are cut into micro-batches of one length, the last one padded by
-repeating a row, as torch's schedules need; the loss looks at the real rows only. Between stages goes one tensor, whose
-shape (but for the rows) is learnt from a first pass without gradients.
+Every rank of a pipeline reads the same samples. They are sliced into micro-batches of one length, the last one padded
+by repeating a row, as torch's schedules need; the loss looks at the real rows only. Between stages goes one tensor,
+whose shape (but for the rows) is learnt from a first pass without gradients.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class PipelineRunner:
         return tensor.tolist()
 
     @torch.no_grad()
-    def equalise(self, tensors: Callable[[str], Tensor | None]) -> None:
-        """The original's values for all copies of tied parameters, found by name."""
+    def broadcast_tied(self, tensors: Callable[[str], Tensor | None]) -> None:
+        """Every copy of a tied parameter takes the original's values. `tensors` finds them by name."""
         for tied, own in self._held(tensors):
             first, *others = tied.holders
             if self.rank == first:
@@ -183,7 +183,7 @@ class PipelineRunner:
                 torch_dist.recv(own, group=self._group, group_src=first)
 
     @torch.no_grad()
-    def add_up(self, tensors: Callable[[str], Tensor | None]) -> None:
+    def reduce_tied(self, tensors: Callable[[str], Tensor | None]) -> None:
         """The sum over all copies, for each of them: gradients of tied parameters."""
         for tied, own in self._held(tensors):
             first, *others = tied.holders
@@ -194,7 +194,7 @@ class PipelineRunner:
                     own += theirs
             else:
                 torch_dist.send(own, group=self._group, group_dst=first)
-        self.equalise(tensors)
+        self.broadcast_tied(tensors)
 
     def _held(self, tensors: Callable[[str], Tensor | None]) -> list[tuple[TiedParameter, Tensor]]:
         held = []

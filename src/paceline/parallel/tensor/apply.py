@@ -1,13 +1,13 @@
-"""Tensor parallel: every layer is cut over ranks, which compute their parts of it on the same data.
+"""Tensor parallel: every layer is sharded over ranks, which compute their shards of it on the same data.
 
-A model says as data how its layers are cut (`models/tensor_plan.py` has the words). Parameters become DTensors, so that
-whatever comes after (sharding, norms, checkpoints) knows how they lie. A layer itself computes on plain tensors, this
-rank's pieces, with torch's own kernels (`layers.py`); values pass between ranks only here (`exchange.py`):
+A model declares how its layers are sharded (`models/tensor_plan.py` has the words). Parameters become DTensors, so that
+whatever comes after (sharding, norms, checkpoints) knows their layout. A layer itself computes on plain tensors, this
+rank's shards, with torch's own kernels (`layers.py`); ranks communicate only here (`comm_ops.py`):
 
-    column     whole inputs  → some outputs       backward: the inputs' gradients are added up
-    row        some inputs   → whole outputs      forward: the outputs' parts are added up
-    sequence   between a row and the next column, each rank keeps its share of the tokens: what the row adds up is
-               left cut, and gathered in front of the column. It costs the same messages, and saves memory.
+    column     full inputs   → some outputs       backward: all-reduce of the inputs' gradients
+    row        some inputs   → full outputs       forward: all-reduce of the partial outputs
+    sequence   between a row and the next column, each rank keeps its slice of the tokens: reduce-scatter behind the
+               row, all-gather in front of the column. The traffic is the same, and it saves memory.
 
 torch's ready styles (`ColwiseParallel` …) are not used: they run every operation through DTensor's Python, leave
 gradients of norms unsummed (Partial) where no FSDP comes after them, and have no place for a layer outside the plan.
@@ -33,11 +33,11 @@ from paceline.parallel.tensor.layers import prepare
 from paceline.runtime.mesh import Mesh
 from paceline.text import plural
 
-_CUT_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}  # of a weight
+_SHARD_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}  # of a weight
 
 
 def check_plan(model: nn.Module, settings: Settings, degree: int) -> None:
-    """What can be known to be wrong from the shapes of the (whole) model, also of one on the meta device."""
+    """What can be known to be wrong from the shapes of the full model, also of one on the meta device."""
     words = words_of_modules(model, plan_of(model, settings.plan))
     for name, heads in spec_of(model).heads.items():
         if heads % degree:
@@ -49,15 +49,15 @@ def check_plan(model: nn.Module, settings: Settings, degree: int) -> None:
             )
     for name, word in words.items():
         _require_divisible(name, word, model.get_submodule(name), degree)
-    _require_ties_cut_alike(model, words)
+    _require_ties_sharded_alike(model, words)
     if _is_sequence_parallel(words, settings):
         _require_complete(model, words)
 
 
 def _require_divisible(name: str, word: str, module: nn.Module, degree: int) -> None:
-    if word not in _CUT_DIM:
+    if word not in _SHARD_DIM:
         return
-    size = module.get_parameter("weight").shape[_CUT_DIM[word]]
+    size = module.get_parameter("weight").shape[_SHARD_DIM[word]]
     if size % degree == 0:
         return
     if word == "vocabulary":
@@ -75,7 +75,7 @@ def _require_divisible(name: str, word: str, module: nn.Module, degree: int) -> 
     )
 
 
-def _require_ties_cut_alike(model: nn.Module, words: Mapping[str, str]) -> None:
+def _require_ties_sharded_alike(model: nn.Module, words: Mapping[str, str]) -> None:
     for names in tied_parameters(model):
         modules = [name.rpartition(".")[0] for name in names]
         keys = [name.rpartition(".")[2] for name in names]
@@ -110,25 +110,25 @@ def _is_sequence_parallel(words: Mapping[str, str], settings: Settings) -> bool:
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, settings: Settings) -> str:
-    """Cut the model in place, on whatever device it is; weights are the same on all ranks. Returns a line on it."""
+    """Shard the model in place, on whatever device it is; weights are the same on all ranks. Returns a line on it."""
     axis = mesh.axis("tensor")
     assert axis is not None
-    is_whole = mesh.degrees.pipeline == 1
-    if is_whole:
+    is_full = mesh.degrees.pipeline == 1
+    if is_full:
         check_plan(model, settings, axis.size())
-    words = words_of_modules(model, plan_of(model, settings.plan), full=is_whole)
+    words = words_of_modules(model, plan_of(model, settings.plan), full=is_full)
     sequence_parallel = _is_sequence_parallel(words, settings)
-    _cut_parameters(model, words, axis, mesh.device)
+    _shard_parameters(model, words, axis, mesh.device)
     for name, module in _owners(model):
-        prepare(module, words.get(name, "whole"), axis, sequence_parallel)
+        prepare(module, words.get(name, "replicated"), axis, sequence_parallel)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[key] = buffer.to(mesh.device)
-    model.register_forward_hook(_whole_outputs)
-    cut = sum(word in _CUT_DIM for word in words.values())
+    model.register_forward_hook(_full_outputs)
+    sharded = sum(word in _SHARD_DIM for word in words.values())
     tokens = ", tokens cut between them" if sequence_parallel else ""
-    return f"tensor: {plural(cut, 'layer')} cut over {axis.size()} ranks{tokens}"
+    return f"tensor: {plural(sharded, 'layer')} cut over {axis.size()} ranks{tokens}"
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -140,8 +140,8 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _cut_parameters(model: nn.Module, words: Mapping[str, str], axis: DeviceMesh, device: torch.device) -> None:
-    """Every parameter becomes a DTensor, a whole one (Replicate) where no word cuts it; tied ones stay tied."""
+def _shard_parameters(model: nn.Module, words: Mapping[str, str], axis: DeviceMesh, device: torch.device) -> None:
+    """Every parameter becomes a DTensor, replicated where no word shards it; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in _owners(model):
         for key, parameter in module._parameters.items():
@@ -149,40 +149,40 @@ def _cut_parameters(model: nn.Module, words: Mapping[str, str], axis: DeviceMesh
                 continue
             placement = _placement(words.get(name), key)
             if parameter not in made:
-                made[parameter] = _cut(parameter, axis, placement, device)
+                made[parameter] = _distribute(parameter, axis, placement, device)
             module._parameters[key] = made[parameter]
 
 
 def _placement(word: str | None, key: str) -> Placement:
-    if word not in _CUT_DIM or (word == "row" and key == "bias"):
+    if word not in _SHARD_DIM or (word == "row" and key == "bias"):
         return Replicate()
-    return Shard(_CUT_DIM[word])
+    return Shard(_SHARD_DIM[word])
 
 
 @torch.no_grad()
-def _cut(parameter: nn.Parameter, axis: DeviceMesh, placement: Placement, device: torch.device) -> nn.Parameter:
-    """Only this rank's piece goes to the device. A meta parameter stays one; it is filled later."""
+def _distribute(parameter: nn.Parameter, axis: DeviceMesh, placement: Placement, device: torch.device) -> nn.Parameter:
+    """Only this rank's shard goes to the device. A meta parameter stays one; it is filled later."""
     layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
     on_meta = DTensor.from_local(torch.empty_like(parameter, device="meta"), axis, [placement], **layout)
     own = shard_of(parameter.detach(), on_meta)
     if isinstance(placement, Shard):
-        own = own.clone(memory_format=torch.contiguous_format)  # a slice would keep the whole alive
+        own = own.clone(memory_format=torch.contiguous_format)  # a view would keep the full tensor alive
     if not parameter.is_meta:
         own = own.to(device)
     return nn.Parameter(DTensor.from_local(own, axis, [placement], **layout), requires_grad=parameter.requires_grad)
 
 
-def _whole_outputs(model: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Whoever calls the model itself gets whole logits."""
+def _full_outputs(model: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Whoever calls the model itself gets full logits."""
     if isinstance(outputs, DTensor):
-        return whole_logits(outputs)
+        return full_logits(outputs)
     if type(outputs) is dict:
-        return {key: whole_logits(value) for key, value in outputs.items()}
+        return {key: full_logits(value) for key, value in outputs.items()}
     return None
 
 
-def whole_logits(logits: Any) -> Any:
-    """Those that are cut over the vocabulary put together, on all ranks of the tensor axis; others as they are."""
+def full_logits(logits: Any) -> Any:
+    """Logits that are sharded over the vocabulary, gathered on all ranks of the tensor axis; others as they are."""
     if not isinstance(logits, DTensor):
         return logits
     return gather_from_group(logits.to_local(), logits.dim() - 1, logits.device_mesh.get_group())

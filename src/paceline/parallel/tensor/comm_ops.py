@@ -1,15 +1,15 @@
-"""What passes between the ranks of the tensor axis, in the forward and, the other way round, in the backward.
+"""Differentiable collectives over the ranks of the tensor axis; each has a conjugate in the backward.
 
-| function         | forward                                  | backward                                  |
-|------------------|------------------------------------------|-------------------------------------------|
-| `spread`         | the same values on each rank             | their gradients are added up              |
-| `add_up`         | the ranks' values are added up           | the same gradient for each rank           |
-| `gather`         | the ranks' shares are put together       | the gradients of whole ones are cut       |
-| `gather_spread`  | the ranks' shares are put together       | added up, and each rank gets its share    |
-| `add_up_shares`  | added up, and each rank gets its share   | the gradients of shares are put together  |
+| function                  | forward                              | backward                              |
+|---------------------------|--------------------------------------|---------------------------------------|
+| `copy_to_group`           | identity                             | all-reduce of the gradients           |
+| `reduce_from_group`       | all-reduce                           | identity                              |
+| `gather_from_group`       | all-gather along a dim               | each rank's slice of the gradient     |
+| `all_gather_sequence`     | all-gather along the tokens          | reduce-scatter of the gradients       |
+| `reduce_scatter_sequence` | reduce-scatter along the tokens      | all-gather of the gradients           |
 
 torch's collectives directly, and not DTensor's: those run in Python at every call, and over gloo on a GPU (torch 2.11)
-a gather of theirs ends the process.
+an all-gather of theirs ends the process.
 """
 
 from __future__ import annotations
@@ -22,78 +22,79 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 Group = Any
-Way = Callable[[Tensor, int, Group], Tensor]  # of values, a dim that is cut, and the ranks
+CommOp = Callable[[Tensor, int, Group], Tensor]  # of values, the dim that is sharded, and the ranks
 
 # torch 2.13 has new names for these, and warns about the old ones.
-_all_gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-_reduce_scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+_all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 
-def _as_it_is(values: Tensor, dim: int, group: Group) -> Tensor:
+def _identity(values: Tensor, dim: int, group: Group) -> Tensor:
     return values.view_as(values)
 
 
-def _sum(own: Tensor, dim: int, group: Group) -> Tensor:
-    total = own.contiguous().clone()
+def _all_reduce(partial: Tensor, dim: int, group: Group) -> Tensor:
+    total = partial.contiguous().clone()
     torch_dist.all_reduce(total, group=group)
     return total
 
 
-def _put_together(share: Tensor, dim: int, group: Group) -> Tensor:
+def _all_gather(shard: Tensor, dim: int, group: Group) -> Tensor:
     ranks = torch_dist.get_world_size(group)
-    stacked = share.new_empty((ranks * share.shape[0], *share.shape[1:]))
-    _all_gather(stacked, share.contiguous(), group=group)
+    stacked = shard.new_empty((ranks * shard.shape[0], *shard.shape[1:]))
+    _all_gather_single(stacked, shard.contiguous(), group=group)
     return stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
 
 
-def _sum_of_shares(whole: Tensor, dim: int, group: Group) -> Tensor:
+def _reduce_scatter(full: Tensor, dim: int, group: Group) -> Tensor:
     ranks = torch_dist.get_world_size(group)
-    stacked = torch.cat(whole.chunk(ranks, dim)) if dim else whole.contiguous()
-    share = whole.new_empty((stacked.shape[0] // ranks, *stacked.shape[1:]))
-    _reduce_scatter(share, stacked, group=group)
-    return share
+    stacked = torch.cat(full.chunk(ranks, dim)) if dim else full.contiguous()
+    shard = full.new_empty((stacked.shape[0] // ranks, *stacked.shape[1:]))
+    _reduce_scatter_single(shard, stacked, group=group)
+    return shard
 
 
-def _own_share(whole: Tensor, dim: int, group: Group) -> Tensor:
-    return whole.chunk(torch_dist.get_world_size(group), dim)[torch_dist.get_rank(group)].contiguous()
+def _scatter(full: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's slice of values that every rank has."""
+    return full.chunk(torch_dist.get_world_size(group), dim)[torch_dist.get_rank(group)].contiguous()
 
 
-class _Exchange(torch.autograd.Function):
-    """One way in the forward, another one back."""
+class _CommFunction(torch.autograd.Function):
+    """One operation in the forward, its conjugate in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, there: Way, back: Way, dim: int, group: Group) -> Tensor:
-        ctx.back, ctx.dim, ctx.group = back, dim, group
-        return there(values, dim, group)
+    def forward(ctx: Any, values: Tensor, op: CommOp, conjugate: CommOp, dim: int, group: Group) -> Tensor:
+        ctx.conjugate, ctx.dim, ctx.group = conjugate, dim, group
+        return op(values, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(gradient, ctx.dim, ctx.group), None, None, None, None
+        return ctx.conjugate(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
-def copy_to_group(same: Tensor, group: Group) -> Tensor:
-    """Equal values, which each rank uses in its own way."""
-    result: Tensor = _Exchange.apply(same, _as_it_is, _sum, 0, group)
+def copy_to_group(values: Tensor, group: Group) -> Tensor:
+    """Equal values, which each rank uses differently."""
+    result: Tensor = _CommFunction.apply(values, _identity, _all_reduce, 0, group)
     return result
 
 
-def reduce_from_group(own: Tensor, group: Group) -> Tensor:
-    result: Tensor = _Exchange.apply(own, _sum, _as_it_is, 0, group)
+def reduce_from_group(partial: Tensor, group: Group) -> Tensor:
+    result: Tensor = _CommFunction.apply(partial, _all_reduce, _identity, 0, group)
     return result
 
 
-def gather_from_group(share: Tensor, dim: int, group: Group) -> Tensor:
-    """Whole values, which all ranks use in the same way."""
-    result: Tensor = _Exchange.apply(share, _put_together, _own_share, dim, group)
+def gather_from_group(shard: Tensor, dim: int, group: Group) -> Tensor:
+    """Full values, which all ranks use in the same way."""
+    result: Tensor = _CommFunction.apply(shard, _all_gather, _scatter, dim, group)
     return result
 
 
-def all_gather_sequence(share: Tensor, dim: int, group: Group) -> Tensor:
-    """Whole values, which each rank uses in its own way."""
-    result: Tensor = _Exchange.apply(share, _put_together, _sum_of_shares, dim, group)
+def all_gather_sequence(shard: Tensor, dim: int, group: Group) -> Tensor:
+    """Full values, which each rank uses differently."""
+    result: Tensor = _CommFunction.apply(shard, _all_gather, _reduce_scatter, dim, group)
     return result
 
 
-def reduce_scatter_sequence(own: Tensor, dim: int, group: Group) -> Tensor:
-    result: Tensor = _Exchange.apply(own, _sum_of_shares, _put_together, dim, group)
+def reduce_scatter_sequence(partial: Tensor, dim: int, group: Group) -> Tensor:
+    result: Tensor = _CommFunction.apply(partial, _reduce_scatter, _all_gather, dim, group)
     return result

@@ -1,6 +1,6 @@
-"""How a layer of a cut model runs: on plain tensors, with this rank's pieces of its weights.
+"""How a layer of a tensor-parallel model runs: on plain tensors, with this rank's shards of its weights.
 
-What passes between ranks, before and after, stands in `exchange.py`.
+`comm_ops.py` has the collectives before and after.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.parallel.tensor.comm_ops import (
 
 
 def prepare(module: nn.Module, word: str, axis: DeviceMesh, sequence_parallel: bool) -> None:
-    """Give the module a forward that computes on this rank's pieces. (Instead of hooks: the parts belong together.)"""
+    """Give the module a forward that computes on this rank's shards. (Instead of hooks: the parts belong together.)"""
     run = partial(_run, module, module.forward, axis)
     forward: Callable[..., Any]
     if word in ("column", "gathered") or (word == "vocabulary" and isinstance(module, nn.Linear)):
@@ -56,23 +56,23 @@ def _run(
     as FSDP put the weights of the moment.
     """
     seen = module.__dict__
-    lent = {
+    local = {
         key: _own(parameter, axis, key in summed)
         for key, parameter in module._parameters.items()
         if parameter is not None
     } | dict(instead or {})
-    before = {key: seen[key] for key in lent if key in seen}
-    seen.update(lent)
+    before = {key: seen[key] for key in local if key in seen}
+    seen.update(local)
     try:
         return inner(*inputs, **options)
     finally:
-        for key in lent:
+        for key in local:
             del seen[key]
         seen.update(before)
 
 
 def _own(parameter: Tensor, axis: DeviceMesh, summed: bool = False) -> Tensor:
-    """This rank's piece of a parameter, differentiable. `summed`: ranks use it on different values."""
+    """This rank's shard of a parameter, differentiable. `summed`: ranks use it on different values."""
     assert isinstance(parameter, DTensor)
     own = parameter.to_local(grad_placements=parameter.placements)
     return copy_to_group(own, axis.get_group()) if summed else own
@@ -92,7 +92,7 @@ def _row(
     module: nn.Module, run: Callable[..., Tensor], axis: DeviceMesh, sequence_parallel: bool, inputs: Tensor
 ) -> Tensor:
     """The bias is added once, to the sum."""
-    total = _add_up(run(inputs, instead={"bias": None}), axis, sequence_parallel)
+    total = _reduce(run(inputs, instead={"bias": None}), axis, sequence_parallel)
     bias = module._parameters["bias"]
     return total if bias is None else total + _own(bias, axis, summed=sequence_parallel).to(total.dtype)
 
@@ -109,17 +109,17 @@ def _lookup(
     if padding is not None:
         padding = padding - first if first <= padding < first + rows else None
     values = run(own.masked_fill(elsewhere, 0), instead={"padding_idx": padding})
-    return _add_up(values.masked_fill(elsewhere[..., None], 0.0), axis, sequence_parallel)
+    return _reduce(values.masked_fill(elsewhere[..., None], 0.0), axis, sequence_parallel)
 
 
 def _own_tokens(run: Callable[..., Tensor], axis: DeviceMesh, parameters: Collection[str], tokens: Tensor) -> Tensor:
-    """An embedding of numbers that every rank has: this rank looks up its share of them."""
+    """An embedding of numbers that every rank has: this rank looks up its slice of them."""
     _require_even(tokens.shape[-1], axis)
     return run(tokens.chunk(axis.size(), -1)[axis.get_local_rank()], summed=parameters)
 
 
-def _add_up(own: Tensor, axis: DeviceMesh, sequence_parallel: bool) -> Tensor:
-    """The sum of what the ranks have: whole, or this rank's share of the tokens."""
+def _reduce(own: Tensor, axis: DeviceMesh, sequence_parallel: bool) -> Tensor:
+    """The sum over the ranks: full, or this rank's slice of the tokens."""
     if not sequence_parallel:
         return reduce_from_group(own, axis.get_group())
     dim = _token_dim(own)

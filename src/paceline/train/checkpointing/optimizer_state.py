@@ -76,7 +76,7 @@ class OptimizerState(ShardedStateful):
 
     def _held(self, parameter: Tensor) -> Tensor:
         """What the optimizer holds in a parameter's place."""
-        return parameter if self._engine.cut is None else self._engine.cut.held_of(parameter)
+        return parameter if self._engine.sharded is None else self._engine.sharded.held_of(parameter)
 
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         manifest = checkpoint.manifest

@@ -41,7 +41,7 @@ class Saver:
         self._failures = 0
         self.last_cost: SaveResult | None = None
         self.presence = StoreBarrier()
-        if engine.cut is not None:  # else made by the first scheduled save, to which all ranks come
+        if engine.sharded is not None:  # else made by the first scheduled save, to which all ranks come
             self._group = process_group.new_cpu_group(config.timeout)
 
     def channel(self) -> Any:
@@ -188,12 +188,12 @@ class Saver:
         """Where every rank holds everything, rank 0 writes and waits for nobody; else all ranks have to come."""
         engine = self._engine
         require_own_weights(engine)
-        if engine.cut is None and not engine.world.is_main:
+        if engine.sharded is None and not engine.world.is_main:
             return
-        if engine.cut is not None:
+        if engine.sharded is not None:
             self.presence.require(self._config.checkpoint.wait, "save_checkpoint", _CUT)
             self.finish()  # two saves at a time would mix their messages
-        writer = Writer(self._group if engine.cut is not None else None)
+        writer = Writer(self._group if engine.sharded is not None else None)
         with engine.telemetry.saving():
             captured = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
             description = self._describe(captured, include_optimizer)
@@ -213,11 +213,11 @@ class Saver:
             return None
         if self._saving is not None:  # also if it is an older step: two at a time would stand in each other's way
             told, begun = self._attempt(lambda: self.finish(bear=False), self._saving_step), self._saving_step
-            if begun == step and (self._saved == step or engine.cut is not None):
+            if begun == step and (self._saved == step or engine.sharded is not None):
                 return told
-        if self._saved == step or (engine.cut is None and not engine.world.is_main):
+        if self._saved == step or (engine.sharded is None and not engine.world.is_main):
             return None
-        if engine.cut is not None:
+        if engine.sharded is not None:
             try:
                 self.presence.require(_RESCUE_SECONDS, f"the last save, of step {step}", _CUT)
             except CheckpointError:
