@@ -261,7 +261,7 @@ def eventually(there: Callable[[], T], seconds: float = DEADLINE) -> T:
 
 
 def free_ports(host: str = "127.0.0.1") -> int:
-    """A port that is free, and whose successor is free too: the meeting's, and the store's. Not among those that the
+    """A port that is free, and whose successor is free too: the coordinator's and the store's. Not among those that the
     kernel gives to whoever asks for any."""
     while True:
         port = random.SystemRandom().randrange(10000, 32000)

@@ -34,7 +34,7 @@ def test_two_nodes_train_as_one_does(job: Job, unbroken: Job) -> None:
     job.assert_same(unbroken)
 
 
-def test_a_rank_that_is_killed_is_started_again_with_all_others(job: Job, unbroken: Job) -> None:
+def test_all_ranks_restart_after_one_was_killed(job: Job, unbroken: Job) -> None:
     first, second = job.both("0:11:rank-SIGKILL", options=("--max-restarts", "1"))
     assert ended(first, second) == [0, 0], first.said + second.said
     for node in (first, second):
@@ -50,29 +50,29 @@ def test_the_first_failure_is_shown_on_every_node_with_the_same_status(job: Job)
         assert node.said.count("Traceback") == node.said.count("ValueError: the injected reason") == 1, node.said
 
 
-def test_a_launcher_that_is_killed_is_waited_for_and_all_goes_on(job: Job, unbroken: Job) -> None:
+def test_a_killed_launcher_is_replaced_and_training_resumes(job: Job, unbroken: Job) -> None:
     first, second = job.both("0:11:launcher-SIGKILL", options=("--max-restarts", "1"))
     eventually(lambda: second.status is not None)
     again = job.node(1, "0:11:launcher-SIGKILL", options=("--max-restarts", "1"))
     assert ended(first, again, second) == [0, 0, -signal.SIGKILL], first.said + again.said
     assert "restart 1 of 1: node 1 was lost (node-lost)" in first.said
     assert "its ranks keep running until a new launcher takes over" in first.said
-    job.assert_same(unbroken, began=range(11, STEPS + 1))  # until then its ranks went on, and lost nothing
+    job.assert_same(unbroken, began=range(11, STEPS + 1))  # its ranks kept running until then
 
 
-def test_with_enough_nodes_left_it_goes_on_and_a_late_one_joins(job: Job, unbroken: Job) -> None:
+def test_training_continues_on_the_remaining_nodes_and_a_late_node_joins(job: Job, unbroken: Job) -> None:
     job.nodes = "1:2"
     deeds, options = ("0:11:node-SIGKILL", "1:15:wait"), ("--max-restarts", "1")
     first, second = job.both(*deeds, options=options)
     eventually(lambda: first.says("node 0 of 1: ranks 0 to 1 of 2") and job.waits(in_start=1))
     late = job.node(None, *deeds, options=options)
     assert ended(first, late, second) == [0, 0, -signal.SIGKILL], first.said + late.said
-    assert first.said.count("restart ") == 1  # to make room for a node is none
+    assert first.said.count("restart ") == 1  # a restart for a new node is not counted
     assert "node 1 of 2: ranks 2 to 3 of 4" in late.said
     job.assert_same(unbroken, began=range(15, 16))
 
 
-def test_without_the_first_node_the_others_end_and_the_run_can_be_resumed(job: Job, unbroken: Job) -> None:
+def test_losing_the_first_node_ends_the_others_and_the_run_can_be_resumed(job: Job, unbroken: Job) -> None:
     first, second = job.both("0:11:wait")
     eventually(lambda: first.says("step 1/") and job.waits(in_start=0))
     first.crash()
@@ -84,7 +84,7 @@ def test_without_the_first_node_the_others_end_and_the_run_can_be_resumed(job: J
     job.assert_same(unbroken, began=range(8, 9))
 
 
-def test_an_interrupt_at_any_node_lets_all_save(job: Job, unbroken: Job) -> None:
+def test_an_interrupt_on_any_node_saves_on_all(job: Job, unbroken: Job) -> None:
     first, second = job.both("0:11:launcher-SIGINT")
     assert ended(first, second) == [130, 130], first.said + second.said
     for node in (first, second):
@@ -93,7 +93,7 @@ def test_an_interrupt_at_any_node_lets_all_save(job: Job, unbroken: Job) -> None
     job.assert_same(unbroken, began=range(11, 12))
 
 
-def test_nodes_are_numbered_as_they_come_and_the_missing_ones_are_named(job: Job) -> None:
+def test_nodes_are_numbered_in_the_order_of_joining_and_missing_ones_are_named(job: Job) -> None:
     first = job.node(None)
     eventually(lambda: first.says("waiting for nodes: 1 of 2 joined, missing: 1"))
     second = job.node(None)
@@ -101,19 +101,19 @@ def test_nodes_are_numbered_as_they_come_and_the_missing_ones_are_named(job: Job
     assert "node 0 of 2: ranks 0 to 1 of 4" in first.said and "node 1 of 2: ranks 2 to 3 of 4" in second.said
 
 
-def test_a_node_that_does_not_fit_is_refused_by_name_and_disturbs_nobody(job: Job, tmp_path: Path) -> None:
+def test_a_node_that_differs_is_rejected_and_does_not_disturb_the_others(job: Job, tmp_path: Path) -> None:
     first = job.node(0)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "script.py").write_text(SCRIPT + "# more\n")
-    refusals = {
+    rejections = {
         "[launch.node-differs]": (job.node(1, where=elsewhere), "code: script.py differs"),
         "[launch.bad-number]": (job.node(7), "--node-rank 7 is not one of 2 nodes"),
     }
     job.nodes = "3"
-    refusals["nodes: 2 and 3"] = (job.node(1), "[launch.node-differs]")
+    rejections["nodes: 2 and 3"] = (job.node(1), "[launch.node-differs]")
     job.nodes = "2"
-    for code, (node, words) in refusals.items():
+    for code, (node, words) in rejections.items():
         assert node.end() == 2 and code in node.said and words in node.said, node.said
         assert "Traceback" not in node.said
     assert first.status is None
@@ -121,16 +121,16 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_disturbs_nobody(job: Jo
     assert ended(first, second) == [0, 0], first.said + second.said
 
 
-def test_a_second_node_with_the_same_number_is_refused(job: Job) -> None:
+def test_a_second_node_with_the_same_number_is_rejected(job: Job) -> None:
     job.nodes = "3"
     first, second, third = *job.both(), job.node(1)
     eventually(lambda: second.status is not None or third.status is not None)
-    refused, other = (second, third) if second.status is not None else (third, second)
-    assert refused.end() == 2 and "[launch.node-rank-taken]" in refused.said and "free numbers: " in refused.said
+    rejected, other = (second, third) if second.status is not None else (third, second)
+    assert rejected.end() == 2 and "[launch.node-rank-taken]" in rejected.said and "free numbers: " in rejected.said
     assert other.status is None and first.status is None
 
 
-def test_a_recipe_with_another_value_is_refused_and_the_value_named(job: Job) -> None:
+def test_a_recipe_with_another_value_is_rejected_and_the_value_named(job: Job) -> None:
     first = job.launch("train", "-n", "1", *job.meet(0), "device=cpu", "batch=16")
     second = job.launch("train", "-n", "1", *job.meet(1), "device=cpu", "batch=32")
     assert second.end() == 2, second.said
@@ -138,7 +138,7 @@ def test_a_recipe_with_another_value_is_refused_and_the_value_named(job: Job) ->
     assert first.status is None
 
 
-def test_a_store_that_has_no_port_is_told_on_every_node(job: Job) -> None:
+def test_a_port_in_use_for_the_store_is_reported_on_every_node(job: Job) -> None:
     port = int(job.master.rpartition(":")[2]) + 1
     with listen(LOOPBACK, port):
         first, second = job.both()

@@ -98,7 +98,7 @@ def test_the_token_comes_from_a_secret(kind: Any) -> None:
     assert holder["env"][0] == {"name": "PACELINE_TOKEN", "valueFrom": source}
 
 
-def test_one_node_needs_neither_a_token_nor_a_meeting() -> None:
+def test_one_node_needs_neither_a_token_nor_a_coordinator() -> None:
     [container] = pod_of(read(SMALL))["containers"]
     assert container["args"] == ["-n", "2", "train.py"]
     assert "env" not in container
