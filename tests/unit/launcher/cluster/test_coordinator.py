@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.config.launch import LaunchSpec, NodeRange
+from paceline.diagnose.exits import EXIT_STATUSES, RankExit
 from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message
 from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.membership import JoinRequest
@@ -52,6 +53,17 @@ class Cluster:
         channel.send(JoinRequest("host", 1, TWO, None, FINGERPRINT).to_message() | changes)
         self.run(lambda: received.extend(channel.receive()) or received, "no answer")
         return channel, received
+
+    def expect(self, channel: Channel, kind: str) -> Message:
+        """The next message of that kind; others, such as heartbeats, are skipped."""
+        received: list[Message] = []
+
+        def has_arrived() -> bool:
+            received.extend(message for message in channel.receive() if message["kind"] == kind)
+            return bool(received)
+
+        self.run(has_arrived, f"no {kind} message")
+        return received[0]
 
     def expect_closed(self, connection: socket.socket) -> None:
         connection.settimeout(0.01)
@@ -118,3 +130,61 @@ def test_an_out_of_date_message_starts_nothing(cluster: Cluster) -> None:
     cluster.coordinator.step(0.1)
     cluster.coordinator.step(0.1)
     assert cluster.coordinator.nodes_to_start and channel.receive() == []
+
+
+def start_ranks(cluster: Cluster) -> tuple[Channel, Channel, list[Message]]:
+    """Two nodes of two ranks and one rank, and what each was told to start."""
+    first, second = cluster.join(ranks=2)[0], cluster.join(ranks=1)[0]
+    assert cluster.expect(first, "open")["folder"] is None
+    first.send({"kind": "opened", "folder": None})
+    starts = [cluster.expect(each, "start") for each in (first, second)]
+    for each in (first, second):
+        each.send({"kind": "started", "pids": {}})
+    return first, second, starts
+
+
+def exited(**codes: int | None) -> Message:
+    exits = [RankExit(int(rank.removeprefix("rank")), 0, code, time.time()) for rank, code in codes.items()]
+    report = {"exits": [each.to_json() for each in exits], "oom_killed": [], "suspects": {}}
+    return {"kind": "exited", "now": time.time(), **report}
+
+
+def test_ranks_start_on_all_nodes_and_the_job_ends_when_all_have_succeeded(cluster: Cluster) -> None:
+    first, second, starts = start_ranks(cluster)
+    places = [(start["node"], start["nodes"], start["first_rank"], start["ranks"], start["world"]) for start in starts]
+    assert places == [(0, 2, 0, 2, 3), (1, 2, 2, 1, 3)]
+    assert starts[0]["store_port"] == starts[1]["store_port"] and starts[0]["generation"] == 0
+    second.send(exited(rank2=0))
+    first.send(exited(rank0=0, rank1=0))
+    for node in (first, second):
+        end = cluster.expect(node, "end")
+        assert (end["status"], end["cause"], end["error"]) == (0, None, None)
+    assert cluster.coordinator.status == 0
+
+
+def test_a_failed_rank_stops_the_other_nodes_and_its_cause_is_told_to_all(cluster: Cluster) -> None:
+    first, second, _ = start_ranks(cluster)
+    second.send(exited(rank2=3))
+    assert cluster.expect(first, "stop")["signal"] == 0
+    first.send(exited(rank0=None, rank1=None))
+    for node in (first, second):
+        end = cluster.expect(node, "end")
+        assert (end["status"], end["cause"]["kind"], end["cause"]["rank"], end["cause"]["node"]) == (3, "exit", 2, 1)
+
+
+def test_a_node_that_disconnects_while_its_ranks_run_is_lost(cluster: Cluster) -> None:
+    first, second, _ = start_ranks(cluster)
+    second.close()
+    cluster.expect(first, "stop")
+    first.send(exited(rank0=None, rank1=None))
+    end = cluster.expect(first, "end")
+    assert (end["status"], end["cause"]["kind"], end["cause"]["node"]) == (EXIT_STATUSES["node-lost"], "node-lost", 1)
+
+
+def test_an_interrupt_reaches_every_node_and_ends_the_job(cluster: Cluster) -> None:
+    first, second, _ = start_ranks(cluster)
+    first.send({"kind": "interrupted", "signal": 2})
+    assert cluster.expect(second, "stop")["signal"] == 2
+    first.send(exited(rank0=0, rank1=0))
+    second.send(exited(rank2=0))
+    assert [cluster.expect(node, "end")["status"] for node in (first, second)] == [130, 130]
