@@ -38,7 +38,7 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     argv = [sys.executable, "-P", "-m", "paceline", *words]
     script = slurm_script.batch_script(options, argv, name=name, workdir=str(Path.cwd()), log=log_file, env=spec.env)
     if spec.dry_run:
-        print(script, end="")
+        print(script, end="")  # noqa: T201
         return 0
     _LOGS.mkdir(exist_ok=True)
     job = submit(script)

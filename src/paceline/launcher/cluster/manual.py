@@ -102,7 +102,7 @@ def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
         except LaunchError as error:
             if error.code != "launch.coordinator-lost":
                 raise
-            print(error, file=sys.stderr, flush=True)
+            print(error, file=sys.stderr, flush=True)  # noqa: T201
             return COORDINATOR_LOST
 
 

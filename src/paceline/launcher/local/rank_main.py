@@ -129,7 +129,7 @@ def _exit_code(request: SystemExit) -> int:
         return 0
     if isinstance(request.code, int):
         return request.code & 0xFF
-    print(request.code, file=sys.stderr)
+    print(request.code, file=sys.stderr)  # noqa: T201
     return 1
 
 

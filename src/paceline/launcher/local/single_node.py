@@ -54,7 +54,7 @@ def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLog
         outcome = local_status.run_shown(workload, start)
         if outcome.signal is not None:
             if record := first_coded(logs.folder):  # a save that the signal asked for, and that went wrong
-                print(f"\nrank {record.rank}: {record.text.rstrip()}", file=sys.stderr, flush=True)
+                print(f"\nrank {record.rank}: {record.text.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
             local_status.show_ledger(logs, 128 + outcome.signal)
             local_status.interrupted(logs)
             return 128 + outcome.signal

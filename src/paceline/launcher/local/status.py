@@ -45,7 +45,7 @@ def show_cause(cause: Cause, logs: RankLogs | None) -> None:
         lines.append("the last lines of its log:" if cause.rank is not None else "its last words:")
     lines += [cause.text] * bool(cause.text) + [f"fix: {cause.fix}"] * bool(cause.fix)
     sys.stdout.flush()
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def again(message: Mapping[str, Any]) -> str:
@@ -59,7 +59,7 @@ def again(message: Mapping[str, Any]) -> str:
 def show_end(message: Mapping[str, Any], logs: RankLogs | None) -> None:
     """How a job of several nodes ended."""
     if message["error"] is not None:
-        print(PacelineError.from_dict(message["error"]), file=sys.stderr, flush=True)
+        print(PacelineError.from_dict(message["error"]), file=sys.stderr, flush=True)  # noqa: T201
     elif message["cause"] is not None:
         show_cause(Cause(**message["cause"]), logs)
     elif message["signal"]:
