@@ -83,8 +83,8 @@ class Registry(Generic[Facts, Built]):
                 f"There is no {self.kind} named {name!r}: {did_you_mean(name, self._builders)}",
                 fix=f"register your own with {self._own}",
             )
-        known = self.options(name)
         for option in options:
+            known = self.options(name)
             if known is not None and option not in known:
                 raise self._error(
                     "unknown-option",

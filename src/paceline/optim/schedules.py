@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from paceline.config.components import SCHEDULES
@@ -43,7 +44,11 @@ class Schedule:
         if step < self.warmup:
             # The line begins one step earlier: a first step with a learning rate of zero would be wasted.
             return self.warmup_from + (1.0 - self.warmup_from) * (step + 1) / self.warmup
-        return SCHEDULES.find(self.name)(self, step)
+        return self._after_warmup(self, step)
+
+    @cached_property
+    def _after_warmup(self) -> Callable[..., float]:
+        return SCHEDULES.find(self.name)
 
     def done(self, step: int, start: int) -> float:
         """How much of the way from `start` to the horizon lies behind, from 0 to 1."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from paceline.runtime.process_group import World, init_single
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Mesh:  # what a step asks for is cached
     degrees: Degrees
     device: torch.device
     device_mesh: DeviceMesh | None  # None where no axis needs groups of its own
@@ -58,15 +59,15 @@ class Mesh:
         axis = self.axis(name)
         return None if axis is None else axis.get_group()
 
-    @property
+    @cached_property
     def data_ranks(self) -> int:
         return self.degrees.data_ranks
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         return _number([(self.coords[axis.name], self.degrees.of(axis.name)) for axis in AXES if not axis.same_samples])
 
-    @property
+    @cached_property
     def reports_loss(self) -> bool:
         """Whether this rank says what its data rank computed. What others with the same samples have is the same, or
         nothing."""
