@@ -69,7 +69,7 @@ class Saves:
             torch.cuda.synchronize()
         self.times.append(time.perf_counter())
         turn, place = divmod(record.step, self.spacing)
-        if not self.trainer._saver.is_written:
+        if not self.trainer._saver.is_idle:
             self.while_writing.append(record.step)
         if place == self.spacing - 2:
             self.wait()
@@ -85,7 +85,7 @@ class Saves:
             self.future.result()
             shutil.rmtree(self.folder / "dcp", ignore_errors=True)
             self.future = None
-        while not self.trainer._saver.is_written:
+        while not self.trainer._saver.is_idle:
             time.sleep(0.01)
         os.sync()
 

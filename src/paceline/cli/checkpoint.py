@@ -1,4 +1,4 @@
-"""`paceline checkpoint`: which there are, what is in one, whether it is whole, and its model for other programs."""
+"""`paceline checkpoint`: list, inspect, verify and export checkpoints."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _found(path: Path) -> list[Found]:
 
 
 def _newest(path: Path) -> Path:
-    """The newest one whose manifest can be read; those that can't are named."""
+    """The newest checkpoint with a readable manifest. Others are reported."""
     found = _found(path) or [_nothing(path)]
     for each in found:
         if each.problem is not None and len(found) > 1:
@@ -177,7 +177,7 @@ def _holds(manifest: Manifest) -> str:
 
 
 def _layout(layout: dict[str, Any]) -> str:
-    """`4 ranks, shard 2, tensor 2, bf16`: what differs from one process."""
+    """`4 ranks, shard 2, tensor 2, bf16`: the axes that are used."""
     ranks = layout.get("ranks", 1)
     degrees = [f"{axis} {n}" for axis, n in layout.items() if axis != "ranks" and isinstance(n, int) and n > 1]
     words = [word for word in layout.values() if isinstance(word, str)]

@@ -41,11 +41,11 @@ class RankPoll:
         # Of the first rank's clock: ranks that look at their own would disagree.
         due = self._minutes is not None and self._engine.world.is_main and now - self._saved_at > self._minutes * 60
         a_step = (now - self._asked_at) / max(step - self._asked, 1)
-        own = (encode(self._signals.request), due, not self._saver.is_written, a_step)
+        own = (encode(self._signals.request), due, not self._saver.is_idle, a_step)
         request, timed, writing, seconds = self._agree(*own)
         self.next = step + max(1, int(_SECONDS / max(seconds, 1e-6)))
         self._asked, self._asked_at = step, now
-        if self._saver.is_waited_for and not writing:
+        if self._saver.is_pending and not writing:
             self._saver.finish()
         wished = decode(int(request))
         if not wished and not timed:
@@ -68,7 +68,7 @@ class RankPoll:
         self._signals.take("save")
         if request == "save" and self._run.folder is not None:
             self._engine.log.info(f"SIGUSR1: step {step} is being saved")
-        self._saver.step(step)
+        self._saver.save(step)
         self._saved_at = monotonic()
         return None
 
@@ -78,7 +78,7 @@ class RankPoll:
         left = None if grace is None else grace - (0.0 if since is None else monotonic() - since)
         fits = left is None or cost is None or cost.seconds["all"] < left
         if collectives.broadcast_object(fits):
-            self._saver.last(step)
+            self._saver.save_last(step)
             if self._run.folder is not None:
                 where = self._run.folder.short
                 self._engine.log.info(f"{self.request}: step {step} is saved; resume={where} goes on with it")

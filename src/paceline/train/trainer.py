@@ -35,7 +35,7 @@ from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
-from paceline.train.checkpointing.restorer import Restorer, existing
+from paceline.train.checkpointing.restorer import Restorer, require_exists
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, end_own_loop
 from paceline.train.engine import Engine, UserObjects, one_optimizer
@@ -280,7 +280,7 @@ class Trainer:
 
         `path` is a checkpoint's folder, a run's (its newest good one), or a file of weights (.pt, .pth, .safetensors).
         """
-        return self._restorer.load(existing(path), weights_only=weights_only)
+        return self._restorer.load(require_exists(path), weights_only=weights_only)
 
     def _job(
         self,
@@ -308,8 +308,8 @@ class Trainer:
             profiler=factory.open_profiler(config, self._run.folder, self.world),
             end_of_epoch=self._rates.epoch_ended,
             evaluate=None if val is None else partial(self._evaluated, recorder, val),
-            save=self._saver.step,
-            save_last=self._save_last if config.save_last else lambda step: self._saver.finish(bear=False),
+            save=self._saver.save,
+            save_last=self._save_last if config.save_last else lambda step: self._saver.finish(tolerate_failure=False),
             poll=poll,
             on_nonfinite=lambda record: self._nonfinite(self._read_again(loader, record["step"] - 1), record),
         )
@@ -324,7 +324,7 @@ class Trainer:
 
     def _save_last(self, step: int) -> None:
         broadcast_buffers(self.model, self._engine.mesh)
-        self._saver.last(step)
+        self._saver.save_last(step)
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
         engine = self._engine
@@ -351,7 +351,7 @@ class Trainer:
         verdict = self._policy.of(record, due)
         recorder.evaluation(verdict.record)
         if verdict.is_best:  # last: what it saves has to know all of the above
-            self._saver.best(step)
+            self._saver.save_best(step)
         return verdict.reason
 
     def _read_again(self, loader: Loader, step: int) -> Iterator[MicroBatch] | None:

@@ -1,4 +1,4 @@
-"""Checkpoints back into a training, on any layout; and which one a resumed run goes on from."""
+"""Load checkpoints into a training on any layout, and resume a run from its newest intact one."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from paceline.train.checkpointing.saver import Saver, require_own_weights
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
-# Where and how ranks run, and where a run lies, is no change of the training.
-_ELSEWHERE = {"resume", "run", "quiet", "port", "device", "workers"}
+# Where and how ranks run does not change the training.
+_NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers"}
 _ALL_LOAD = "all ranks load together: one that kept its own state would train another model"
 
 
 class Restorer:
-    """Loads for one training. `position` is what a loaded checkpoint said of the data, until training goes on."""
+    """Loads for one training. `_position` is the loaded checkpoint's position in the data, until it is checked."""
 
     def __init__(self, engine: Engine, state: TrainingState, run: RunHandle, saver: Saver, rates: LearningRate) -> None:
         self._engine, self._state, self._run, self._saver, self._rates = engine, state, run, saver, rates
         self._position: dict[str, Any] | None = None
 
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """A checkpoint's folder, the folder of a run (its newest good one), or a file of weights; its metadata comes
-        back. A matter of all ranks. Nothing is changed unless every rank has read its part and found it good."""
+        """Load a checkpoint, a run folder's newest intact one, or a file of weights. Returns its metadata. Collective:
+        nothing is changed unless every rank has read and verified its share."""
         with self._engine.telemetry.loading(self._engine.position):
             return self._load_any(path, weights_only)
 
@@ -50,8 +50,8 @@ class Restorer:
         require_own_weights(self._engine)
         self._saver.wait_for_copy()
         self._saver.finish()
-        # As long as for anything else: rank 0 may still be writing it.
-        self._saver.presence.require(self._engine.config.timeout, "load_checkpoint", _ALL_LOAD)
+        # The full timeout: rank 0 may still be writing it.
+        self._saver.barrier.require(self._engine.config.timeout, "load_checkpoint", _ALL_LOAD)
         kind = collectives.broadcast_object(_kind(path))
         if kind == "file":
             return self._load_file(path)
@@ -62,10 +62,10 @@ class Restorer:
         except CheckpointError as error:
             if error.code != "checkpoint.damaged":
                 raise
-            good = self._newest_good_beside(path)
+            good = self._newest_intact_beside(path)
             raise CheckpointError("damaged", error.what, why=error.why, fix=good) from None
 
-    def _newest_good_beside(self, path: Path) -> str:
+    def _newest_intact_beside(self, path: Path) -> str:
         found = None
         if self._engine.world.is_main:
             found = next((str(each.folder) for each in directory.verified(path.parent, excluding=path)), None)
@@ -73,34 +73,34 @@ class Restorer:
         return f"the newest good one beside it is {found}" if found else "there is no good one beside it"
 
     def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
-        with fetch(path, self._saver.channel(), self._blind_to(path)) as here:
+        with fetch(path, self._saver.group(), self._ranks_without(path)) as here:
             loaded = run_on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
-        _require_same(path, loaded.checkpoint)
+        _require_same_checkpoint(path, loaded.checkpoint)
         self._apply(loaded, weights_only)
         manifest = loaded.checkpoint.manifest
-        self._begin_from(None if weights_only else path.name, {} if weights_only else manifest.data)
+        self._continue_from(None if weights_only else path.name, {} if weights_only else manifest.data)
         if not weights_only:
-            self._tell_of_changes(manifest.recipe)
+            self._log_recipe_changes(manifest.recipe)
         return loaded.metadata
 
-    def _begin_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
-        """The training stands elsewhere now."""
-        self._saver.forget()
+    def _continue_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
+        """Forget what was saved before the load."""
+        self._saver.reset()
         self._run.parent, self._position = parent, dict(position)
         if self._engine.watch is not None:
             self._engine.watch.reset()
 
-    def _tell_of_changes(self, recipe: Mapping[str, Any]) -> None:
-        """A resumed run follows today's recipe, not yesterday's: what differs is said."""
+    def _log_recipe_changes(self, recipe: Mapping[str, Any]) -> None:
+        """A resumed run uses the current recipe, so differences from the saved one are logged."""
         before, now = flatten(recipe), flatten(self._engine.config.to_dict())
-        kept = [key for key in now if key in before and key not in _ELSEWHERE and not key.startswith("launch.")]
+        kept = [key for key in now if key in before and key not in _NOT_TRAINING and not key.startswith("launch.")]
         changed = [key for key in kept if before[key] != now[key]]
         if changed:
-            told = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
-            self._engine.log.info(f"recipe: changed since this checkpoint: {told}")
+            details = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
+            self._engine.log.info(f"recipe: changed since this checkpoint: {details}")
 
-    def _blind_to(self, path: Path) -> list[int]:
-        """Ranks that can't see a checkpoint which rank 0 sees: it is sent to them."""
+    def _ranks_without(self, path: Path) -> list[int]:
+        """Ranks that can't see a checkpoint of rank 0's, which is sent to them."""
         if self._engine.config.checkpoint.unshared == "refuse":
             return []
         seen = collectives.all_gather_object((path / manifests.NAME).exists())
@@ -126,31 +126,31 @@ class Restorer:
                 self._rates.from_scheduler()
 
     def _start_over(self) -> None:
-        """Training begins with the weights that were loaded."""
+        """Train from step 0 with the loaded weights."""
         reset_state(self._engine.optimizer)
         self._engine.position.reset()
 
     def _load_file(self, path: Path) -> dict[str, Any]:
-        """Weights from elsewhere: training begins at its beginning with them."""
-        brought = run_on_all_ranks(lambda: self._brought(path), f"Loading {path}")
+        """Weights saved by another program, to train from step 0."""
+        loaded = run_on_all_ranks(lambda: self._load_external(path), f"Loading {path}")
         for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor) and name in brought.weights:  # else it is another one's twin
-                copy_shard_(tensor, brought.weights[name])
+            if isinstance(tensor, torch.Tensor) and name in loaded.weights:  # else it is tied to one that is
+                copy_shard_(tensor, loaded.weights[name])
         self._start_over()
-        self._begin_from(None, {})
+        self._continue_from(None, {})
         average = self._engine.average
         if average is not None:
             parameters = dict(self._engine.model.named_parameters())
             average.load_state_dict({name: local_shard(parameters[name]) for name in average.state_dict()})
-        return brought.metadata
+        return loaded.metadata
 
-    def _brought(self, path: Path) -> external.ExternalWeights:
-        brought = external.load_external_weights(path)
+    def _load_external(self, path: Path) -> external.ExternalWeights:
+        loaded = external.load_external_weights(path)
         try:
-            self._require_names(path, brought)
+            self._require_names(path, loaded)
         except CheckpointError as error:
-            raise CheckpointError("other-model", error.what, fix=self._advice(brought.weights)) from None
-        return brought
+            raise CheckpointError("other-model", error.what, fix=self._advice(loaded.weights)) from None
+        return loaded
 
     def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
         own = self._engine.model.state_dict()
@@ -159,26 +159,26 @@ class Restorer:
         first = next(iter(weights), "")
         prefixes = [first[: at + 1] for at, letter in enumerate(first) if letter == "."]
         common = [each for each in prefixes if all(name.startswith(each) for name in weights)]
-        told = f"{fitting} of the model's {len(own)} tensors fit"
+        details = f"{fitting} of the model's {len(own)} tensors fit"
         if common and first.removeprefix(common[-1]) in own:
-            told = f"every name in the file begins with {common[-1]!r}, which has to go"
+            details = f"every name in the file begins with {common[-1]!r}, which has to go"
         return (
-            f"{told}; load the file with paceline.load_external_weights, change the "
+            f"{details}; load the file with paceline.load_external_weights, change the "
             "names, and give them to model.load_state_dict(…, strict=False) before the Trainer is made"
         )
 
-    def _require_names(self, path: Path, brought: external.ExternalWeights) -> None:
+    def _require_names(self, path: Path, loaded: external.ExternalWeights) -> None:
         own = self._engine.model.state_dict(keep_vars=True)
-        there = {id(tensor) for name, tensor in own.items() if name in brought.weights}
+        present = {id(tensor) for name, tensor in own.items() if name in loaded.weights}
         for name, tensor in own.items():
-            if not isinstance(tensor, torch.Tensor) or (name not in brought.weights and id(tensor) in there):
-                continue  # of weights that are one tensor, one name is enough
-            if name not in brought.weights:
+            if not isinstance(tensor, torch.Tensor) or (name not in loaded.weights and id(tensor) in present):
+                continue  # one name of a tied weight is enough
+            if name not in loaded.weights:
                 raise other_model(str(path), f"it has no {name}, which the model has")
-            shape = tuple(brought.weights[name].shape)
+            shape = tuple(loaded.weights[name].shape)
             if shape != tuple(tensor.shape):
                 raise other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
-        foreign = [name for name in brought.weights if name not in own]
+        foreign = [name for name in loaded.weights if name not in own]
         if foreign and self._engine.mesh.degrees.pipeline == 1:
             raise other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
 
@@ -190,7 +190,7 @@ class Restorer:
             if path is not None:
                 self.load(path)
                 engine.log.info(f"resume: begins from {short(path)}, after step {engine.position.step}")
-        if folder is not None and engine.world.is_main:  # without a checkpoint that is all of them
+        if folder is not None and engine.world.is_main:  # without a checkpoint, all records
             truncate_after(folder.metrics, engine.position.step)
 
     def _resume_in(self, run: RunFolder) -> bool:
@@ -208,40 +208,40 @@ class Restorer:
         return True
 
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
-        """Load the newest good one. A damaged one is passed over, and said so."""
+        """Load the newest intact checkpoint. Corrupted ones are skipped with a warning."""
         found = directory.candidates(folder) if self._engine.world.is_main else []
-        # One without the optimizer's state is newer perhaps, but training would not go on as it was.
+        # Those without optimizer state come last, even if newer: a resumed run would differ.
         found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
-        passed = []
+        skipped = []
         for name in collectives.broadcast_object([each.folder.name for each in found]):
             try:
                 metadata = self._load(folder / name, weights_only)
             except CheckpointError as error:
                 if error.code != "checkpoint.damaged":
                     raise
-                passed.append(name)
+                skipped.append(name)
                 self._engine.log.warning(f"{error.what} It is passed over.")
                 continue
             return name, metadata
         raise CheckpointError(
             "nothing-good",
-            f"All {len(passed)} checkpoints in {folder} are damaged: {', '.join(passed)}.",
+            f"All {len(skipped)} checkpoints in {folder} are damaged: {', '.join(skipped)}.",
             why="going on from the beginning would look like a resumed run and be none",
             fix="paceline checkpoint verify shows what is wrong with each; a new run: name starts over",
         )
 
     def check_data(self, data: dict[str, Any]) -> None:
-        """Training is about to go on with this data: a position in other data would repeat or skip samples."""
+        """Called before training continues: a position in other data would repeat or skip samples."""
         self._run.data = data
         position, self._position = self._position, None
         if not position or not self._engine.position.step:
             return
         differing = [key for key, value in data.items() if key in position and position[key] != value]
         if differing:
-            told = "; ".join(f"{key} was {position[key]}, and is {data[key]}" for key in differing)
+            details = "; ".join(f"{key} was {position[key]}, and is {data[key]}" for key in differing)
             raise CheckpointError(
                 "other-data",
-                f"The checkpoint's position in the data means something else now: {told}.",
+                f"The checkpoint's position in the data means something else now: {details}.",
                 why="its step stands for a number of samples in one order: others would be repeated or left out",
                 fix=f"set it as it was (the run's {CONFIG} has it); or load_checkpoint(…, weights_only=True), which "
                 "begins at the beginning of the data",
@@ -255,16 +255,16 @@ def _kind(path: Path) -> str:
     return "run" if is_run else "checkpoint"
 
 
-def _require_same(path: Path, checkpoint: Checkpoint) -> None:
-    """A path may mean something else on every node."""
+def _require_same_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """A path may be a different file on every node."""
     manifest = checkpoint.manifest
-    of_ranks = collectives.all_gather_object([manifest.created, manifest.step, str(path)])
-    for rank, (*made, where) in enumerate(of_ranks):
-        if made != of_ranks[0][:2]:
+    by_rank = collectives.all_gather_object([manifest.created, manifest.step, str(path)])
+    for rank, (*identity, where) in enumerate(by_rank):
+        if identity != by_rank[0][:2]:
             raise CheckpointError(
                 "ranks-differ",
-                f"Rank {rank} loads another checkpoint ({where}, step {made[1]}) than rank 0 "
-                f"({of_ranks[0][2]}, step {of_ranks[0][1]}).",
+                f"Rank {rank} loads another checkpoint ({where}, step {identity[1]}) than rank 0 "
+                f"({by_rank[0][2]}, step {by_rank[0][1]}).",
                 why="ranks of one training hold parts or copies of one model",
                 fix="give the same path on all ranks; where that lies on each node's own disk, copy one over the other",
             )
@@ -275,8 +275,8 @@ def _checkpoints_in(path: Path) -> Path:
     return inner if inner.is_dir() else path
 
 
-def existing(path: str | Path) -> Path:
-    """What was given, if it names anything: an empty name would be the working folder."""
+def require_exists(path: str | Path) -> Path:
+    """`path`, if there is something at it. An empty name would be the working directory."""
     if str(path) and (Path(path).exists() or not Path(path).suffix):
         return Path(path)
     known = [str(each) for each in Path(path).parent.glob("*")]

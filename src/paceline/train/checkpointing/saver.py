@@ -1,7 +1,7 @@
-"""Checkpoints of a training: when they are written, by whom, and what becomes of one that fails.
+"""When checkpoints are saved, by which ranks, and what happens if a save fails.
 
-A scheduled save is written while training goes on. If it fails (a full disk), training goes on too, with a warning; the
-checkpoints before it are untouched. After three failures in a row, and at the end, it is an error.
+A scheduled save is written while training continues. If it fails (a full disk), a warning is logged and training
+continues; earlier checkpoints are untouched. Three failures in a row, or one in the last save, raise an error.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.engine import Engine
 from paceline.train.preflight import versions
 
-_FAILURES_BORNE = 2
-_CUT = "the weights are cut over the ranks: a checkpoint needs the pieces of all of them"
+_TOLERATED_FAILURES = 2
+_SHARDED = "the weights are cut over the ranks: a checkpoint needs the pieces of all of them"
 
 
 class Saver:
-    """Writes below the run folder, once there is one."""
+    """Saves to the run folder, once there is one."""
 
     def __init__(self, engine: Engine, state: TrainingState, run: RunHandle, callbacks: Callbacks) -> None:
         self._engine, self._state, self._run, self._callbacks = engine, state, run, callbacks
         self._config = config = engine.config
         self._group: Any = None
         self._writer: Writer | None = None
-        self._saving: PendingSave | None = None
-        self._saving_step = 0
-        self._saved: int | None = None  # the step that was last saved, or is being
+        self._pending: PendingSave | None = None
+        self._pending_step = 0
+        self._saved: int | None = None  # the step last saved, or being saved
         self._failures = 0
         self.last_cost: SaveResult | None = None
-        self.presence = StoreBarrier()
-        if engine.sharded is not None:  # else made by the first scheduled save, to which all ranks come
+        self.barrier = StoreBarrier()
+        if engine.sharded is not None:  # else created by the first scheduled save, a collective
             self._group = process_group.new_cpu_group(config.timeout)
 
-    def channel(self) -> Any:
-        """The group that saves and loads talk over; made when it is first needed, by all ranks."""
+    def group(self) -> Any:
+        """The process group of saves and loads, created on first use. Collective."""
         self._group = self._group or process_group.new_cpu_group(self._config.timeout)
         return self._group
 
-    def step(self, step: int) -> None:
-        """A scheduled save, to which all ranks come."""
+    def save(self, step: int) -> None:
+        """Save a scheduled step. Collective."""
         if self._run.folder is not None and self._saved != step:
-            self._scheduled(step)
+            self._save(step)
 
-    def last(self, step: int) -> None:
-        """At the end: what is being written, and this step unless that is it. Errors are raised."""
-        self.finish(bear=False)
+    def save_last(self, step: int) -> None:
+        """Finish a pending save, then save this step unless that was it. Errors are raised. Collective."""
+        self.finish(tolerate_failure=False)
         if self._run.folder is not None and self._saved != step:
             self._begin(step, background=False)
-            self.finish(bear=False)
+            self.finish(tolerate_failure=False)
 
-    def best(self, step: int) -> None:
-        """This step is the best one so far, and stays until there are better ones."""
+    def save_best(self, step: int) -> None:
+        """Keep this step, the best so far, until there are better ones. Collective."""
         if self._run.folder is None:
             return
         if self._saved == step:
@@ -70,9 +70,9 @@ class Saver:
         if self._saved == step and self._run.parent is not None:
             self._point_to_best(self._run.parent)
         else:  # not saved yet, or that failed
-            self._scheduled(step, best=True)
+            self._save(step, best=True)
 
-    def _scheduled(self, step: int, best: bool = False) -> None:
+    def _save(self, step: int, best: bool = False) -> None:
         background = self._config.checkpoint.background
         self.finish()
         self._begin(step, background=background, best=best)
@@ -82,22 +82,22 @@ class Saver:
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
         assert self._run.checkpoints is not None
         with self._engine.telemetry.saving():
-            captured = run_on_all_ranks(self._state.capture, "Saving")
+            snapshot = run_on_all_ranks(self._state.capture, "Saving")
             if self._writer is None:
-                self._writer = Writer(self.channel(), without_access=self._run.without_access)
-            self._saving = self._writer.begin(
+                self._writer = Writer(self.group(), without_access=self._run.without_access)
+            self._pending = self._writer.begin(
                 self._run.checkpoints / directory.step_name(step),
-                captured.tensors,
-                self._describe(captured, True),
-                volatile=captured.volatile,
+                snapshot.tensors,
+                self._describe(snapshot, True),
+                volatile=snapshot.volatile,
                 background=background,
                 unique_name=True,
                 after=lambda folder: self._committed(folder, best),
             )
-        self._saving_step = self._saved = step
+        self._pending_step = self._saved = step
         self._engine.updater.before_change = self.wait_for_copy
 
-    def _describe(self, captured: Snapshot, include_optimizer: bool) -> Description:
+    def _describe(self, snapshot: Snapshot, include_optimizer: bool) -> Description:
         engine = self._engine
         return Description(
             step=engine.position.step,
@@ -108,73 +108,73 @@ class Saver:
             layout=engine.layout_facts(),
             recipe=engine.config.to_dict(),
             data=self._run.data,
-            state=captured.values,
-            metadata=captured.metadata,
-            aliases=captured.aliases,
+            state=snapshot.values,
+            metadata=snapshot.metadata,
+            aliases=snapshot.aliases,
         )
 
     def _committed(self, folder: Path, best: bool) -> None:
-        """On rank 0, on the writing thread: the pointers move, and then old ones go."""
-        disk, settings = Filesystem(), self._config
+        """Move the pointers, then remove old checkpoints. Called on rank 0, on the writing thread."""
+        disk, config = Filesystem(), self._config
         directory.write_pointer(disk, folder.parent, LATEST, [folder.name])
         if best:
             self._point_to_best(folder.name)
-        if settings.keep is not None:
-            directory.prune(disk, folder.parent, settings.keep, settings.keep_every)
+        if config.keep is not None:
+            directory.prune(disk, folder.parent, config.keep, config.keep_every)
 
     def _point_to_best(self, name: str) -> None:
-        """Each best one is better than those before, so the newest come first."""
+        """Each new best is better than those before it, so the newest comes first."""
         if self._engine.world.is_main and self._run.checkpoints is not None:
             before = [each for each in directory.read_pointer(self._run.checkpoints, BEST) if each != name]
             try:
                 directory.write_pointer(
                     Filesystem(), self._run.checkpoints, BEST, [name, *before][: self._config.keep_best]
                 )
-            except OSError as error:  # the checkpoint is there; other ranks know nothing of pointers
+            except OSError as error:  # the checkpoint is intact, and other ranks do not use pointers
                 self._engine.log.warning(f"{name} is the best one, but {BEST} can't say so: {error.strerror or error}")
 
     def wait_for_copy(self) -> None:
-        """From here on the weights may change."""
+        """Return when the weights may change."""
         self._engine.updater.before_change = None
-        if self._saving is not None:
+        if self._pending is not None:
             with self._engine.telemetry.saving():
-                self._saving.wait_for_copy()
+                self._pending.wait_for_copy()
 
     @property
-    def is_written(self) -> bool:
-        """Whether there is nothing that is still being written on this rank."""
-        return self._saving is None or self._saving.is_done
+    def is_idle(self) -> bool:
+        """Whether this rank is not writing."""
+        return self._pending is None or self._pending.is_done
 
     @property
-    def is_waited_for(self) -> bool:
-        return self._saving is not None
+    def is_pending(self) -> bool:
+        return self._pending is not None
 
-    def finish(self, *, bear: bool = True) -> None:
-        """Wait for what is being written, and tell of it. All ranks have to come."""
-        if self._saving is None:
+    def finish(self, *, tolerate_failure: bool = True) -> None:
+        """Wait for a pending save and report it. Collective."""
+        if self._pending is None:
             return
-        saving, self._saving = self._saving, None
+        pending, self._pending = self._pending, None
         self._engine.updater.before_change = None
         telemetry = self._engine.telemetry
         try:
             with telemetry.saving():
-                self.last_cost = committed = saving.result()
+                self.last_cost = committed = pending.result()
         except CheckpointError as error:
-            if error.code == "checkpoint.not-tidied":  # it is there, and good
-                telemetry.saved(self._saving_step)
+            if error.code == "checkpoint.not-tidied":  # it was committed
+                telemetry.saved(self._pending_step)
                 self._engine.log.warning(str(error))
                 return
-            telemetry.saved(self._saving_step, good=False)
+            telemetry.saved(self._pending_step, good=False)
             self._saved = None
             self._failures += 1
-            if not bear or self._failures > _FAILURES_BORNE:
+            if not tolerate_failure or self._failures > _TOLERATED_FAILURES:
                 raise
             self._engine.log.warning(f"{error}\n  Training goes on.")
             return
         self._failures = 0
-        telemetry.saved(self._saving_step)
+        telemetry.saved(self._pending_step)
         self._run.parent = committed.folder.name
-        self._callbacks.call("on_save", Saved(self._saving_step, str(committed.folder)))
+        self._callbacks.call("on_save", Saved(self._pending_step, str(committed.folder)))
 
     def write(
         self,
@@ -185,41 +185,42 @@ class Saver:
         overwrite: bool = False,
         after: Callable[[Path], None] | None = None,
     ) -> None:
-        """Where every rank holds everything, rank 0 writes and waits for nobody; else all ranks have to come."""
+        """Save now. Collective if parameters are sharded; otherwise rank 0 saves alone."""
         engine = self._engine
         require_own_weights(engine)
         if engine.sharded is None and not engine.world.is_main:
             return
         if engine.sharded is not None:
-            self.presence.require(self._config.checkpoint.wait, "save_checkpoint", _CUT)
-            self.finish()  # two saves at a time would mix their messages
+            self.barrier.require(self._config.checkpoint.wait, "save_checkpoint", _SHARDED)
+            self.finish()  # two saves at once would mix up their messages
         writer = Writer(self._group if engine.sharded is not None else None)
         with engine.telemetry.saving():
-            captured = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
-            description = self._describe(captured, include_optimizer)
-            writer.begin(folder.absolute(), captured.tensors, description, overwrite=overwrite, after=after).result()
+            snapshot = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
+            description = self._describe(snapshot, include_optimizer)
+            writer.begin(folder.absolute(), snapshot.tensors, description, overwrite=overwrite, after=after).result()
         engine.telemetry.saved(engine.position.step)
 
     def save_on_error(self, error: BaseException) -> str | None:
-        """An exception ends training: save what is whole, as far as that can be done without the others; what was done
-        of it. Weights are whole between two updates, and a held-back bad step is none."""
+        """Save before an exception ends training, if the weights are consistent and no other rank is waited for long.
+        Returns what was done. Weights are consistent between updates, unless a non-finite step was held back."""
         engine, step = self._engine, self._engine.position.step
         watch = engine.watch
         if self._run.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
             return None
-        if step == self._run.began_at:  # nothing was trained since it was loaded, or begun
+        if step == self._run.began_at:  # nothing was trained in this call
             return None
-        if getattr(error, "code", None) == "train.nonfinite":  # it has looked, and reset the watch
+        if getattr(error, "code", None) == "train.nonfinite":  # reporting it has reset the guard
             return None
-        if self._saving is not None:  # also if it is an older step: two at a time would stand in each other's way
-            told, begun = self._attempt(lambda: self.finish(bear=False), self._saving_step), self._saving_step
+        if self._pending is not None:  # also of an older step: two saves at once would interfere
+            begun = self._pending_step
+            outcome = self._attempt(lambda: self.finish(tolerate_failure=False), begun)
             if begun == step and (self._saved == step or engine.sharded is not None):
-                return told
+                return outcome
         if self._saved == step or (engine.sharded is None and not engine.world.is_main):
             return None
         if engine.sharded is not None:
             try:
-                self.presence.require(_RESCUE_SECONDS, f"the last save, of step {step}", _CUT)
+                self.barrier.require(_RESCUE_SECONDS, f"the last save, of step {step}", _SHARDED)
             except CheckpointError:
                 return f"step {step} was not saved: the weights are cut over ranks, and not all of them came"
         target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
@@ -228,19 +229,19 @@ class Saver:
     def _attempt(self, save: Callable[[], None], step: int) -> str:
         try:
             save()
-        except Exception as error:  # the first error is what the user has to read
+        except Exception as error:  # the user needs to see the first error
             return f"step {step} could not be saved: {error}"
         self._saved = step
         return f"step {step} was saved before the error ends training"
 
     def close(self) -> None:
-        """The end of a call of train(): threads and memory go."""
+        """Free threads and memory at the end of train()."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
 
-    def forget(self) -> None:
-        """The training stands elsewhere now, as a checkpoint was loaded."""
+    def reset(self) -> None:
+        """Call after a checkpoint was loaded: no step of this training has been saved."""
         self._saved = None
 
 
