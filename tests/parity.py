@@ -113,7 +113,7 @@ def _repeated_samples() -> None:
         return micro
 
     if paceline.dist.world() > 1:
-        loader.own_or_stand_in, loader.micro_of = share, counted  # type: ignore[assignment]
+        loader.own_or_placeholder, loader.micro_of = share, counted  # type: ignore[assignment]
 
 
 FAULTS = {"mean of means": _mean_of_means, "no set_epoch": _no_set_epoch, "repeated samples": _repeated_samples}

@@ -1,14 +1,14 @@
-"""What the user's data becomes: a Dataset, or a DataLoader they already have, as a loader in our order.
+"""Turns the user's data (a Dataset, a DataLoader or an iterable) into a `Loader`.
 
-| given                                  | what happens                                                          |
+| input                                  | result                                                                |
 |----------------------------------------|-----------------------------------------------------------------------|
-| a map-style Dataset                    | the order formula                                                     |
+| a map-style Dataset                    | sample order computed from (seed, epoch)                              |
 | a DataLoader, plain sampler            | rebuilt from its dataset, collate function and workers; batch = global |
-| a DataLoader, DistributedSampler       | each rank's batches as they come; the global batch is their sum       |
-| a DataLoader, another (batch) sampler  | its indices, drawn alike on every rank, then cut                      |
-| a DataLoader without batching          | ready global batches, cut by rank                                     |
-| anything else that iterates            | the same                                                              |
-| an IterableDataset                     | read by every rank, cut by arithmetic                                 |
+| a DataLoader, DistributedSampler       | the batches of each rank as they are; the global batch is their sum   |
+| a DataLoader, another (batch) sampler  | its indices, identical on every rank, then sliced                     |
+| a DataLoader without batching          | global batches, sliced by rank                                        |
+| any other iterable                     | the same                                                              |
+| an IterableDataset                     | read by every rank, sliced by position                                |
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.errors import DataError
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """What the run asks of its data."""
+    """How a run reads its data."""
 
     batch: int
     part: DataShard
@@ -42,11 +42,11 @@ class LoaderSpec:
     shuffle: bool
     workers: int
     pin_memory: bool
-    training: bool = True  # fewer samples than a batch are then an error; an evaluation takes what there is
+    training: bool = True  # an error if there are fewer samples than a batch; an evaluation accepts any number
 
 
 def look_at(data: Any, seed: int) -> Any:
-    """The data itself; ready batches wrapped, so that the size of the first is known before training begins."""
+    """Return `data`; iterables of batches are wrapped so that the batch size is known before training."""
     if isinstance(data, DataLoader):
         return ReadyBatches(data, seed) if data.batch_size is None and data.batch_sampler is None else data
     if isinstance(data, (IterableDataset, ReadyBatches)) or _has_indices(data):
@@ -55,18 +55,18 @@ def look_at(data: Any, seed: int) -> Any:
         return ReadyBatches(data, seed)
     raise DataError(
         "not-data",
-        f"A {type(data).__name__} can't be trained on.",
-        fix="give a Dataset, a DataLoader, or an iterable of batches",
+        f"Unsupported data: expected a Dataset, a DataLoader or an iterable of batches, got {type(data).__name__}.",
+        fix="pass one of these to train()",
     )
 
 
 def _has_indices(data: Any) -> bool:
-    """A list that somebody holds in memory is of batches; datasets of other libraries need not be torch's class."""
+    """Whether this is a map-style dataset, of torch or of another library. A list or tuple contains batches."""
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, tuple))
 
 
 def batch_of(data: Any, ranks: int) -> int | None:
-    """The global batch that the data itself asks for; None where the run has to say it."""
+    """The global batch size that the data implies; None if the run has to set it."""
     if isinstance(data, ReadyBatches):
         return data.batch
     if not isinstance(data, DataLoader):
@@ -76,7 +76,7 @@ def batch_of(data: Any, ranks: int) -> int | None:
 
 
 def claim(data: Any, data_rank: int) -> dict[str, int] | None:
-    """What a DistributedSampler takes for granted about the world, to be compared between the ranks."""
+    """What a DistributedSampler assumes about the world, to be compared across ranks."""
     if not isinstance(data, DataLoader) or not _is_distributed(data):
         return None
     sampler = _sampler(data)
@@ -84,34 +84,34 @@ def claim(data: Any, data_rank: int) -> dict[str, int] | None:
 
 
 def require_true_claims(claims: Sequence[dict[str, int] | None], data_ranks: int) -> None:
-    """Each rank's claim, in the order of ranks: samplers that do not share out the data between them are an error."""
+    """Raise unless the samplers of all ranks, in rank order, partition the data."""
     if None in claims and any(claims):
-        raise _wrong_sampler("some ranks have a DistributedSampler and some have not")
+        raise _wrong_sampler("only some ranks use a DistributedSampler")
     for rank, own in enumerate(claims):
         if own is None:
             continue
         if own["replicas"] != data_ranks or own["rank"] != own["data_rank"]:
             raise _wrong_sampler(
-                f"rank {rank}'s is for rank {own['rank']} of {own['replicas']}, but it is data rank "
+                f"on rank {rank} it was built for rank {own['rank']} of {own['replicas']}, but this is data rank "
                 f"{own['data_rank']} of {data_ranks}"
             )
         if claims[0] is not None and own["batches"] != claims[0]["batches"]:
-            raise _wrong_sampler(f"rank 0 has {claims[0]['batches']} batches an epoch, rank {rank} {own['batches']}")
+            raise _wrong_sampler(f"rank 0 has {claims[0]['batches']} batches per epoch, rank {rank}: {own['batches']}")
 
 
 def _wrong_sampler(what: str) -> DataError:
     return DataError(
         "wrong-sampler",
-        f"The DistributedSampler does not fit this world: {what}.",
-        why="ranks would train on each other's samples, or wait for batches that never come",
-        fix="give the dataset, or a DataLoader without DistributedSampler: the Trainer shares it out exactly",
+        f"The DistributedSampler does not match this world: {what}.",
+        why="ranks would train on the same samples, or wait for batches that never arrive",
+        fix="pass the dataset, or a DataLoader without DistributedSampler: the Trainer shards the data",
     )
 
 
 def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
-    """The loader for `data`; `say` gets a line where the choice is one that the user should know."""
+    """The loader for `data`; `say` receives a line for every choice that the user should know."""
     if isinstance(data, ReadyBatches):
-        say("data: taken as ready global batches, cut by rank")
+        say("data: iterable of global batches, sliced by rank")
         return BatchStream(data, spec.batch, spec.part, spec.seed)
     if isinstance(data, DataLoader):
         return _adopt_loader(data, spec, say)
@@ -124,18 +124,18 @@ def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
 def _stream(
     dataset: Any, spec: LoaderSpec, reading: ReadOptions, say: Callable[[str], None], drop_last: bool = False
 ) -> Loader:
-    say("data: an iterable dataset; every rank reads it whole and keeps its part; resume is approximate")
+    say("data: iterable dataset; every rank reads all of it and keeps its slice; resume is approximate")
     return SampleStream(dataset, spec.batch, spec.part, spec.seed, reading, drop_last=drop_last)
 
 
 def _indexed(dataset: Any, spec: LoaderSpec, reading: ReadOptions, drop_last: bool = False) -> Loader:
     samples = len(dataset)
     if samples == 0:
-        raise DataError("empty", f"The dataset {type(dataset).__name__} holds no samples.")
+        raise DataError("empty", f"The dataset {type(dataset).__name__} is empty.")
     if spec.training and samples < spec.batch:
         raise DataError(
             "smaller-than-batch",
-            f"The dataset holds {samples} samples, fewer than one batch of {spec.batch}.",
+            f"The dataset has {samples} samples, fewer than one batch of {spec.batch}.",
             fix=f"set batch to {samples} or less",
         )
     order = FormulaOrder(samples, spec.batch, spec.seed, shuffle=spec.shuffle, drop_last=drop_last)
@@ -149,27 +149,27 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
         return _stream(loader.dataset, spec, reading, say, drop_last)
     if _is_distributed(loader) and spec.training:
         say(
-            "data: the DataLoader's DistributedSampler picks each rank's samples; the global batch is their sum "
-            f"({spec.batch}), and where it repeats samples to even out the ranks, so does training"
+            "data: the DistributedSampler of the DataLoader selects the samples of each rank; the global batch is "
+            f"their sum ({spec.batch}); samples that it repeats to make ranks even are trained on twice"
         )
         return OwnBatches(loader, sampler, spec.batch, spec.part)
     if _is_distributed(loader) or _is_plain(sampler):
         shuffle = spec.training and isinstance(sampler, RandomSampler)
         return _indexed(loader.dataset, replace(spec, shuffle=shuffle), reading, drop_last)
     if sampler is None:
-        say(f"data: each list of {type(loader.batch_sampler).__name__} is one global batch, cut by rank")
+        say(f"data: each list of {type(loader.batch_sampler).__name__} is a global batch, sliced by rank")
         assert loader.batch_sampler is not None
         batches = BatchSamplerOrder(loader.batch_sampler, spec.batch, spec.seed)
         return IndexedLoader(loader.dataset, batches, spec.part, spec.seed, reading)
-    say(f"data: {type(sampler).__name__} is honoured: its indices are drawn alike on every rank, then cut")
+    say(f"data: using {type(sampler).__name__}; its indices are identical on every rank, then sliced")
     order = SamplerOrder(sampler, spec.batch, spec.seed, drop_last=drop_last)
     return IndexedLoader(loader.dataset, order, spec.part, spec.seed, reading)
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """What picks the samples; None where a batch sampler of the user's own picks whole batches.
+    """The sampler; None if a custom batch sampler selects whole batches.
 
-    `loader.sampler` would be wrong: given a batch sampler, torch puts a sequential one there that nobody uses.
+    `loader.sampler` would be wrong: with a batch sampler, torch sets it to an unused sequential sampler.
     """
     batch_sampler = loader.batch_sampler
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
@@ -184,14 +184,14 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
 
 
 def _is_plain(sampler: Any) -> bool:
-    """Samplers whose meaning our order keeps: every sample once, in order or shuffled."""
+    """Whether the sampler yields every sample once, in order or shuffled, as our own order does."""
     if type(sampler) is SequentialSampler:
         return True
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
 def _reading(loader: DataLoader[Any], spec: LoaderSpec) -> ReadOptions:
-    """The user's collate function and worker settings, kept."""
+    """Keep the collate function and worker settings of the user."""
     options: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "timeout": loader.timeout}
     if loader.num_workers:
         options["prefetch_factor"] = loader.prefetch_factor

@@ -1,4 +1,4 @@
-"""Batches as users have them: tensors inside tuples, lists and dicts, of which the first dim counts the samples."""
+"""Batches: tensors nested in tuples, lists and dicts, with samples along the first dim."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 def samples_in(batch: Any) -> int:
     """The length of a batch: the first dim of the first tensor in it."""
     if type(batch) in (tuple, list) and batch and type(batch[0]) is torch.Tensor and batch[0].dim():
-        return batch[0].shape[0]  # the common case, without a walk
+        return batch[0].shape[0]  # fast path for the common case
     for tensor in tensors_in(batch):
         if tensor.dim():
             return tensor.shape[0]
     raise DataError(
         "no-length",
-        f"A batch of type {type(batch).__name__} holds no tensor whose first dim counts its samples.",
-        fix="give tensors, or tuples, lists and dicts of tensors",
+        f"A batch of type {type(batch).__name__} contains no tensor with a batch dim.",
+        fix="use tensors, or tuples, lists and dicts of tensors",
     )
 
 
 def apply(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with each tensor changed, its containers kept."""
+    """Apply `change` to every tensor, keeping the containers."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -49,7 +49,7 @@ def apply(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def digest(batch: Any) -> int:
-    """A checksum of the bits in a batch's tensors."""
+    """A checksum of the tensors in a batch."""
     total = 0
     for tensor in tensors_in(batch):
         bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
@@ -58,10 +58,10 @@ def digest(batch: Any) -> int:
 
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a ready batch: rows of what is as long as the batch, all of what is not (a class weight)."""
+    """Slice a batch: rows of everything as long as the batch, all of anything else (such as class weights)."""
     if type(batch) in (tuple, list) and all(type(part) is torch.Tensor and part.dim() for part in batch):
         length = batch[0].shape[0]
-        if all(part.shape[0] == length for part in batch):  # the common case, without a walk
+        if all(part.shape[0] == length for part in batch):  # fast path for the common case
             return type(batch)([part[start:stop] for part in batch])
     length = samples_in(batch)
     return batch if (start, stop) == (0, length) else _rows(batch, start, stop, length)
@@ -75,12 +75,12 @@ def _rows(batch: Any, start: int, stop: int, length: int) -> Any:
     if isinstance(batch, (list, tuple)):
         if any(isinstance(value, (torch.Tensor, Mapping, list, tuple)) for value in batch):
             return _like(batch, [_rows(value, start, stop, length) for value in batch])
-        return batch[start:stop] if len(batch) == length else batch  # a list of file names, say
+        return batch[start:stop] if len(batch) == length else batch  # for example a list of file names
     return batch
 
 
 def _like(batch: Any, values: Any) -> Any:
-    """A container of the batch's own kind with other values."""
+    """A container of the same type with other values."""
     if isinstance(batch, Mapping):
         if not hasattr(batch, "__setitem__"):
             return values

@@ -24,13 +24,13 @@ FOLDER = "cifar-10-batches-bin"
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
 RECORD = 1 + 3 * 32 * 32
-# Means and deviations of the training set's channels, as everybody uses them.
+# Channel means and standard deviations of the training set.
 MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
 DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 
 
 class Cifar10(Dataset[dict[str, Tensor]]):
-    """Normalised images and labels; with `augment`, a random crop of the padded image and a flip."""
+    """Normalized images and labels; with `augment`, random crops of the padded image and flips."""
 
     def __init__(self, records: NDArray[np.uint8], augment: bool) -> None:
         self._records, self._augment = records, augment
@@ -49,7 +49,7 @@ class Cifar10(Dataset[dict[str, Tensor]]):
 
 
 def crop_and_flip(image: Tensor, padding: int = 4) -> Tensor:
-    """The usual augmentation. It draws from Python's generator, which the loader seeds for each sample."""
+    """The usual augmentation, using Python's generator, which the loader seeds per sample."""
     top, left = random.randint(0, 2 * padding), random.randint(0, 2 * padding)
     height, width = image.shape[1:]
     padded = functional.pad(image, (padding,) * 4)
@@ -66,16 +66,16 @@ def read_records(folder: Path, names: tuple[str, ...]) -> NDArray[np.uint8]:
         except OSError:
             raise DataError(
                 "missing-files",
-                f"CIFAR-10's file {name} is not in {folder}.",
-                fix="fetch the binary version (cifar-10-binary.tar.gz), unpack it, and set data.folder to the folder "
-                f"that holds {FOLDER}",
+                f"CIFAR-10 file {name} not found in {folder}.",
+                fix="download and unpack the binary version (cifar-10-binary.tar.gz), and set data.folder to the "
+                f"folder that contains {FOLDER}",
             ) from None
         if len(data) == 0 or len(data) % RECORD:
             raise DataError(
                 "damaged-file",
-                f"{path} is {len(data)} bytes long, which is no multiple of {RECORD}.",
-                why="each record is one label byte and 3072 pixel bytes",
-                fix="fetch the archive again",
+                f"Invalid length of {path}: {len(data)} bytes is not a multiple of {RECORD}.",
+                why="each record consists of one label byte and 3072 pixel bytes",
+                fix="download the archive again",
             )
         parts.append(data.reshape(-1, RECORD))
     return np.concatenate(parts)

@@ -1,9 +1,8 @@
-"""Datasets by name: what a recipe's `data:` section picks.
+"""Named datasets, selected by the `data:` section of a recipe.
 
     train, val = paceline.get_data("shapes", size=16)
 
-A named dataset is a function that returns (training set, evaluation set or None). Its parameters are the options that
-the recipe may give.
+A named dataset is a function that returns (training set, evaluation set or None). Its parameters are its options.
 """
 
 from __future__ import annotations
@@ -28,5 +27,5 @@ find_data = _registry.find
 
 
 def get_data(name: str, **options: Any) -> Pair:
-    """The training and evaluation sets of a named dataset."""
+    """Return the training and evaluation sets of a named dataset."""
     return find_data(name, options)(**options)

@@ -1,8 +1,8 @@
-"""Loaders for data that can only be iterated.
+"""Loaders for iterable data.
 
-A stream of samples (an IterableDataset) is read whole by every rank, which keeps its own part by the same arithmetic
-as everywhere: the run then means the same on any number of ranks, and a stream that knows nothing of ranks or workers
-can't be counted twice. Resuming reads and drops what was used, so it is exact only where the stream repeats itself.
+Every rank reads all samples of an IterableDataset and keeps its own slice. The result is independent of the number of
+ranks, and a dataset that is unaware of ranks and workers is not read twice. Resuming reads and drops the samples
+already used, so it is exact only if the dataset yields the same sequence again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.batches import digest, rows_of, samples_in
-from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_stand_in
+from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
 from paceline.data.sample_order import drawn, length_of
-from paceline.data.slicing import BatchSlice, shares
+from paceline.data.slicing import BatchSlice, slices_of
 from paceline.runtime.rng import RandomStream, derive_seed
 
 
 class SampleStream:
-    """An IterableDataset of samples: cut and collated in one worker process, which also keeps its randomness apart."""
+    """An IterableDataset, sliced and collated in one worker process with its own RNG state."""
 
     steps_per_epoch = None
     samples = None
@@ -52,37 +52,37 @@ class SampleStream:
 
     def _epoch(self, epoch: int, step: int, first_step: int) -> DataLoader[MicroBatch]:
         return DataLoader(
-            _EpochOfCuts(self._cuts, epoch, step, first_step),
+            _EpochSlices(self._slices, epoch, step, first_step),
             batch_size=None,
             num_workers=1,
             collate_fn=_unchanged,
             pin_memory=self._reading.pin_memory,
-            # The worker's generators follow from this one, so that all ranks read one stream even where it shuffles.
+            # Seeds the worker, so that all ranks read the same sequence even if the dataset shuffles.
             generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch) >> 1),
             **dict(self._reading.options),
         )
 
-    def _cuts(self, epoch: int, step: int, first_step: int) -> Iterator[MicroBatch]:
+    def _slices(self, epoch: int, step: int, first_step: int) -> Iterator[MicroBatch]:
         if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(epoch)  # in the worker, which every epoch starts anew
+            self._dataset.set_epoch(epoch)  # in the worker, which is started for every epoch
         samples = iter(self._dataset)
         for chunk in iter(lambda: list(islice(samples, self._batch)), []):
             if self._drop_last and len(chunk) < self._batch:
                 return
-            for share in shares(len(chunk), self._batch, self._part.groups, self._part.rank, self._part.ranks):
-                batch = self._collate(list(own_or_stand_in(chunk, share))) if step >= first_step else None
+            for share in slices_of(len(chunk), self._batch, self._part.groups, self._part.rank, self._part.ranks):
+                batch = self._collate(list(own_or_placeholder(chunk, share))) if step >= first_step else None
                 yield micro_of(batch, share, len(chunk), epoch, step, ())
             step += 1
 
 
-class _EpochOfCuts(IterableDataset[MicroBatch]):
-    """One epoch, as the dataset that torch's loader runs in its worker."""
+class _EpochSlices(IterableDataset[MicroBatch]):
+    """One epoch, as a dataset for torch's loader."""
 
     def __init__(self, cuts: Callable[[int, int, int], Iterator[MicroBatch]], *where: int) -> None:
-        self._cuts, self._where = cuts, where
+        self._slices, self._where = cuts, where
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return self._cuts(*self._where)
+        return self._slices(*self._where)
 
 
 def _unchanged(item: Any) -> Any:
@@ -90,7 +90,7 @@ def _unchanged(item: Any) -> Any:
 
 
 class ReadyBatches:
-    """An iterable of ready global batches, whose size is known by looking at the first."""
+    """An iterable of global batches; the first one determines the batch size."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._source = source
@@ -103,7 +103,7 @@ class ReadyBatches:
                 raise no_samples() from None
         self.fingerprint = digest(first)
         self.batch = samples_in(first)
-        if items is source:  # a generator, which can be read once: the first batch is put back
+        if items is source:  # a generator can be consumed only once: put the first batch back
             self._source = chain([first], items)
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,12 +112,12 @@ class ReadyBatches:
     def __len__(self) -> int:
         length = length_of(self._source)
         if length is None:
-            raise TypeError("these batches have no length")
+            raise TypeError("this iterable of batches has no length")
         return length
 
 
 class BatchStream:
-    """Ready global batches, of which each rank takes its rows."""
+    """Global batches, of which each rank takes its rows."""
 
     def __init__(self, source: ReadyBatches, batch: int, part: DataShard, seed: int) -> None:
         self._source, self._batch, self._part, self._seed = source, batch, part, seed
@@ -134,7 +134,7 @@ class BatchStream:
         return length_of(self._source)
 
     def fingerprint(self) -> Any:
-        """Of a global batch, of which each rank takes its part."""
+        """Of the first global batch."""
         return self._source.fingerprint
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
@@ -152,20 +152,20 @@ class BatchStream:
                 raise no_samples()
 
     def _batches(self, epoch: int) -> Iterable[Any]:
-        """Every rank draws the same batches, also where the source shuffles; a list draws nothing."""
+        """The same batches on every rank, even if the source shuffles; a list needs no seeding."""
         if self._source.in_memory:
             return self._source
         return (batch for [batch] in drawn(self._source, self._seed, epoch, 1))
 
     def _shares_of(self, total: int) -> list[BatchSlice]:
-        """Nearly all batches have one length, so its cuts are worked out once."""
+        """Cached, because nearly all batches have the same length."""
         part = self._part
-        self._shares[total] = list(shares(total, self._batch, part.groups, part.rank, part.ranks))
+        self._shares[total] = list(slices_of(total, self._batch, part.groups, part.rank, part.ranks))
         return self._shares[total]
 
 
 class OwnBatches:
-    """A DataLoader whose DistributedSampler already picked this rank's samples: its batches, as they come."""
+    """A DataLoader whose DistributedSampler selects the samples of this rank: its batches, unchanged."""
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, batch: int, part: DataShard) -> None:
         self._loader, self._sampler, self._batch, self._part = loader, sampler, batch, part
@@ -191,8 +191,8 @@ class OwnBatches:
             skip = 0
 
     def _cut(self, batch: Any, epoch: int, step: int) -> Iterator[MicroBatch]:
-        """This rank's own groups. What the other ranks hold is taken to be as much, and added up where it matters."""
+        """The groups of this rank. Other ranks are assumed to have as many samples; `exact=False` marks that."""
         own, ranks, rank = samples_in(batch), self._part.ranks, self._part.rank
-        for share in shares(own, -(-self._batch // ranks), self._part.groups, 0, 1):
+        for share in slices_of(own, -(-self._batch // ranks), self._part.groups, 0, 1):
             micro = micro_of(rows_of(batch, share.start, share.stop), share, self._batch, epoch, step, ())
             yield replace(micro, start=rank * own + share.start, exact=False)

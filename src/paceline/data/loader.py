@@ -1,7 +1,7 @@
-"""The loader: this rank's micro-batches, in an order that does not depend on ranks or workers.
+"""Loaders yield the micro-batches of this rank, in an order independent of the number of ranks and workers.
 
-It stands on `torch.utils.data.DataLoader` for workers and pinned memory, and feeds it one endless stream of index
-lists, so workers live through all epochs. Its whole state is one integer: the number of steps done.
+`IndexedLoader` uses `torch.utils.data.DataLoader` for workers and pinned memory and feeds it a single stream of index
+lists, so that workers persist across epochs. Its state is one integer: the number of completed steps.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from torch.utils.data import DataLoader, default_collate
 from paceline.data.batches import apply
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededSamples
-from paceline.data.slicing import BatchSlice, shares
+from paceline.data.slicing import BatchSlice, slices_of
 from paceline.errors import DataError
 from paceline.runtime.rng import preserve_rng_state
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What one rank puts through the model at once, and where that lies in the run."""
+    """What one rank runs through the model at once, and its position in the run."""
 
     batch: Any
-    samples: int  # this rank's own; 0 when it only joins in with a stand-in
-    start: int  # where they begin in the step
-    step_samples: int  # in the whole step, over all ranks
+    samples: int  # of this rank; 0 if it participates with a placeholder of weight zero
+    start: int  # offset of these samples in the step
+    step_samples: int  # in the step, over all ranks
     group: int
-    last: bool  # whether this group closes the step
+    last: bool  # whether this is the last group of the step
     epoch: int
-    step: int  # counted from the run's beginning
-    indices: Sequence[Any] = ()  # which samples these are, where the dataset has indices
-    exact: bool = True  # whether every rank knows step_samples without asking the others
+    step: int  # since the start of the run
+    indices: Sequence[Any] = ()  # of the samples, if the dataset has indices
+    exact: bool = True  # whether every rank knows step_samples without communication
 
     def pin_memory(self) -> MicroBatch:
-        """Asked for by torch's loader, which knows nothing of this class."""
+        """Called by torch's pin-memory thread on custom batch types."""
         return replace(self, batch=apply(self.batch, torch.Tensor.pin_memory))
 
 
 @dataclass(frozen=True)
 class DataShard:
-    """One rank's part in the work: its number among the data ranks, and the groups a step is cut into."""
+    """The data rank of this process, and the number of accumulation groups per step."""
 
     rank: int = 0
     ranks: int = 1
@@ -54,11 +54,11 @@ class DataShard:
 
 
 class Loader(Protocol):
-    """Micro-batches from a given step on, epoch after epoch, until nobody asks for more."""
+    """Yields micro-batches from a given step on, epoch after epoch."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether asking for a step again gives the same samples again."""
+        """Whether reading a step again yields the same samples."""
         ...
 
     @property
@@ -66,28 +66,28 @@ class Loader(Protocol):
 
     @property
     def samples(self) -> int | None:
-        """In an epoch, where that is known."""
+        """Samples per epoch, if known."""
         ...
 
     def micros(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]: ...
 
     def fingerprint(self) -> Any:
-        """Numbers that are the same on every rank where the data is; None where nothing is known of it."""
+        """A value that is equal on every rank if the data is; None if unknown."""
         ...
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How samples become batches."""
+    """How samples are read and collated."""
 
     collate: Callable[[list[Any]], Any] | None = None
     workers: int = 0
     pin_memory: bool = False
-    options: tuple[tuple[str, Any], ...] = ()  # further DataLoader arguments, taken from a loader of the user's
+    options: tuple[tuple[str, Any], ...] = ()  # further DataLoader arguments, from the user's loader
 
 
 class IndexedLoader:
-    """For datasets that can be asked for any sample."""
+    """A loader for map-style datasets."""
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataShard, seed: int, reading: ReadOptions) -> None:
         self._samples = SeededSamples(dataset, seed, own_collate=reading.collate not in (None, default_collate))
@@ -117,10 +117,10 @@ class IndexedLoader:
             num_workers=reading.workers,
             collate_fn=reading.collate,
             pin_memory=reading.pin_memory,
-            generator=torch.Generator(),  # else making an iterator would draw from the model's random state
+            generator=torch.Generator(),  # otherwise creating an iterator would advance the global RNG
             **dict(reading.options),
         )
-        # With workers the generators that get seeded are theirs; without, they are the model's and are given back.
+        # Workers seed their own generators. Without workers the global RNG is seeded, so its state is restored.
         keep = preserve_rng_state if self._samples.draws and reading.workers == 0 else nullcontext
         batches = iter(loader)
         while True:
@@ -134,29 +134,29 @@ class IndexedLoader:
             yield micro
 
     def _plan(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
-        """Every micro-batch to come, still without its data."""
+        """All following micro-batches, without their data."""
         per_epoch = self.steps_per_epoch
-        # An order that does not know its length is read from its beginning, and what was used is dropped.
+        # An order of unknown length is read from its beginning, and completed steps are dropped.
         first_epoch, skip = divmod(first_step, per_epoch) if per_epoch else (0, 0)
         step = first_epoch * (per_epoch or 0) + skip
         for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
             before = step
             for indices in self._order.epoch(epoch, skip):
                 if step >= first_step:
-                    yield from self._micros_of(indices, epoch, step)
+                    yield from self._slice(indices, epoch, step)
                 step += 1
             if step == before:
                 raise no_samples()
             skip = 0
 
-    def _micros_of(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
+    def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
         part = self._part
-        for share in shares(len(indices), self._order.batch, part.groups, part.rank, part.ranks):
-            yield micro_of(None, share, len(indices), epoch, step, own_or_stand_in(indices, share))
+        for share in slices_of(len(indices), self._order.batch, part.groups, part.rank, part.ranks):
+            yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share))
 
 
 class _Keys:
-    """The batch sampler that torch's loader asks: hands out index lists and notes what each of them is."""
+    """Batch sampler for torch's loader: yields index lists and records the micro-batch of each."""
 
     def __init__(self, plan: Iterator[MicroBatch], planned: deque[MicroBatch]) -> None:
         self._plan, self._planned = plan, planned
@@ -167,8 +167,8 @@ class _Keys:
             yield [(micro.epoch, index) for index in micro.indices]
 
 
-def own_or_stand_in(indices: Sequence[Any], share: BatchSlice) -> Sequence[Any]:
-    """This rank's indices; without any, the group's first, which it then runs with weight zero to keep in step."""
+def own_or_placeholder(indices: Sequence[Any], share: BatchSlice) -> Sequence[Any]:
+    """The indices of this rank. A rank without samples runs the first sample of the group with weight zero."""
     start, stop = share.rows
     return indices[start:stop]
 
@@ -190,7 +190,7 @@ def micro_of(batch: Any, share: BatchSlice, total: int, epoch: int, step: int, i
 def no_samples() -> DataError:
     return DataError(
         "empty",
-        "An epoch of this data gave no sample.",
-        why="the dataset is empty, or an iterator that can be read only once was read before",
-        fix="check the dataset's length; give an iterable that can be iterated again, not a generator",
+        "An epoch over this data yielded no samples.",
+        why="the dataset is empty, or a generator was already consumed",
+        fix="check the length of the dataset; pass an iterable that can be iterated repeatedly, not a generator",
     )

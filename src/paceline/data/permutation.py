@@ -1,11 +1,11 @@
-"""Data order is a formula.
+"""Shuffles without storing indices.
 
-Sample i of epoch e is a keyed permutation of (seed, e, i): no list of indices is ever built, so a dataset of 10⁹
-samples costs nothing to shuffle, and any position of any epoch can be computed on any rank without asking the others.
+Sample i of epoch e is a keyed permutation of (seed, e, i). No list of indices is built, so a dataset of 10⁹ samples
+costs nothing to shuffle, and any position of any epoch can be computed on any rank without communication.
 
 The permutation is a Feistel network over a grid of rows × columns ≥ n cells, both near √n. Each round shifts one
-coordinate by a hash of the other, which can be undone, so every round is a permutation of the grid. Cells beyond n are
-walked on until they fall inside; the grid is at most one row larger than n, so that is rare.
+coordinate by a hash of the other, which is invertible, so every round is a permutation of the grid. Cells beyond n are
+permuted again until they fall inside; the grid is at most one row larger than n, so this is rare.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paceline.runtime.rng import derive_seed
 Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
-# Four rounds pass the tests of uniformity; eight leave a margin and cost 0.08 µs a sample (benchmarks/data_order.py).
+# Four rounds pass the uniformity tests; eight leave a margin and cost 0.08 µs a sample (benchmarks/data_order.py).
 _ROUNDS = 8
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
 
 class Permutation:
-    """A shuffle of range(n), picked by (seed, epoch), evaluated where it is asked for."""
+    """A permutation of range(n), keyed by (seed, epoch) and evaluated lazily."""
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         self._n = np.uint64(n)
@@ -36,7 +36,7 @@ class Permutation:
         self._keys = [np.uint64(derive_seed(seed, epoch, n, turn)) for turn in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
-        """The samples at these positions (whole numbers below n)."""
+        """The samples at these positions (integers below n)."""
         cells = self._shuffle(positions.astype(np.uint64))
         while (outside := cells >= self._n).any():
             cells[outside] = self._shuffle(cells[outside])

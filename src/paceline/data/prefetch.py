@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device: one ahead, on a stream of its own, so that copies hide behind compute."""
+"""Copies micro-batches to the device one step ahead, on a side stream, to overlap copies with compute."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.data.loader import MicroBatch
 def to_device(
     micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
 ) -> Iterator[MicroBatch]:
-    """Each micro-batch on `device`, in the numbers that `cast` gives (None: those it has)."""
+    """Each micro-batch on `device`, with `cast` applied to its tensors."""
     if device.type == "cuda":
         return _prefetched(micros, device, cast)
     if device.type == "cpu" and cast is None:
-        return micros  # where they are read
+        return micros  # already there
     return _moved(micros, device, cast)
 
 
@@ -51,7 +51,7 @@ def _prefetched(
 
 
 def _arrived(micro: MicroBatch, copied: torch.cuda.Event, compute: torch.cuda.Stream) -> MicroBatch:
-    """Compute waits for this copy, not for the next, and the allocator learns that compute uses the memory."""
+    """Make the compute stream wait for this copy only, and record its use of the memory for the allocator."""
     compute.wait_event(copied)
     for tensor in tensors_in(micro.batch):
         tensor.record_stream(compute)

@@ -1,7 +1,6 @@
-"""Where the indices of each global batch come from.
+"""Sample orders: which samples make up the steps of an epoch, from a given step on.
 
-An order answers one question: which samples make up the steps of an epoch, from a given step on? Every rank asks the
-same order and gets the same answer.
+An order yields the indices of global batches and is identical on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from paceline.data.permutation import Permutation
 from paceline.runtime.rng import RandomStream, derive_seed
 
-# Positions whose samples are worked out at once: numpy's fixed costs would be most of a small batch's.
+# Positions computed at once, to amortize the overhead of numpy over small batches.
 _BLOCK = 4096
 
 
@@ -27,12 +26,12 @@ class SampleOrder(Protocol):
     def steps_per_epoch(self) -> int | None: ...
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        """The sample indices of each step of an epoch, beginning with step `first_step` of it."""
+        """The sample indices of each step of an epoch, starting at its step `first_step`."""
         ...
 
 
 class FormulaOrder:
-    """The order formula: a keyed permutation, or the natural order. Resuming at any step costs nothing."""
+    """A keyed permutation, or the natural order. Resuming at any step costs nothing."""
 
     def __init__(self, n: int, batch: int, seed: int, *, shuffle: bool, drop_last: bool = False) -> None:
         self.n, self.batch, self._seed, self._shuffle = n, batch, seed, shuffle
@@ -53,9 +52,9 @@ class FormulaOrder:
 
 
 class SamplerOrder:
-    """A sampler of the user's, honoured as a stream of indices.
+    """The indices of a custom sampler.
 
-    It is drawn on every rank under the same seed, so all ranks see one stream. Resuming draws and drops what was used.
+    It runs on every rank under the same seed, so all ranks see the same indices. Resuming drops those already used.
     """
 
     def __init__(self, sampler: Iterable[Any], batch: int, seed: int, *, drop_last: bool = False) -> None:
@@ -70,14 +69,14 @@ class SamplerOrder:
         return length // self.batch if self._drop_last else -(-length // self.batch)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        self._past.go_through(epoch)
+        self._past.replay(epoch)
         for step, chunk in enumerate(drawn(self._sampler, self._seed, epoch, self.batch)):
             if step >= first_step and not (self._drop_last and len(chunk) < self.batch):
                 yield chunk
 
 
 class BatchSamplerOrder:
-    """A batch sampler of the user's: each of its lists is one global batch."""
+    """A custom batch sampler: each of its lists is a global batch."""
 
     def __init__(self, batches: Iterable[Sequence[Any]], batch: int, seed: int) -> None:
         self.batch, self._batches, self._seed = batch, batches, seed
@@ -88,21 +87,22 @@ class BatchSamplerOrder:
         return length_of(self._batches)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        self._past.go_through(epoch)
+        self._past.replay(epoch)
         for [batch] in islice(drawn(self._batches, self._seed, epoch, 1), first_step, None):
             yield batch.tolist() if hasattr(batch, "tolist") else list(batch)
 
 
 class Past:
-    """A sampler that counts its epochs itself, or remembers something else, has to live through those that a resumed
-    run has done. Torch's own remember nothing, and one with `set_epoch` can be told."""
+    """Replays completed epochs for samplers that keep state, such as an epoch count, when a run is resumed.
+
+    Torch's own samplers are stateless, and `set_epoch` needs no replay."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._source, self._seed, self._done = source, seed, 0
         ours = type(source).__module__.startswith("torch.utils.data")
         self._remembers = not ours and not hasattr(source, "set_epoch") and length_of(source) is not None
 
-    def go_through(self, epoch: int) -> None:
+    def replay(self, epoch: int) -> None:
         if self._remembers:
             for past in range(self._done, epoch):
                 for _ in drawn(self._source, self._seed, past, _BLOCK):
@@ -111,11 +111,10 @@ class Past:
 
 
 def drawn(source: Iterable[Any], seed: int, epoch: int, at_once: int) -> Iterator[list[Any]]:
-    """One epoch of anything that iterates, `at_once` items a time, the same on every rank though it may draw numbers.
+    """Iterate over one epoch of `source`, `at_once` items at a time, identically on every rank.
 
-    The source has random numbers of its own, seeded by (seed, epoch) and swapped in for as long as it draws: neither
-    do others disturb it, nor it them. Swapping takes 0.2 ms, whatever is read in between. It is read as it is asked,
-    so it may be endless.
+    The source runs under an RNG state of its own, seeded by (seed, epoch) and swapped in while it is read. A swap takes
+    0.2 ms. The source is read lazily and may be infinite.
     """
     set_epoch = getattr(source, "set_epoch", None)
     if callable(set_epoch):

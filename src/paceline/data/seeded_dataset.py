@@ -1,7 +1,7 @@
-"""Randomness belongs to the sample, not to the worker.
+"""Seeds random numbers per sample instead of per worker.
 
-`__getitem__` and augmentation run under generators seeded by (seed, epoch, index): a sample looks the same whichever
-rank or worker reads it, and another way in the next epoch. A collate function that draws is seeded by its batch.
+`__getitem__` and augmentation run under generators seeded by (seed, epoch, index): a sample is the same on any rank and
+worker, and differs between epochs. A custom collate function is seeded by its batch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paceline.runtime.rng import derive_seed, seed_cpu
 
 Key = tuple[int, Any]
 
-_ROWS = 16  # of a tensor, enough to tell two apart
+_ROWS = 16  # of a tensor, enough to distinguish two datasets
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset addressed by (epoch, index), which seeds the generators before it reads and before it is collated."""
+    """A dataset indexed by (epoch, index) that seeds the generators before reading and before collating."""
 
     def __init__(self, dataset: Any, seed: int, *, own_collate: bool) -> None:
         self._dataset = dataset
@@ -43,14 +43,14 @@ class SeededSamples(Dataset[Any]):
         return self._dataset[key[1]]
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """torch's loader asks for a batch this way, and collates what it gets right afterwards."""
+        """Called by torch's loader, which collates the result immediately afterwards."""
         samples = [self[key] for key in keys]
         if self._own_collate:
             seed_cpu(derive_seed(self._seed, *_numbers(keys[0]), len(keys)))
         return samples
 
     def __getattr__(self, name: str) -> Any:
-        """A worker_init_fn looks for the user's own dataset in its worker."""
+        """A `worker_init_fn` may access attributes of the user's dataset."""
         if name.startswith("__") or name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -60,12 +60,12 @@ def _numbers(key: Key) -> tuple[int, int]:
     epoch, index = key
     try:
         return epoch, operator.index(index)
-    except TypeError:  # a name, say
+    except TypeError:  # for example a file name
         return epoch, crc32(repr(index).encode())
 
 
 def fingerprint(dataset: Any) -> Any:
-    """What tells two datasets apart without reading a sample: reading may be slow, or be counted by somebody."""
+    """Distinguishes two datasets without reading samples, which may be slow or have side effects."""
     kind = type(dataset).__name__
     if isinstance(dataset, Subset):
         return [kind, crc32(repr(list(dataset.indices)).encode()), fingerprint(dataset.dataset)]
@@ -77,9 +77,9 @@ def fingerprint(dataset: Any) -> Any:
 
 
 def draws_randomness(dataset: Any) -> bool:
-    """Whether reading a sample may draw random numbers. Seeding costs 30 µs a sample: not paid where it can't matter.
+    """Whether reading a sample may use random numbers. If not, seeding (30 µs per sample) is skipped.
 
-    A dataset says so with the attribute `draws_randomness = False`; torch's tensor sets are known not to.
+    A dataset opts out with the attribute `draws_randomness = False`; a TensorDataset always does.
     """
     if isinstance(dataset, Subset):
         return draws_randomness(dataset.dataset)

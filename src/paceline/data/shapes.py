@@ -1,4 +1,4 @@
-"""`shapes`: drawn images of circles, squares, triangles and crosses, with labels. Image i is a function of i."""
+"""`shapes`: synthetic images of circles, squares, triangles and crosses. Image i is a function of (seed, i)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Grid = NDArray[np.float64]
 
 
 class Shapes(Dataset[dict[str, Tensor]]):
-    """`length` images of `channels` × `size` × `size` in [0, 1]; labels are numbers into CLASSES."""
+    """`length` images of `channels` × `size` × `size` in [0, 1]; labels are indices into CLASSES."""
 
     draws_randomness = False
 

@@ -1,8 +1,8 @@
-"""How a global batch is cut: into accumulation groups first, then each group over the data ranks.
+"""Slices a global batch into accumulation groups, then each group across the data ranks.
 
-All by arithmetic on lengths, so that every rank knows every other rank's share without a message, for any number of
-ranks whether or not it divides the batch. A group is the same set of samples on any number of ranks, which is what
-lets a batch norm's statistics, which belong to a group, agree between layouts.
+Slices are computed from lengths, so every rank knows the slices of all ranks without communication, whether or not the
+number of ranks divides the batch. A group contains the same samples on any number of ranks, so the batch norm
+statistics of a group agree between layouts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """One rank's part of one group of a step's samples, as offsets into the global batch."""
+    """The slice of one rank in one accumulation group, as offsets into the global batch."""
 
     group: int
     groups: int
@@ -29,22 +29,22 @@ class BatchSlice:
 
     @cached_property
     def last(self) -> bool:
-        """Whether this group closes its step."""
+        """Whether this is the last group of its step."""
         return self.group == self.groups - 1
 
     @property
     def rows(self) -> tuple[int, int]:
-        """From where to where; a rank without samples of its own runs the group's first, to keep in step."""
+        """Start and stop; a rank without samples runs the first sample of the group, with weight zero."""
         return (self.start, self.stop) if self.samples else (self.group_start, self.group_start + 1)
 
 
 def cut(length: int, parts: int, part: int) -> tuple[int, int]:
-    """Part number `part` of `length` things in order; parts differ by at most one."""
+    """Bounds of slice `part` of `parts`; the sizes differ by at most one."""
     return length * part // parts, length * (part + 1) // parts
 
 
-def shares(samples: int, batch: int, groups: int, rank: int, ranks: int) -> Iterator[BatchSlice]:
-    """A rank's shares of a step with `samples` samples; fewer than `batch` only in an epoch's last step.
+def slices_of(samples: int, batch: int, groups: int, rank: int, ranks: int) -> Iterator[BatchSlice]:
+    """The slices of a rank in a step of `samples` samples; fewer than `batch` only in the last step of an epoch.
 
     A short step has proportionally fewer groups, so that none is empty and micro-batches keep their size.
     """

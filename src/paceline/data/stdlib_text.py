@@ -1,4 +1,4 @@
-"""`stdlib-text`: text that every machine has, the Python standard library's own source, as bytes."""
+"""`stdlib-text`: the source code of the Python standard library, as bytes. It is available on every machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bytes = NDArray[np.uint8]
 
 
 class TextWindows(Dataset[dict[str, Tensor]]):
-    """Windows of a text, one behind the other: `context` tokens and, as targets, each one's successor."""
+    """Consecutive windows of a text: `context` tokens, with the following tokens as targets."""
 
     draws_randomness = False
 
@@ -35,18 +35,18 @@ class TextWindows(Dataset[dict[str, Tensor]]):
 
 
 class TextEvaluation(TextWindows):
-    """The held-out end of the text, with what a bigram model reaches on it."""
+    """The held-out end of the text, with the loss of a bigram model as a baseline."""
 
     def __init__(self, text: Bytes, context: int, training_text: Bytes) -> None:
         super().__init__(text, context)
         self._training_text = training_text
 
     def prompt(self) -> Tensor:
-        """Something that text of this kind begins with."""
+        """A typical beginning of such text."""
         return torch.tensor(list(b"\n    def "))
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of byte tokens; a model with a larger vocabulary may write others, which stand for nothing."""
+        """Decode byte tokens; tokens beyond 255, from a larger vocabulary, become `?`."""
         return bytes(token if token < 256 else ord("?") for token in tokens.tolist()).decode("utf-8", errors="replace")
 
     def baselines(self) -> dict[str, float]:
@@ -54,7 +54,7 @@ class TextEvaluation(TextWindows):
 
 
 def bigram_loss(training: Bytes, evaluation: Bytes) -> float:
-    """Nats a byte of a bigram model that counted `training` (plus a little of everything), on `evaluation`."""
+    """Loss in nats per byte, on `evaluation`, of a smoothed bigram model of `training`."""
     counts = np.full((256, 256), 0.01)
     np.add.at(counts, (training[:-1], training[1:]), 1.0)
     log_probabilities = np.log(counts / counts.sum(axis=1, keepdims=True))
@@ -62,7 +62,7 @@ def bigram_loss(training: Bytes, evaluation: Bytes) -> float:
 
 
 def read_stdlib(size: int) -> Bytes:
-    """The first `size` bytes of the standard library's modules, in the order of their names."""
+    """The first `size` bytes of the modules of the standard library, sorted by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     found = 0
@@ -76,7 +76,7 @@ def read_stdlib(size: int) -> Bytes:
     if not found:
         raise DataError(
             "no-text",
-            f"The standard library's source is not at {folder}.",
+            f"The source code of the standard library was not found at {folder}.",
             why="this Python was installed without its .py files",
             fix="use another dataset: data.name=shapes model.name=resnet20",
         )

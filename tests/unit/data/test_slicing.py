@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.slicing import shares
+from paceline.data.slicing import slices_of
 
 
 @given(batch=st.integers(1, 200), missing=st.integers(0, 199), groups=st.integers(1, 12), ranks=st.integers(1, 17))
@@ -11,7 +11,7 @@ from paceline.data.slicing import shares
 def test_shares_of_all_ranks_cover_every_sample_once(batch: int, missing: int, groups: int, ranks: int) -> None:
     groups = min(groups, batch)
     samples = max(1, batch - missing)
-    by_rank = [list(shares(samples, batch, groups, rank, ranks)) for rank in range(ranks)]
+    by_rank = [list(slices_of(samples, batch, groups, rank, ranks)) for rank in range(ranks)]
     covered = sorted(i for own in by_rank for share in own for i in range(share.start, share.stop))
     assert covered == list(range(samples))
     # All ranks have the same groups, none of them empty, and sizes differ by at most one.
@@ -25,10 +25,10 @@ def test_shares_of_all_ranks_cover_every_sample_once(batch: int, missing: int, g
 
 
 def test_a_group_is_the_same_samples_on_any_number_of_ranks() -> None:
-    groups = {ranks: [(s.group_start, s.group_stop) for s in shares(10, 10, 3, 0, ranks)] for ranks in (1, 2, 3, 4)}
+    groups = {ranks: [(s.group_start, s.group_stop) for s in slices_of(10, 10, 3, 0, ranks)] for ranks in (1, 2, 3, 4)}
     assert len({tuple(cut) for cut in groups.values()}) == 1
 
 
 def test_a_short_batch_keeps_the_size_of_its_micro_batches() -> None:
-    sizes = [share.samples for share in shares(3, 12, 4, 0, 1)]
+    sizes = [share.samples for share in slices_of(3, 12, 4, 0, 1)]
     assert sizes == [3]
