@@ -7,7 +7,6 @@ end means that the front end is gone.
 from __future__ import annotations
 
 import os
-import socket
 
 from paceline.cli import workloads
 
@@ -51,6 +50,8 @@ def node() -> None:
 
 
 def _enter(folder: str) -> None:
+    import socket
+
     from paceline.errors import LaunchError
 
     try:

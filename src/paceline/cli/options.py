@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -33,15 +33,14 @@ def launch_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:
 
 
 def _parameters(without: Collection[str]) -> list[inspect.Parameter]:
-    hints = get_type_hints(LaunchSpec)
     return [
         inspect.Parameter(
             name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=None,
-            annotation=_annotation(option, hints[name], without),
+            annotation=_annotation(option, kind, without),
         )
-        for name, option in options_of(LaunchSpec).items()
+        for name, (option, kind) in options_of(LaunchSpec).items()
     ]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 from paceline.errors import LaunchError
@@ -98,11 +99,16 @@ class Option(NamedTuple):
     parse: Callable[[Any], Any] | None = None  # text of a person's, or JSON
 
 
-def options_of(kind: type) -> dict[str, Option]:
-    """The fields of a dataclass that are options, by name."""
+@cache
+def options_of(kind: type) -> dict[str, tuple[Option, Any]]:
+    """The fields of a dataclass that are options, by name, each with its type."""
     hints = get_type_hints(kind, include_extras=True)
-    metadata = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: each for name, values in metadata.items() for each in values if isinstance(each, Option)}
+    return {
+        name: (each, hint.__origin__)
+        for name, hint in hints.items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, Option)
+    }
 
 
 @dataclass(frozen=True)
@@ -297,7 +303,7 @@ class LaunchSpec(LaunchOptions):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LaunchSpec:
-        parsers = {name: option.parse for name, option in options_of(cls).items() if option.parse}
+        parsers = {name: option.parse for name, (option, _) in options_of(LaunchSpec).items() if option.parse}
         return cls(
             **{
                 name: value if value is None or name not in parsers else parsers[name](value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -288,10 +288,9 @@ class TrainSection(Section):
 
 def _section_of(name: str, options: type, **own: Any) -> type[Section]:
     """A section with the options that a dataclass declares; `own` are types that a recipe writes differently."""
-    hints = get_type_hints(options)
     made: dict[str, Any] = {}
-    for field_name, option in launch.options_of(options).items():
-        kind = own.get(field_name, str | None if option.parse else hints[field_name])
+    for field_name, (option, declared) in launch.options_of(options).items():
+        kind = own.get(field_name, str | None if option.parse else declared)
         default = getattr(options, field_name)
         default = list(default) if isinstance(default, tuple) else default
         description = option.description or option.help

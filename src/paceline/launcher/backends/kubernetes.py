@@ -17,7 +17,7 @@ from paceline.text import parse_pairs
 _KEYS = ("kind", "image", "name", "namespace", "gpus", "cpu", "memory", "secret", "claim", "restarts", "grace")
 _KINDS: tuple[Literal["trainjob", "jobset"], ...] = ("trainjob", "jobset")
 # The pods' place is Kubernetes's affair; all other options are theirs.
-_NOT_FOR_PODS = {flag for name in ("ranks", "nodes", "k8s_with") for flag in options_of(LaunchSpec)[name].flags}
+_NOT_FOR_PODS = {flag for name in ("ranks", "nodes", "k8s_with") for flag in options_of(LaunchSpec)[name][0].flags}
 
 
 def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
