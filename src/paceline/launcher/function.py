@@ -3,8 +3,8 @@
 The ranks are forked, so the function may be a closure or a lambda, and see everything that the caller sees. What
 rank 0 returns comes back.
 
-Where the environment says that other machines do the same (contract.py), all of their ranks are one world, and the
-machine of rank 0 gets the result.
+Where the environment says that other machines do the same (cluster/node_env.py), all of their ranks are one world, and
+the machine of rank 0 gets the result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     number, reason = choose_ranks(asked, device=None, on_cpu=1)
     if ranks is None:
         _log.info(f"ranks: {number} ({reason})")
-    found = found or node_env.first_rank_contract(os.environ, number)
+    found = found or node_env.first_rank_environment(os.environ, number)
     with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         result = Path(scratch)
         workload = Workload(lambda: _call(fn, kwargs, result))

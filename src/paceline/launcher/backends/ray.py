@@ -103,16 +103,16 @@ class RayBackend:
         self._running[node] = _NodeActor(self._ray, self._actors[node], order)
 
     def ended(self) -> dict[int, str]:
-        gone = [node for node, way in self._running.items() if way.last_words is not None]
+        gone = [node for node, launcher in self._running.items() if launcher.last_words is not None]
         for node in gone:
             if self._running[node].actor_is_lost:
                 del self._actors[node]
         return {node: self._running.pop(node).last_words or "" for node in gone}
 
     def stop(self) -> None:
-        ways = list(self._running.values())
+        launchers = list(self._running.values())
         self._running.clear()
-        self._end(ways)
+        self._end(launchers)
         if self._ray.is_initialized():
             with suppress(self._ray.exceptions.RayError):  # the cluster may be what has ended
                 for actor in self._actors.values():
@@ -123,22 +123,22 @@ class RayBackend:
 
     def _new_actor(self, node: int) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+        bundle = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
         remote = self._ray.remote(
             num_cpus=self._bundle.get("CPU", 0),
             num_gpus=self._bundle.get("GPU", 0),
             max_concurrency=4,  # it can be told to end while somebody waits for its words
-            scheduling_strategy=place,
+            scheduling_strategy=bundle,
         )
         return remote(_NodeLauncher).remote(self._arguments)
 
-    def _end(self, ways: Sequence[_NodeActor]) -> None:
+    def _end(self, launchers: Sequence[_NodeActor]) -> None:
         """All at once: each gets the same time to end by itself."""
-        for way in ways:
-            way.let_go(self._patience)
+        for launcher in launchers:
+            launcher.let_go(self._patience)
         until = time.monotonic() + self._patience + 2 * _TERM_SECONDS
-        for way in ways:
-            way.thread.join(max(0.0, until - time.monotonic()))
+        for launcher in launchers:
+            launcher.thread.join(max(0.0, until - time.monotonic()))
 
 
 class _NodeActor:
@@ -287,12 +287,12 @@ def _reserve(ray: Any, bundle: dict[str, int], nodes: int, wait: float) -> Any:
 
 def _what_is_missing(ray: Any, bundle: dict[str, int], nodes: int) -> str:
     [(kind, ranks)] = bundle.items()
-    machines = [machine["Resources"].get(kind, 0) for machine in ray.nodes() if machine["Alive"]]
-    large = sum(has >= ranks for has in machines)
+    sizes = [machine["Resources"].get(kind, 0) for machine in ray.nodes() if machine["Alive"]]
+    large = sum(has >= ranks for has in sizes)
     free = ray.available_resources().get(kind, 0)
     return (
-        f"asked for: {ranks} {kind}s on each of {nodes} machines; there: {large} of {len(machines)} machines have "
-        f"as many, and {free:g} of all {sum(machines):g} {kind}s are free"
+        f"asked for: {ranks} {kind}s on each of {nodes} machines; there: {large} of {len(sizes)} machines have "
+        f"as many, and {free:g} of all {sum(sizes):g} {kind}s are free"
     )
 
 

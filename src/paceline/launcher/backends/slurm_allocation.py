@@ -2,7 +2,8 @@
 
 `paceline launch` can find itself in two places. In a batch script or a shell of salloc it is the *front end*: it runs
 once, and starts a launcher on each node with srun. In a task of srun it is itself the launcher of one node, next to
-the others (`contract`). The two differ in SLURM_STEP_ID; SLURM_PROCID and SLURM_NODEID are 0 in a batch script as well.
+the others (cluster/node_env.py). The two differ in SLURM_STEP_ID; SLURM_PROCID and SLURM_NODEID are 0 in a batch script
+as well.
 
 Who hears what (seen with SLURM 22.05, where the front end takes the place of the batch shell):
 

@@ -90,7 +90,7 @@ def follow(job: str, log_file: Path) -> int:
 
 
 def _follow(job: str, log_file: Path) -> int:
-    shown, told = 0, ""
+    shown, reported = 0, ""
     while True:
         try:
             seen = look(job)
@@ -99,10 +99,10 @@ def _follow(job: str, log_file: Path) -> int:
                 raise
             seen = {}  # a controller that restarts: the job does not mind
         shown = _show_from(log_file, shown)
-        words = _describe(seen) if seen else "SLURM does not answer; trying again"
-        if words != told:
-            log.info(f"job {job}: {words}")
-        told = words
+        state = _describe(seen) if seen else "SLURM does not answer; trying again"
+        if state != reported:
+            log.info(f"job {job}: {state}")
+        reported = state
         if seen and seen["JobState"] in _OVER:
             _show_from(log_file, shown)
             return _status(seen)
@@ -135,9 +135,9 @@ def _show_from(log_file: Path, start: int) -> int:
     return start
 
 
-def _ask(argv: Sequence[str], words: str = "") -> str:
+def _ask(argv: Sequence[str], stdin: str = "") -> str:
     try:
-        answer = subprocess.run(argv, input=words, capture_output=True, text=True, start_new_session=True)
+        answer = subprocess.run(argv, input=stdin, capture_output=True, text=True, start_new_session=True)
     except FileNotFoundError:
         raise LaunchError(
             "no-slurm",
@@ -146,8 +146,8 @@ def _ask(argv: Sequence[str], words: str = "") -> str:
             fix="run the command there; --dry-run shows the batch script anywhere",
         ) from None
     if answer.returncode:
-        said = answer.stderr.strip() or f"exit status {answer.returncode}"
-        raise _refusal(f"{' '.join(argv[:2])} failed: {said}")
+        reason = answer.stderr.strip() or f"exit status {answer.returncode}"
+        raise _refusal(f"{' '.join(argv[:2])} failed: {reason}")
     return answer.stdout
 
 

@@ -5,7 +5,7 @@
 The script starts one process, `paceline launch` with the arguments of the command line less `--slurm`, on the first
 node of the job. That process takes the place of the batch shell, because SLURM sends its warning before the time limit
 (`--signal=B:USR2@90`) to the shell alone, and a shell would die of it. `--requeue` and `--open-mode=append` are there
-for the second start of the same job; see `slurm` for who requeues it, and when.
+for the second start of the same job; see `slurm_allocation` for who requeues it, and when.
 
 What ends up in a line of options is held to strict patterns, and what ends up in a line of shell is quoted.
 """

@@ -41,13 +41,13 @@ class SubprocessBackend:
         self._running[node] = _NodeProcess(self._argv_of(node), order)
 
     def ended(self) -> dict[int, str]:
-        gone = [node for node, way in self._running.items() if way.process.poll() is not None]
+        gone = [node for node, each in self._running.items() if each.process.poll() is not None]
         return {node: self._running.pop(node).last_words() for node in gone}
 
     def stop(self) -> None:
-        ways = list(self._running.values())
+        processes = list(self._running.values())
         self._running.clear()
-        _end(ways, self._patience)
+        _end(processes, self._patience)
 
 
 class _NodeProcess:
@@ -109,24 +109,24 @@ class _NodeProcess:
             self._stderr.close()
 
 
-def _end(ways: Sequence[_NodeProcess], patience: float) -> None:
+def _end(processes: Sequence[_NodeProcess], patience: float) -> None:
     """All at once: each gets the same time to end by itself, then a SIGTERM, then a SIGKILL."""
-    for way in ways:
-        way.let_go()
-    _wait(ways, patience)
-    for way in ways:
-        way.signal(signal.SIGTERM)
-    _wait(ways, _TERM_SECONDS)
-    for way in ways:
-        way.signal(signal.SIGKILL)
-        way.process.wait()
-        way.close()
+    for each in processes:
+        each.let_go()
+    _wait(processes, patience)
+    for each in processes:
+        each.signal(signal.SIGTERM)
+    _wait(processes, _TERM_SECONDS)
+    for each in processes:
+        each.signal(signal.SIGKILL)
+        each.process.wait()
+        each.close()
 
 
-def _wait(ways: Sequence[_NodeProcess], seconds: float) -> None:
+def _wait(processes: Sequence[_NodeProcess], seconds: float) -> None:
     until = time.monotonic() + seconds
-    for way in ways:
-        way.wait(until)
+    for each in processes:
+        each.wait(until)
 
 
 class OutputRelay:

@@ -81,7 +81,7 @@ def read_node_environment(environment: Mapping[str, str] = os.environ) -> NodeEn
     return _torchrun(environment) or _pytorch_job(environment) or _task(environment)
 
 
-def first_rank_contract(environment: Mapping[str, str], ranks: int) -> NodeEnvironment | None:
+def first_rank_environment(environment: Mapping[str, str], ranks: int) -> NodeEnvironment | None:
     """An exported RANK understood as the first of this machine's `ranks` ranks, of WORLD_SIZE on all machines."""
     found = read_exported(environment)
     if found is None or found.world == 1 or (found.rank, found.world) == (0, ranks):

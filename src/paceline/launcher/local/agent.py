@@ -182,7 +182,7 @@ class _Agent(LocalElasticAgent):
         self._own_end: set[int] = set()  # that ended before anybody told them to
         self._settling_since: float | None = None
         self._termed_at: float | None = None
-        self._has_told = False
+        self._has_reported_signal = False
         self._log_sizes = failures.log_sizes(start.logs.folder)  # what is there already was said by an earlier start
         self._stack: ExitStack | None = None
 
@@ -204,12 +204,12 @@ class _Agent(LocalElasticAgent):
             code, when = self._ended.get(local, (None, time.time()))
             rank, page = first + local, pages.get(first + local)
             record = records.get(rank)
-            told = code if local in self._own_end or code == 0 else None
+            own_code = code if local in self._own_end or code == 0 else None
             ends.append(
                 RankExit(
                     rank=rank,
                     node=self._start.node.number,
-                    code=told,
+                    code=own_code,
                     time=record.time if record else when,
                     record=record,
                     phase=page.phase if page else "",
@@ -232,7 +232,7 @@ class _Agent(LocalElasticAgent):
         pids = super()._start_workers(worker_group)
         self._pids: dict[int, int] = dict(pids)
         assert self._stack is not None
-        kept = reaper.keeping(list(pids.values()), self._start.spec.grace, self._start.node.orphan_seconds)
+        kept = reaper.reaping(list(pids.values()), self._start.spec.grace, self._start.node.orphan_seconds)
         self._stack.enter_context(kept)
         context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
         self._heard.watch(lambda: _running(context))
@@ -243,8 +243,8 @@ class _Agent(LocalElasticAgent):
         self._note()
         self._obey(self._watch.order())
         if self._heard.ending:
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_reported_signal:
+                self._has_reported_signal = True
                 self._watch.interrupted(self._heard.ending)
             if self._heard.is_over or not _busy(self._pcontext):
                 self._kill_the_rest()

@@ -93,8 +93,8 @@ class Interrupts:
             self._deadline = self._deadline or time.monotonic() + self._grace
 
     def _group_heard(self) -> bool:
-        told, _, _ = select.select([self._listener], [], [], _HEARD_WITHIN)
-        return bool(told) and os.read(self._listener, 1) != b""
+        ready, _, _ = select.select([self._listener], [], [], _HEARD_WITHIN)
+        return bool(ready) and os.read(self._listener, 1) != b""
 
     def send(self, number: int, but_not_to: int | None = None) -> None:
         for pid in self._pids():

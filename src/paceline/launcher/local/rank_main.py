@@ -33,11 +33,11 @@ _EXIT_SECONDS = 10.0
 
 def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None) -> None:
     """Run a rank's body with its output where it belongs; a failure is recorded, and ends the process."""
-    place = environment.read_rank_info() or environment.RankInfo()
-    log = logs.rank_log(place.rank)
+    rank_info = environment.read_rank_info() or environment.RankInfo()
+    log = logs.rank_log(rank_info.rank)
     _forget_parent()
-    _direct_streams(log if place.rank else None, stdin if place.rank == 0 else None)
-    _reseed(place.rank)
+    _direct_streams(log if rank_info.rank else None, stdin if rank_info.rank == 0 else None)
+    _reseed(rank_info.rank)
     code = 0
     try:
         body()
@@ -47,11 +47,11 @@ def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None
         code = _exit_code(request)
         if code:
             words = f": {request.code}" if isinstance(request.code, str) else ""
-            FailureRecord(place.rank, time.time(), code, f"rank {place.rank} called sys.exit({code}){words}\n").write(
-                logs
-            )
+            FailureRecord(
+                rank_info.rank, time.time(), code, f"rank {rank_info.rank} called sys.exit({code}){words}\n"
+            ).write(logs)
     except BaseException as error:
-        failure = describe(error, place.rank)
+        failure = describe(error, rank_info.rank)
         failure.write(logs)  # first, so that its time is before those of ranks that fail because of this one
         with log.open("a") as file:
             file.write(failure.text)
@@ -94,7 +94,7 @@ def _reseed(rank: int) -> None:
 def _forget_parent() -> None:
     """What the parent does on signals and at its exit (removing temporary folders, say) is not for a forked rank."""
     os.environ.pop(interrupts.TORCHS_OWN, None)
-    if sys.platform == "linux":  # torch asks for a SIGINT here; what comes then is the keeper's affair
+    if sys.platform == "linux":  # torch asks for a SIGINT here; what comes then is the reaper's affair
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup

@@ -15,18 +15,18 @@ _GONE_WITHIN = 10.0  # seconds after a SIGKILL
 
 
 @contextmanager
-def keeping(pids: Collection[int], grace: float, patience: float = 0.0) -> Iterator[None]:
+def reaping(pids: Collection[int], grace: float, patience: float = 0.0) -> Iterator[None]:
     """While the block runs, somebody watches over these processes. When the launcher is gone they may go on for
     `patience` seconds; then they get SIGTERM, on which training saves, and SIGKILL when the grace is over."""
     if sys.platform != "linux":  # elsewhere a process can't be named safely
         yield
         return
     theirs, ours = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
+    reaper = os.fork()
+    if reaper == 0:
         try:
             os.close(ours)
-            _keep(theirs, pids, grace, patience)
+            _reap(theirs, pids, grace, patience)
         finally:
             os._exit(0)
     os.close(theirs)
@@ -36,10 +36,10 @@ def keeping(pids: Collection[int], grace: float, patience: float = 0.0) -> Itera
         with suppress(OSError):
             os.write(ours, b".")  # the launcher lives, and has seen to its ranks itself
         os.close(ours)
-        os.waitpid(keeper, 0)
+        os.waitpid(reaper, 0)
 
 
-def _keep(launcher: int, pids: Collection[int], grace: float, patience: float) -> None:
+def _reap(launcher: int, pids: Collection[int], grace: float, patience: float) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     born = {pid: birth(pid) for pid in pids}

@@ -69,7 +69,7 @@ def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLog
             local_status.show_cause(verdict.cause, logs)
             return verdict.cause.status
         suspect = verdict.suspect
-        told = {"cause": vars(verdict.cause), "number": supervisor.restarts, "of": spec.max_restarts}
-        log.info(local_status.again({**told, "delay": verdict.delay}))
+        restart = {"cause": vars(verdict.cause), "number": supervisor.restarts, "of": spec.max_restarts}
+        log.info(local_status.again({**restart, "delay": verdict.delay}))
         time.sleep(verdict.delay)
     raise AssertionError("counting never ends")

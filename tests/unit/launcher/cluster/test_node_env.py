@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import LaunchError, PacelineError, WorldError
 from paceline.launcher.cluster.node_env import (
     NodeEnvironment,
-    first_rank_contract,
+    first_rank_environment,
     read_node_environment,
     refuse_two_worlds,
 )
@@ -138,7 +138,7 @@ def test_several_launchers_on_a_machine_are_refused(environment: dict[str, str])
 def test_a_rank_does_not_take_its_launchers_contract_for_its_own(environment: dict[str, str]) -> None:
     rank = {**environment, "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert read_node_environment(rank) is None
-    assert first_rank_contract(rank, 4) is None
+    assert first_rank_environment(rank, 4) is None
     refuse_two_worlds(rank, 4, ["launch", "train.py"])
 
 
@@ -166,21 +166,21 @@ def test_a_contract_that_makes_no_sense_has_a_code(said: dict[str, str]) -> None
 
 
 def test_an_exported_first_rank_gives_the_machine_its_place() -> None:
-    assert first_rank_contract(GUIDE, 4) == NodeEnvironment(2, 2, 1, "10.1.1.1", 29500, 4, "RANK, as a first rank")
-    first = first_rank_contract({**GUIDE, "RANK": "0"}, 4)
+    assert first_rank_environment(GUIDE, 4) == NodeEnvironment(2, 2, 1, "10.1.1.1", 29500, 4, "RANK, as a first rank")
+    first = first_rank_environment({**GUIDE, "RANK": "0"}, 4)
     assert first is not None and first.node_rank == 0
 
 
 @pytest.mark.parametrize("said", [{"RANK": "0", "WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}])
 def test_an_exported_rank_on_one_machine_changes_nothing(said: dict[str, str]) -> None:
-    assert first_rank_contract({**GUIDE, **said}, 4) is None
+    assert first_rank_environment({**GUIDE, **said}, 4) is None
     refuse_two_worlds({**GUIDE, **said}, 4, ["launch", "train.py"])
 
 
 @pytest.mark.parametrize(("rank", "world"), [("4", "9"), ("3", "8"), ("1", "2"), ("0", "2")])
 def test_a_rank_that_is_no_machines_first_has_a_code(rank: str, world: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        first_rank_contract({**GUIDE, "RANK": rank, "WORLD_SIZE": world}, 4)
+        first_rank_environment({**GUIDE, "RANK": rank, "WORLD_SIZE": world}, 4)
     assert caught.value.code == "launch.first-rank"
 
 
