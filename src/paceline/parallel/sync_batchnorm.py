@@ -1,6 +1,6 @@
 """Batch norm over the samples of every rank, on CPU and GPU.
 
-    batchnorm.synchronise(model)      # in place; returns the names of the layers that it changed
+    convert_sync_batchnorm(model)      # in place; returns the names of the layers that it changed
 
 Plain batch norm normalises with the samples that one rank happens to hold, so another number of ranks trains another
 model. Here a layer's statistics are those of the whole micro-batch, over all ranks: each rank gives mean,

@@ -1,4 +1,4 @@
-"""One optimizer step, first half: forward and backward of its micro-batches. (`update.py` is the second.)
+"""One optimizer step, first half: forward and backward of its micro-batches. (`optimizer_step.py` is the second.)
 
 The gradient of a step is Σsum / Σweight over every rank and micro-batch. Where the weights are samples, every rank
 knows Σweight by arithmetic, and each backward is seeded with its share of 1 / Σweight: nothing is left to do after
