@@ -1,9 +1,9 @@
-"""What `strategy: auto` picks on this machine, beside what measurement says: steps a second under each layout.
+"""Compare the layout that `strategy: auto` selects with the measured step time of each layout.
 
     python benchmarks/auto_choice.py [--ranks 2] [--steps 20]
 
-A small gpt, which fits everywhere: auto has to pick the fastest of the layouts that each rank could hold. Rounds take
-turns; exit status 1 if another layout than the one it picks is faster by more than a tenth.
+Uses a small gpt that fits under every layout, so auto must select the fastest one. Rounds are interleaved. Exit status
+1 if another layout is faster than the selected one by more than a tenth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM_UP = 5
 
 
 def measure(layouts: list[str], steps: int, rounds: int) -> dict[str, Any]:
-    """On every rank: seconds a step by layout, and what auto became."""
+    """On every rank: seconds per step by layout, and the layout that auto selected."""
     times: dict[str, list[float]] = {name: [] for name in layouts}
     chosen = ""
     for _ in range(rounds):
@@ -52,13 +52,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    import paceline.train.trainer  # once, before ranks are forked
+    import paceline.train.trainer  # import once, before ranks are forked
 
     found = paceline.launch(
         measure, ranks=options.ranks, layouts=list(LAYOUTS), steps=options.steps, rounds=options.rounds
     )
     fastest = min(found["times"].values())
-    print(f"auto is {found['chosen']}\n\n| layout | ms a step | beside the fastest |\n|---|---|---|")
+    print(f"auto selects {found['chosen']}\n\n| layout | ms per step | relative to the fastest |\n|---|---|---|")
     for name, seconds in found["times"].items():
         print(f"| {name} | {seconds * 1e3:.1f} | {seconds / fastest:.2f} × |")
     sys.exit(found["times"]["auto"] > 1.1 * fastest)

@@ -1,13 +1,13 @@
-"""What a checkpoint costs: the delay of the next optimizer step, the bandwidth, and the share of hashing.
+"""Cost of a checkpoint: delay of the next optimizer step, bandwidth, and fraction of time spent on hashing.
 
     python benchmarks/checkpoint_cost.py
     python benchmarks/checkpoint_cost.py --device cuda --megabytes 3000 --width 4096 --rows 4096 --spacing 40 \\
         --only stall
 
-One training, in which three kinds of saves take turns, a few steps apart: paceline's scheduled one, `dcp.async_save`
-and `torch.save`. The stall is how much longer the step after a save took, counted from the end of one optimizer step to
-the end of the next, than the median step without one. Before each save the writes of the one before are waited for, in
-a step that is not counted.
+One training run alternates between three kinds of saves, a few steps apart: a scheduled save of paceline,
+`dcp.async_save` and `torch.save`. The stall is how much longer the step after a save took, measured between the ends of
+two optimizer steps, than the median step without a save. Before each save, a step that is not counted waits for the
+writes of the previous one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def model_of(megabytes: int, width: int) -> nn.Module:
 
 
 class Batches:
-    """One batch again and again, where it is needed: reading data is not what is measured."""
+    """Repeats one batch on its device: reading data is not measured."""
 
     def __init__(self, batch: torch.Tensor) -> None:
         self._batch = batch
@@ -53,7 +53,7 @@ class Batches:
 
 
 class Saves:
-    """At its turn each step does one thing; times are taken after every optimizer step."""
+    """Starts one kind of save in turn, and records the time after every optimizer step."""
 
     def __init__(self, folder: Path, device: torch.device, spacing: int) -> None:
         self.folder, self.device, self.spacing = folder, device, spacing
@@ -80,7 +80,7 @@ class Saves:
                 self.kinds[kind](record.step)
 
     def wait(self) -> None:
-        """Until nothing is being written any more."""
+        """Block until all writes have finished."""
         if self.future is not None:
             self.future.result()
             shutil.rmtree(self.folder / "dcp", ignore_errors=True)
@@ -99,13 +99,13 @@ class Saves:
         torch.save(self.state(), self.folder / "torch.pt")
 
     def stalls(self) -> tuple[float, dict[str, list[float]], list[float]]:
-        """The median step, each kind's stalls, and how long steps took while paceline wrote."""
+        """The median step, the stalls of each kind, and the step times while paceline wrote."""
         took = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]  # of steps 2, 3, …
         plain = [took[n] for n in range(len(took)) if (n + 2) % self.spacing == self.spacing - 3]
         usual = median(plain[1:])
         stalls: dict[str, list[float]] = {}
         for step, kind in self.kind_at.items():
-            if step >= 3 * self.spacing and step - 1 < len(took):  # the first of each kind makes plans and memory
+            if step >= 3 * self.spacing and step - 1 < len(took):  # the first save of each kind plans and allocates
                 stalls.setdefault(kind, []).append(took[step - 1] - usual)
         first = [step for step in self.while_writing if step > 4 * self.spacing and step % self.spacing > 2]
         beside = [took[step - 2] for step in first]
@@ -130,7 +130,7 @@ def stall(megabytes: int, rounds: int, device: torch.device, width: int, spacing
         ratio = "" if kind == "paceline" else f"  paceline's is {max(ours, 0) / median(values):.3f} of it"
         print(f"  stall of {kind:15} {median(values) * 1e3:8.1f} ms (from {spread}){ratio}")
     if beside:
-        print(f"  {len(beside)} steps while paceline wrote: {median(beside) / usual:.3f} of a usual one")
+        print(f"  {len(beside)} steps while paceline wrote: {median(beside) / usual:.3f} of the median step")
 
 
 class Watched(BlockHasher):
@@ -144,7 +144,7 @@ class Watched(BlockHasher):
 
 
 def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
-    """A save against a plain write and fsync of as many bytes, and what hashing takes of it and of a cold load."""
+    """Compare a save with a plain write and fsync of as many bytes; measure hashing in it and in a cold load."""
     tensors = {f"model/{n}": LocalShard(torch.randn(1024, 1024)) for n in range(megabytes // 4)}
     payload = memoryview(torch.randn(megabytes // 4 * 1024 * 1024).view(torch.uint8).numpy()).cast("B")
     saves: list[float] = []
@@ -175,9 +175,9 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
     print(
         f"  bandwidth of a save: {median(pairs):.2f} of the plain write's (from {min(pairs):.2f} to {max(pairs):.2f})"
     )
-    print(f"  hashing, on its own thread: {median(hashing[1:]):.1%} of a save's time")
+    print(f"  hashing on its own thread: {median(hashing[1:]):.1%} of the time of a save")
     share = median(digesting[1:])
-    print(f"  hashing, on its own thread: {share:.1%} of a cold load's time ({median(loads[1:]):.3f} s)")
+    print(f"  hashing on its own thread: {share:.1%} of the time of a cold load ({median(loads[1:]):.3f} s)")
 
 
 def _plain_write(path: Path, payload: memoryview) -> float:
@@ -194,7 +194,7 @@ def _plain_write(path: Path, payload: memoryview) -> float:
 
 
 def _forget(folder: Path) -> None:
-    """Out of the page cache: what is read next comes from the disk."""
+    """Evict a file from the page cache, so that the next read comes from the disk."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -206,13 +206,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=32, help="samples in a step: how long one takes")
+    parser.add_argument("--rows", type=int, default=32, help="samples per step, which determines the step time")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--spacing", type=int, default=8, help="steps from one save to the next")
+    parser.add_argument("--spacing", type=int, default=8, help="steps between saves")
     parser.add_argument("--only", choices=["stall", "bandwidth"])
-    parser.add_argument("--folder", help="on the disk to measure; else a temporary one")
+    parser.add_argument("--folder", help="folder on the disk to measure; default: a temporary folder")
     options = parser.parse_args()
-    torch_dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # dcp asks for one
+    torch_dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # required by dcp
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.only != "bandwidth":
             device, sizes = torch.device(options.device), (options.width, options.spacing, options.rows)

@@ -1,9 +1,9 @@
-"""The tables "Damage" and "Hostile manifests" in docs/reliability.md. Exit status 1 if a promise does not hold.
+"""The tables of "Corruption" and "Hostile manifests" in docs/reliability.md. Exit status 1 if a guarantee is violated.
 
-    python benchmarks/checkpoint_damage.py [cases of damage] [cases of it for torch] [hostile manifests]
+    python benchmarks/checkpoint_damage.py [corruption cases] [corruption cases for torch] [hostile manifests]
 
-Each case damages a fresh copy of a checkpoint of two ranks and loads everything in it; the bits are compared with what
-was saved. torch.distributed.checkpoint loads in a process of its own, because a damaged pickle may end it.
+Each case corrupts a fresh copy of a checkpoint of two ranks and loads everything in it; the bits are compared with what
+was saved. torch.distributed.checkpoint loads in a separate process, because a corrupted pickle may crash it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The key figures of this checkout beside those of another commit, measured in turn, as ratios.
+"""Compare the key figures of this checkout with those of another commit, measured alternately, as ratios.
 
-    python benchmarks/compare_commits.py [BASE]                    BASE is HEAD~1 unless given
+    python benchmarks/compare_commits.py [BASE]                    BASE defaults to HEAD~1
     python benchmarks/compare_commits.py main --quick              3 rounds instead of 9: 90 s of CPU time
     python benchmarks/compare_commits.py --record                  append both to benchmarks/history.jsonl
     python benchmarks/compare_commits.py --only import,loop
 
-Both sides run this checkout's `key_figures.py`, in the same environment, each on its own source; BASE is checked out
+Both sides run `key_figures.py` of this checkout in the same environment, each with its own source; BASE is checked out
 into a temporary git worktree. Values are medians over the rounds. The ratio is the median of the ratios within each
-round, so that load that comes and goes affects both sides; its range over the rounds shows how much noise is left, and
-the ratio of the best rounds is what to look at on a machine that others use too.
+round, so that varying load affects both sides equally; its range over the rounds shows the remaining noise. On a shared
+machine, look at the ratio of the best rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDS, QUICK_ROUNDS = 9, 3
 
 @dataclass
 class Side:
-    """One of the two commits, and what each round gave for it."""
+    """One of the two commits, and its figures by round."""
 
     name: str
     commit: str
@@ -60,7 +60,7 @@ class Side:
 
 def git(*args: str) -> str:
     done = subprocess.run(["git", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:  # git has printed why
+    if done.returncode:  # git has printed the reason
         sys.exit(f"git {' '.join(args)} failed with status {done.returncode}.")
     return done.stdout.strip()
 
@@ -78,13 +78,13 @@ def worktree(commit: str) -> Iterator[Path]:
 
 def compare(base: Side, head: Side, groups: Sequence[str], rounds: int) -> None:
     sides = [base, head]
-    for side in sides:  # else the first round would compile a fresh checkout
+    for side in sides:  # otherwise the first round would compile a fresh checkout
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(side.source)], check=True)
     for group in groups:
         for _ in range(rounds):
             for side in sides:
                 side.measure(group)
-            sides.reverse()  # neither is always the first
+            sides.reverse()  # alternate which one is first
 
 
 def print_table(base: Side, head: Side, rounds: int) -> None:
@@ -97,14 +97,14 @@ def print_table(base: Side, head: Side, rounds: int) -> None:
             ratios = [new / old for old, new in zip(before, after, strict=True)]
             best = f"{min(after) / min(before):.3f}"
             cells += [f"{statistics.median(ratios):.3f}", best, f"{min(ratios):.3f} to {max(ratios):.3f}"]
-        else:  # an overhead may be below zero; its ratio says nothing
+        else:  # an overhead may be negative; its ratio is meaningless
             steps = [new - old for old, new in zip(before, after, strict=True)]
             cells += ["–", "–", f"difference {min(steps):+.4g} to {max(steps):+.4g}"]
         print(f"| {' | '.join(cells)} |")
 
 
 def machine() -> str:
-    """What figures depend on, without the name of the machine. A load above 1 or 2 means that other programs ran."""
+    """What the figures depend on, without the host name. A load above 1 or 2 means that other programs were running."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,10 +1,10 @@
-"""The tables "Crash points" in docs/reliability.md. Exit status 1 if a promise of paceline does not hold.
+"""The tables of "Crash points" in docs/reliability.md. Exit status 1 if a guarantee of paceline is violated.
 
-    python benchmarks/crash_points.py [random states of each scenario] [kills of each]
+    python benchmarks/crash_points.py [random states per scenario] [kills per scenario]
 
-First, states that a crash can leave: the file operations of a save are recorded, every prefix of them is replayed, and
-seeded combinations of what was not synced (the model: tests/faults/crash_states.py). Second, with torch beside it,
-processes that are killed (SIGKILL) at a random moment of a save of 40 MB, and what can be loaded then.
+First, states that a crash can leave: the file operations of a save are recorded, and every prefix of them is replayed,
+with seeded combinations of what was not synced (the model: tests/faults/crash_states.py). Second, for comparison with
+torch, processes that are killed (SIGKILL) at a random moment of a save of 40 MB, and what can be loaded afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TENSORS = 10  # of 4 MB each
 
 
 def replay(random_states: int) -> int:
-    """How many states were wrong."""
+    """Return the number of wrong states."""
     print("| save | operations | states | good one found | wrong |\n|---|---|---|---|---|")
     states = wrong = 0
     memory = Path("/dev/shm")

@@ -1,4 +1,4 @@
-"""What the order formula costs, beside reading the samples it picks.
+"""Cost of the sample order, compared with reading the samples.
 
 python benchmarks/data_order.py
 """

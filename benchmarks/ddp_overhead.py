@@ -1,12 +1,12 @@
-"""What the Trainer costs on two ranks: a DDP loop written by hand beside it, in the same processes.
+"""Overhead of the Trainer on two ranks, compared with a hand-written DDP loop in the same processes.
 
     python benchmarks/ddp_overhead.py [--rounds 15]
 
-Both get the same list of global batches, of which each rank takes its half, and both have to end with the same weights.
-The hand-written loop always uses the plain mean. The Trainer does so on the tiny and the large model; in the third case
-its loss carries a weight that depends on the data, which has to be added up over the ranks in every step. Speed is the
-hand-written loop's time over the Trainer's: 1.00 is as fast, less is slower. `best` compares the fastest rounds,
-`paired` is the median of the rounds' ratios.
+Both get the same list of global batches, of which each rank takes its half, and both must end with the same weights.
+The hand-written loop always uses the plain mean, as does the Trainer with the tiny and the large model; in the third
+case its loss has a data-dependent weight, which must be summed over the ranks in every step. Speed is the time of the
+hand-written loop divided by that of the Trainer: 1.00 is equal, less is slower. `best` compares the fastest rounds,
+`paired` is the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 
 RANKS = 2
-WIDTH, ROWS = 1024, 768  # of the large model: about 50 ms a step on one core
+WIDTH, ROWS = 1024, 768  # of the large model: about 50 ms per step on one core
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def own_half(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def measure(rounds: int) -> list[dict[str, list[float]]]:
-    """On every rank; µs a step by case and loop."""
+    """On every rank: µs per step by case and loop."""
     dist.init_process_group("gloo")
     results = []
     for case in CASES:
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=31)
     rounds = parser.parse_args().rounds
-    import paceline.train.trainer  # once, before the ranks are forked
+    import paceline.train.trainer  # import once, before ranks are forked
 
     results = paceline.launch(measure, ranks=RANKS, rounds=rounds)
     print(f"{rounds} rounds, interleaved, {RANKS} ranks on {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}\n")

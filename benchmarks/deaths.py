@@ -1,9 +1,9 @@
-"""The table of "Deaths" in docs/reliability.md. Exit status 1 if paceline names one of them wrongly.
+"""The table of "Rank failures" in docs/reliability.md. Exit status 1 if paceline misidentifies one of them.
 
     python benchmarks/deaths.py [--only WORD]
 
-The same script dies in eighteen ways (tests/faults/deaths.py) under `paceline launch` and under torchrun; the table
-holds what each says of it. It needs the rights to make a memory cgroup, for the kernel's OOM killer.
+The same script fails in eighteen ways (tests/faults/deaths.py) under `paceline launch` and under torchrun; the table
+shows the report of each. It needs permission to create a memory cgroup, for the kernel's OOM killer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cell(text: str) -> str:
 
 
 def both(death: deaths.Death, root: Path, cgroup: str) -> str:
-    """A row of the table is printed; what paceline got wrong is returned."""
+    """Print a row of the table; return what paceline got wrong."""
     outcomes = []
     for launcher in (deaths.paceline, deaths.torchrun):
         folder = root / f"{death}-{launcher.__name__}"
@@ -63,7 +63,7 @@ def both(death: deaths.Death, root: Path, cgroup: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="WORD", help="deaths that have this in their name")
+    parser.add_argument("--only", default="", metavar="WORD", help="only failures whose name contains this")
     options = parser.parse_args()
     chosen = [death for death in deaths.ALL if options.only in str(death)]
     print("| failure | report of paceline | report of torchrun | left behind: paceline / torchrun |\n|---|---|---|---|")

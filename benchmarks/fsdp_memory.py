@@ -1,9 +1,9 @@
-"""How much memory a rank needs while a large model is built under fsdp, and what it holds afterwards.
+"""Memory of a rank while a large model is built under fsdp, and afterwards.
 
     python benchmarks/fsdp_memory.py [--gigabytes 2] [--ranks 4]
 
-A gpt of that size in float32 is built from a recipe. At no moment may a rank grow, in memory of its own (USS), by more
-than its part of the weights and the largest block, and 20 %: a thread looks every five milliseconds.
+A gpt of that size in float32 is built from a recipe. The unique memory (USS) of a rank may never grow by more than its
+shards and the largest block, plus 20 %: a thread samples it every five milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, VOCABULARY, CONTEXT = 1024, 8192, 128
 
 
 class Peak:
-    """The highest unique memory of this process while it is open."""
+    """Peak unique memory of this process while the context is open."""
 
     def __enter__(self) -> Peak:
         self._process = psutil.Process()
@@ -61,7 +61,7 @@ def recipe(gigabytes: float) -> dict[str, Any]:
 
 
 def build(settings: dict[str, Any]) -> list[list[float]]:
-    """[grown at the highest, after it was built, held by parameters, of the whole, of the largest block] by rank."""
+    """By rank: [peak growth, growth after construction, bytes of parameters, of the model, of the largest block]."""
     torch.set_num_threads(1)
     with Peak() as peak:
         trainer = paceline.Trainer.from_config(paceline.Config.from_dict(settings))
@@ -80,10 +80,10 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()
-    import paceline.train.trainer  # once, before the ranks are forked
+    import paceline.train.trainer  # import once, before ranks are forked
 
     ranks = paceline.launch(build, ranks=options.ranks, settings=recipe(options.gigabytes))
-    print("| rank | grown at most | grown when built | its parts | whole model | bound | |")
+    print("| rank | peak growth | growth after construction | shards | full model | bound | |")
     print("|---" * 7 + "|")
     fits = True
     for rank, (highest, after, held, whole, largest) in enumerate(ranks):

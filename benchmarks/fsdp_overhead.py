@@ -1,11 +1,11 @@
-"""What the Trainer costs under fsdp: the same FSDP2 calls written by hand beside it, in the same two processes.
+"""Overhead of the Trainer under fsdp, compared with the same FSDP2 calls written by hand in the same two processes.
 
     python benchmarks/fsdp_overhead.py [--rounds 7] [--width 256] [--rows 128]
 
-Both cut the same blocks, both use fused AdamW (by hand on DTensors, as a person writes it) and both have to end with
-the same weights. Speed is the hand-written loop's time over the Trainer's: 1.00 is as fast, less is slower; it is the
-median of the rounds' ratios, and the script fails where it lies below the goal. The lower table compares the Trainer's
-own settings with its default: how far blocks are gathered ahead, and whether they are kept whole until the backward.
+Both shard the same blocks, both use fused AdamW (by hand on DTensors, as is usual) and both must end with the same
+weights. Speed is the time of the hand-written loop divided by that of the Trainer: 1.00 is equal, less is slower. It is
+the median of the ratios of the rounds, and the script fails if it is below the goal. The second table compares settings
+of the Trainer with its default: how far ahead blocks are gathered, and whether they stay gathered until the backward.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def by_paceline(model: Stack, batches: Batches, clip_norm: float | None, **fsdp:
 
 
 def run(loop: Loop, width: int, rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
-    """This rank's part of the weights at the end, and µs a step."""
+    """The local shards of the final weights, and µs per step."""
     gc.collect()
     data = [(inputs.to(dtype), targets) for inputs, targets in batches_of(rows)]
     model, batches = Stack(width).to(dtype), Batches(data, STEPS)
@@ -104,7 +104,7 @@ def run(loop: Loop, width: int, rows: int, dtype: torch.dtype = torch.float32) -
 
 
 def measure(rounds: int, width: int, rows: int) -> list[dict[str, list[float]]]:
-    """On every rank; µs a step by loop: without clipping, with it, and the Trainer's settings."""
+    """On every rank: µs per step by loop, without clipping, with clipping, and with settings of the Trainer."""
     dist.init_process_group("gloo")
     cases: list[dict[str, Loop]] = [
         {"by hand": partial(by_hand, clip_norm=clip), "paceline": partial(by_paceline, clip_norm=clip)}
@@ -118,7 +118,7 @@ def measure(rounds: int, width: int, rows: int) -> list[dict[str, list[float]]]:
     cases.append({name: partial(by_paceline, clip_norm=None, **fsdp) for name, fsdp in settings.items()})
     results = []
     for loops in cases:
-        # In float64: in float32 AdamW divides a gradient that is pure rounding by itself.
+        # In float64: in float32 AdamW normalizes gradients that are only rounding errors.
         weights = {name: run(loop, width, rows, torch.float64)[0] for name, loop in loops.items()}
         first = next(iter(weights.values()))
         for name, other in weights.items():
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rows", type=int, default=128)
     options = parser.parse_args()
-    import paceline.train.trainer  # once, before the ranks are forked
+    import paceline.train.trainer  # import once, before ranks are forked
 
     *against, own = paceline.launch(measure, ranks=RANKS, **vars(options))
     print(f"{options.rounds} rounds, {RANKS} ranks on {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}\n")
@@ -151,7 +151,7 @@ def main() -> None:
         reached &= speed >= GOAL
         medians = [f"{statistics.median(values) / 1e3:.1f}" for values in (hand, ours)]
         print(f"| {name} | {' | '.join(medians)} | {speed:.3f} | ≥ {GOAL} |")
-    print("\n| fsdp: | median ms | speed beside the default |\n" + "|---" * 3 + "|")
+    print("\n| fsdp: | median ms | speed relative to the default |\n" + "|---" * 3 + "|")
     for name, values in own.items():
         ratio = statistics.median(default / mine for default, mine in zip(own["default"], values, strict=True))
         print(f"| {name} | {statistics.median(values) / 1e3:.1f} | {ratio:.3f} |")

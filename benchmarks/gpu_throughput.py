@@ -1,9 +1,9 @@
-"""Tokens a second on one GPU: the Trainer beside a hand-tuned loop, gpt 124M, bf16, compiled, 64 × 1024 tokens.
+"""Tokens per second on one GPU: the Trainer and a hand-tuned loop, gpt 124M, bf16, compiled, 64 × 1024 tokens.
 
     python benchmarks/gpu_throughput.py [--rounds 7]
 
-Both loops train their own copy of the model, with the same fused AdamW, on the same batches, in one process. Rounds are
-interleaved, and in each only the last 20 of 25 steps count.
+Each loop trains its own copy of the model, with the same fused AdamW, on the same batches, in one process. Rounds are
+interleaved, and in each one only the last 20 of 25 steps count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 class Clock:
-    """Takes the time of the steps after the warm-up; waits for the GPU only at both ends."""
+    """Times the steps after the warm-up; synchronizes with the GPU only at both ends."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -54,7 +54,7 @@ class Clock:
 
 
 class ByHand:
-    """What an expert writes: compiled, fused, pinned and prefetched, nothing read back."""
+    """A loop as an expert writes it: compiled, fused, pinned, prefetched, without synchronization."""
 
     def __init__(self) -> None:
         self.model = model().cuda()

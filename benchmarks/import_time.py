@@ -1,4 +1,4 @@
-"""How long `import paceline` and `paceline --help` take.
+"""Time of `import paceline` and of `paceline --help`.
 
 python benchmarks/import_time.py
 """

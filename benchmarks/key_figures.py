@@ -1,9 +1,9 @@
-"""The key figures of the paceline on PYTHONPATH, as JSON: what a step, a launch, an import and a save cost.
+"""The key figures of the paceline on PYTHONPATH, as JSON: cost of a step, a launch, an import and a save.
 
     python benchmarks/key_figures.py loop | launch | import | checkpoint
 
-`benchmarks/compare_commits.py` runs it for two commits in turn. It uses the public API and the command line only, so
-that the same measurement works for commits whose modules have other names.
+`benchmarks/compare_commits.py` runs it for two commits alternately. It uses only the public API and the command line,
+so that the same measurement works for commits with different module names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 UNITS = {
     "step time": "µs",
-    "step overhead": "µs",  # over the hand-written loop
+    "step overhead": "µs",  # compared with the hand-written loop
     "Python calls per step": "calls",
     "launch to first all-reduce": "s",
     "import time": "ms",
@@ -33,7 +33,7 @@ MODULES = "import sys; before = len(sys.modules); import paceline; print(len(sys
 
 
 def loop(rounds: int = 15, steps: int = 100) -> dict[str, float]:
-    """A model that costs next to nothing, beside the loop written by hand in the same process."""
+    """A tiny model, compared with a hand-written loop in the same process."""
     import overhead
     import torch
 
@@ -43,7 +43,7 @@ def loop(rounds: int = 15, steps: int = 100) -> dict[str, float]:
     )
     loops = {"raw": overhead.raw, "paceline": overhead.paceline_idle}
     times = overhead.interleaved({name: partial(measure, each) for name, each in loops.items()}, rounds)
-    best = {name: min(values) for name, values in times.items()}  # the round that other programs disturbed least
+    best = {name: min(values) for name, values in times.items()}  # the least disturbed round
     return {
         "step time": best["paceline"],
         "step overhead": best["paceline"] - best["raw"],
@@ -70,7 +70,7 @@ def imports(rounds: int = 5) -> dict[str, float]:
 
 
 class Steps:
-    """A callback that notes when steps end, and waits for each checkpoint before the next one is due."""
+    """A callback that records when steps end, and waits for each checkpoint before the next one is due."""
 
     def __init__(self, checkpoints: Path, spacing: int) -> None:
         self.times: list[float] = []
@@ -91,7 +91,7 @@ class Steps:
         os.sync()
 
     def stalls(self) -> list[float]:
-        """How much longer the step after a save took than a usual one. The first save allocates and is left out."""
+        """Extra time of the step after a save compared with the median. The first save allocates and is excluded."""
         took = {
             number + 2: end - start for number, (start, end) in enumerate(zip(self.times, self.times[1:], strict=False))
         }
@@ -100,7 +100,7 @@ class Steps:
 
 
 class Repeated:
-    """One batch again and again: reading data is not what is measured."""
+    """Repeats one batch: reading data is not measured."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch

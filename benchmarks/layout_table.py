@@ -1,9 +1,9 @@
-"""The tables of docs/parity.md on layouts: how far each of them is from one process.
+"""The tables on layouts in docs/parity.md: the difference between each layout and a single process.
 
     make parity
 
-Trains every model under every layout that it has, in float64 and float32, and some of them with recomputation, AdamW
-and bf16; then with a fault built in, which has to show. Exit status 1 if a bound does not hold.
+Trains every model with every layout it supports, in float64 and float32, and some of them with recomputation, AdamW and
+bf16; then with a deliberate fault, which must be detected. Exit status 1 if a bound is violated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LOSS_FALLS_BY = 0.2
 
 
 def table(variant: Variant, models: list[str]) -> bool:
-    """Print one; whether all of it holds."""
+    """Print one table; return whether all bounds hold."""
     cells = [Cell(model, layout, variant) for model in models for layout in CELLS[model]]
     if variant is FP64:
         cells.append(Cell("gpt", EIGHT, variant))
     rows = layouts.run(cells)
     print(f"\n### {variant.name}: loss, gradient norm, weights, evaluation; bound {cells[0].bound:g}\n")
-    print("| model | loss falls by | layout: the largest of the four |\n|---|---|---|")
+    print("| model | loss decreases by | layout: the largest of the four |\n|---|---|---|")
     fine = True
     for model in models:
         mine = {cell: pair for cell, pair in rows.items() if cell.model == model}
@@ -50,7 +50,7 @@ def table(variant: Variant, models: list[str]) -> bool:
 
 
 def faults() -> bool:
-    print("\n### With a fault built in: it has to show\n\n| fault | difference |\n|---|---|")
+    print("\n### With a deliberate fault, which must be detected\n\n| fault | difference |\n|---|---|")
     shown = True
     for name, (prepare, touched) in layouts.FAULTS.items():
         rows = layouts.run([Cell("padded-gpt", layout, FP64) for layout in touched], prepare)
@@ -61,7 +61,7 @@ def faults() -> bool:
 
 
 def main() -> int:
-    import paceline.train.trainer  # noqa: F401  # once, before ranks are forked
+    import paceline.train.trainer  # noqa: F401  # import once, before ranks are forked
 
     began = time.perf_counter()
     fine = [table(variant, models) for variant, models in TABLES]

@@ -1,12 +1,12 @@
-"""What a training loop costs beside the one written by hand: µs and calls a step, on a model that costs next to none.
+"""Overhead of training loops compared with a hand-written one: µs and calls per step, on a tiny model.
 
-    python benchmarks/overhead.py [--rounds 15] [--steps 500]    paceline and its peers, plain SGD
-    python benchmarks/overhead.py --fused                        AdamW: torch's default beside paceline's own
+    python benchmarks/overhead.py [--rounds 15] [--steps 500]    paceline and other libraries, plain SGD
+    python benchmarks/overhead.py --fused                        AdamW: torch's default and paceline's
 
-Every loop trains the same model on the same batches in memory, in one process with one thread, and has to end with the
-weights of the hand-written loop. Only the middle of a run counts: the batches note when the first and the last of its
-steps ask for them, so nobody's start-up is measured. Rounds are interleaved. `best` is the fastest round, `paired` the
-median of the differences to the hand-written loop of the same round. Peers take part where they are installed.
+Every loop trains the same model on the same batches in memory, in one process with one thread, and must end with the
+weights of the hand-written loop. Only the middle of a run counts: the batches record when the first and the last of its
+steps request them, so startup is not measured. Rounds are interleaved. `best` is the fastest round, `paired` the median
+of the differences to the hand-written loop in the same round. Other libraries take part if they are installed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import paceline
 
-WARM_UP = 10  # steps at the beginning of every run that do not count
+WARM_UP = 10  # steps at the start of every run that are not counted
 COUNTED = 50  # steps over which calls are counted
 LR = 0.01
 
 
 class Batches(list[Any]):
-    """Ready batches that take the time of `steps` of them. In between, no Python of ours runs."""
+    """Prepared batches that measure the time of `steps` of them. No code of the benchmark runs in between."""
 
     def __init__(self, different: list[Any], steps: int, profile: Callable[..., None] | None = None) -> None:
-        # One more than counts: the last step is over when the batch after it is asked for.
+        # One more than is counted: the last step is over when the next batch is requested.
         super().__init__(itertools.islice(itertools.cycle(different), WARM_UP + steps + 1))
         self._steps, self._profile = steps, profile
 
@@ -98,11 +98,11 @@ def paceline_idle(model: nn.Module, batches: Batches, optimizer: Any = None, **s
 
 
 def paceline_busy(model: nn.Module, batches: Batches) -> None:
-    """A run folder with metrics, a log point every ten steps, a live bar and a callback."""
+    """A run folder with metrics, a log point every ten steps, a live progress bar and a callback."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
-            return True  # else there is no live bar
+            return True  # otherwise there is no live bar
 
     class KeepRecord:
         def on_step(self, record: Any) -> None:
@@ -141,7 +141,7 @@ def lightning(model: nn.Module, batches: Batches) -> None:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     (task := Task()).model = model
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, **dict.fromkeys(off, False))
-    trainer.fit(task, iter(batches))  # a list would be taken for a list of loaders
+    trainer.fit(task, iter(batches))  # a list would be treated as a list of loaders
 
 
 def hf_trainer(model: nn.Module, batches: Batches) -> None:
@@ -179,7 +179,7 @@ ADAMW_LOOPS: dict[tuple[str, str], Loop] = {
 
 
 def run(loop: Loop, model: nn.Module, batches: Batches) -> Tensor:
-    """The weights at the end."""
+    """The final weights."""
     gc.collect()
     with redirect_stdout(io.StringIO()):
         loop(model, batches)
@@ -193,7 +193,7 @@ def microseconds_a_step(loop: Loop, make_model: Callable[[], nn.Module], differe
 
 
 def calls_a_step(loop: Loop) -> list[float]:
-    """Of Python functions, and of C functions."""
+    """Calls of Python functions and of C functions."""
     events: Counter[str] = Counter()
     batches = Batches(tiny_batches(), COUNTED, profile=lambda frame, event, argument: events.update((event,)))
     run(loop, tiny_model(), batches)
@@ -201,7 +201,7 @@ def calls_a_step(loop: Loop) -> list[float]:
 
 
 def interleaved(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each gave, by round; one before the first warms up and does not count."""
+    """Results by round. A warm-up round before the first is not counted."""
     results: dict[str, list[float]] = {name: [] for name in measures}
     names = list(measures)
     for _ in range(rounds + 1):
@@ -228,12 +228,12 @@ def _is_wanted(package: str, without_peers: bool) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=500, help="in each round")
-    parser.add_argument("--fused", action="store_true", help="AdamW: torch's default beside paceline's own")
+    parser.add_argument("--steps", type=int, default=500, help="steps per round")
+    parser.add_argument("--fused", action="store_true", help="AdamW: torch's default and paceline's")
     parser.add_argument("--without-peers", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # peers greet and warn at every start
+    warnings.simplefilter("ignore")  # other libraries print and warn at every start
     logging.disable(logging.INFO)
     os.environ["TERM"] = "xterm"  # a live bar needs a terminal that can move its cursor
     rows = ADAMW_LOOPS if options.fused else SGD_LOOPS

@@ -1,9 +1,9 @@
-"""The tables in docs/parity.md: how far 2, 3 and 4 ranks are from one, at the same accumulation.
+"""The tables on ranks in docs/parity.md: the difference between 2, 3 and 4 ranks and one, at the same accumulation.
 
     make parity
 
-Trains every model on every number of ranks and compares each step's loss and the last evaluation; then the same with a
-fault built in, which has to show. Exit status 1 if a bound does not hold.
+Trains every model on every number of ranks and compares the loss of each step and the last evaluation; then the same
+with a deliberate fault, which must be detected. Exit status 1 if a bound is violated.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def holds(case: Case, losses: float, evaluation: float, one: Histories, others: 
 
 
 def main() -> int:
-    import paceline.train.trainer  # noqa: F401  # once, before ranks are forked
+    import paceline.train.trainer  # noqa: F401  # import once, before ranks are forked
 
     one: Histories = dict(zip(CASES, parity.run(CASES, 1), strict=True))
     others = [dict(zip(CASES, parity.run(CASES, ranks), strict=True)) for ranks in RANKS]
-    print("| model | accumulation | precision | losses | evaluation | loss falls by | holds |")
+    print("| model | accumulation | precision | losses | evaluation | loss decreases by | holds |")
     print("|---|---|---|---|---|---|---|")
     all_hold = True
     for case in CASES:

@@ -1,10 +1,10 @@
-"""How much of a step a pipeline stands still: measured beside the formula of each schedule (plan/pipeline_schedule.py).
+"""Pipeline bubble: measured, and by the formula of each schedule (plan/pipeline_schedule.py).
 
     python benchmarks/pipeline_bubble.py [--ranks 4] [--microbatches 8] [--milliseconds 40]
 
-Stages do nothing but sleep: 40 ms in a forward, 40 ms for the gradient of their input and 40 ms for that of their
-weight. So any machine can run it, whatever its cores are, and what is missing from the ideal time is the schedule's.
-It fails where gpipe, 1f1b or interleaved are more than 5 points off; zero-bubble is shown.
+Stages only sleep: 40 ms in a forward pass, 40 ms for the gradient of their input and 40 ms for that of their weight.
+Any machine can run it, regardless of its cores, and the difference to the ideal time is due to the schedule. It fails if
+gpipe, 1f1b or interleaved are more than 5 points off; zero-bubble is only shown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALLOWED = 0.05
 
 
 class Pass(torch.autograd.Function):
-    """The way of the activations."""
+    """Sleeps in the forward pass, and for the gradient of the activations."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
@@ -43,7 +43,7 @@ class Pass(torch.autograd.Function):
 
 
 class Weigh(torch.autograd.Function):
-    """The way of the weight, whose gradient zero-bubble computes apart from that of the input."""
+    """Sleeps for the gradient of the weight, which zero-bubble computes separately from that of the input."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
@@ -63,7 +63,7 @@ class Sleeper(nn.Module):
         self.seconds = seconds
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # The first stage's inputs need no gradient; it sleeps for that all the same, as the formulas have it.
+        # The inputs of the first stage need no gradient; it sleeps anyway, as the formulas assume.
         inputs = inputs.requires_grad_() if inputs.is_leaf and torch.is_grad_enabled() else inputs
         way: Tensor = Pass.apply(inputs, self.seconds)
         weight: Tensor = Weigh.apply(self.weight, self.seconds)
@@ -71,7 +71,7 @@ class Sleeper(nn.Module):
 
 
 def measure(schedules: list[str], microbatches: int, seconds: float, steps: int) -> dict[str, float]:
-    """The idle part of the median step, by schedule."""
+    """Idle fraction of the median step, by schedule."""
     found = {}
     for schedule in schedules:
         settings = {"schedule": schedule, "microbatches": microbatches}
@@ -93,8 +93,8 @@ def measure(schedules: list[str], microbatches: int, seconds: float, steps: int)
             paceline.dist.barrier()
             began = time.perf_counter()
             trainer.training_step(batch)
-            paceline.dist.barrier()  # a step is over when its last rank is
-            if number:  # the first one brings the pre-flight
+            paceline.dist.barrier()  # a step ends when its last rank ends
+            if number:  # the first one includes the pre-flight
                 times.append(time.perf_counter() - began)
         found[schedule] = 1.0 - 3 * seconds * stages * microbatches / statistics.median(times)
     return found

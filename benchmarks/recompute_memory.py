@@ -1,8 +1,8 @@
-"""Peak memory of a gpt's activations under each kind of recomputation, beside what the formula says.
+"""Peak activation memory of a gpt under each kind of recomputation: measured, and by the formula.
 
     python benchmarks/recompute_memory.py [--layers 8] [--width 256] [--tokens 1024]
 
-On the CPU, in float32, by counting the bytes of what forwards make and somebody still holds.
+On the CPU, in float32, by counting the bytes of live tensors that forward passes created.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How long a run of two nodes stands still after a kill: `paceline launch` beside torchrun, interleaved.
+"""Interruption of a run on two nodes after a kill: `paceline launch` and torchrun, interleaved.
 
     python benchmarks/recovery.py [--rounds 5] [--without-peers]
 
-Exit status 1 if a run of paceline does not end, or not with the loss of an unbroken one.
+Exit status 1 if a run of paceline does not finish, or not with the loss of an uninterrupted one.
 
 Both run the same training script, with the same checkpoints (one in every step), two ranks on each of two nodes on
-loopback. Killed with SIGKILL is one rank of either node, or the launcher of the node that does not host the store; a
-killed launcher is started again at once, as a scheduler would. What counts is the time from the kill to the end of the
-next step that was not done before, the longest time without a new step from then on (ranks may outlive their launcher,
-and be stopped later), and that the run ends with the loss of an unbroken one.
+loopback. One rank of either node, or the launcher of the node that does not host the store, is killed with SIGKILL; a
+killed launcher is restarted immediately, as a scheduler would. Measured are the time from the kill to the end of the
+next new step, the longest time without a new step after that (ranks may outlive their launcher and be stopped later), and
+whether the run ends with the loss of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ trainer.train(data, max_steps=int(sys.argv[1]))
 """
 KILLS = ("rank 0 (node 0)", "rank 3 (node 1)", "launcher of node 1")
 KILL_AT = 20
-STEPS = {"launcher of node 1": 300}  # torchrun notices a lost launcher after some 15 s
+STEPS = {"launcher of node 1": 300}  # torchrun notices a lost launcher after about 15 s
 FEW_STEPS = 80
 DEADLINE = 120.0
 # By default torchrun 2.13 keeps one store for all restarts, and restarted gloo ranks find the addresses of dead ones in
-# it: no run of two nodes came back. With this its ranks get a new store at each start.
+# it: no run on two nodes recovered. With this, ranks get a new store at each start.
 TORCHRUN_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -103,7 +103,7 @@ class Run:
 
 
 def free_port() -> int:
-    """One whose successor is free as well: the store's."""
+    """A free port whose successor, the port of the store, is also free."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -117,7 +117,7 @@ def free_port() -> int:
 @dataclass
 class Recovered:
     next_step: float  # seconds from the kill
-    standstill: float  # the longest between two new steps after it
+    interruption: float  # the longest time between two new steps after that
     loss: float
     ended: str
 
@@ -202,7 +202,7 @@ def main() -> None:
         for system, runs in found.items():
             same = "same" if all(abs(each.loss - unbroken[last]) < 1e-6 for each in runs) else "other"
             ends = ", ".join(sorted({each.ended for each in runs}))
-            nexts, gaps = _told([each.next_step for each in runs]), _told([each.standstill for each in runs])
+            nexts, gaps = _told([each.next_step for each in runs]), _told([each.interruption for each in runs])
             print(f"| {kill} | {system} | {nexts} | {gaps} | {same} | {ends} |", flush=True)
             good &= system != "paceline" or (same, ends) == ("same", "good")
     sys.exit(not good)

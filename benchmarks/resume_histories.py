@@ -1,10 +1,10 @@
 """The tables of "Resume" in docs/reliability.md.
 
-    python benchmarks/resume_histories.py --positions 10000     # histories of positions in the data, without a model
-    python benchmarks/resume_histories.py --trainings 300       # histories of a training, beside one without a stop
-    python benchmarks/resume_histories.py --peer                # torch + DCP: 2 ranks, stopped, and on with 3
+    python benchmarks/resume_histories.py --positions 10000     # histories of data positions, without a model
+    python benchmarks/resume_histories.py --trainings 300       # training histories, compared with an uninterrupted run
+    python benchmarks/resume_histories.py --peer                # torch + DCP: 2 ranks, stopped, resumed on 3
 
-Exit status 1 if a history can be told from a run without a stop.
+Exit status 1 if a history can be distinguished from an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from paceline.models.gpt import GPT
 from paceline.testing.runner import run_on_ranks
 
 AT_ONCE = 20  # histories that share worlds
-STOP = 7  # of the peer: the second step of its second epoch
+STOP = 7  # step after which the peer stops: the second of its second epoch
 
 
 def live_positions(number: int) -> bool:
     began = time.perf_counter()
-    # It raises, and shows the smallest history that is wrong.
+    # Raises an error that shows the smallest failing history.
     check = given(positions.data(), positions.starts())(positions.check)
     settings(max_examples=number, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))(check)()
-    print(f"{number} histories of positions: all as without a stop ({time.perf_counter() - began:.0f} s)")
+    print(f"{number} histories of positions, identical to an uninterrupted run ({time.perf_counter() - began:.0f} s)")
     return True
 
 
@@ -93,7 +93,7 @@ def peer_table(folder: Path) -> None:
 
 
 def _launch(ranks: int, **arguments: Any) -> dict[str, Any]:
-    """In a world that is there already, as the rank runner makes it."""
+    """In an existing process group, created by the rank runner."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
 
@@ -110,7 +110,7 @@ def _launch(ranks: int, **arguments: Any) -> dict[str, Any]:
 def peer(
     kind: str, until: int = STEPS, save: Path | None = None, load: Path | None = None, skips: bool = False
 ) -> dict[str, Any]:
-    """A training as it is written by hand: DistributedSampler with set_epoch, dcp.save and dcp.load."""
+    """A hand-written training loop: DistributedSampler with set_epoch, dcp.save and dcp.load."""
     ranks = torch_dist.get_world_size()
     torch.manual_seed(5)
     model = GPT(layers=2, width=16, heads=2, vocabulary=64, context=8).double()
@@ -156,7 +156,7 @@ def peer(
 
 
 class _Numbered(Tokens):
-    """Tells which sample it was; and draws under a seed of the sample, so that order is all that can differ."""
+    """Returns the index of the sample and draws with a per-sample seed, so that only the order can differ."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         with torch.random.fork_rng():

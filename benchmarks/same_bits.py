@@ -1,12 +1,12 @@
-"""The same bits before and after a change: one seed for each layout, in float64 and float32, on CPU ranks.
+"""Compare two commits bit by bit: one seed for each layout, in float64 and float32, on CPU ranks.
 
     PYTHONPATH=../before/src python benchmarks/same_bits.py --output before.json
     python benchmarks/same_bits.py --compare before.json
 
-Trains a small model for a few steps under every layout in `CASES` and hashes what comes out: losses, gradient norms,
+Trains a small model for a few steps under every layout in `CASES` and hashes the results: losses, gradient norms,
 learning rates, evaluations, final weights and averaged weights. With `--compare` the exit status is 1 unless every hash
-is the one in that file, and the differences are listed. It uses public names only, so that one file runs on both
-commits; hashes can be compared on one machine with one version of torch.
+matches the one in that file, and the differences are listed. It uses only public names, so that one file runs on both
+commits; hashes are comparable on one machine with one version of torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRECISIONS = ("fp64", "fp32")
 
 @dataclass(frozen=True)
 class Case:
-    """One training: on how many ranks, what, and with which settings."""
+    """One training run: number of ranks, model and settings."""
 
     name: str
     ranks: int
@@ -93,7 +93,7 @@ CASES = [
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Sample i counts up from i; one of its tokens is drawn anew in every epoch."""
+    """Sample i counts up from i; one of its tokens is random in every epoch."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -137,7 +137,7 @@ def model_of(case: Case) -> nn.Module:
 
 
 def train(case: Case, precision: str) -> str:
-    """A hash of the training, or the code of the error that refused it."""
+    """A hash of the training run, or the code of the error that rejected it."""
     settings = {
         "batch": 12, "clip_norm": 1.0, "ema": 0.9, "log_every": 1, "eval_every": 2, "seed": 3, "device": "cpu",
         "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1},
@@ -186,7 +186,7 @@ def _on_ranks(cases: list[tuple[int, str]]) -> list[str]:
 
 
 def run() -> dict[str, str]:
-    """Cases on the same number of ranks share a world."""
+    """Cases on the same number of ranks share a process group."""
     found = {}
     for ranks in sorted({case.ranks for case in CASES}):
         same = [(n, precision) for n, case in enumerate(CASES) if case.ranks == ranks for precision in PRECISIONS]
@@ -197,10 +197,10 @@ def run() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the hashes to this file; else to the standard output")
+    parser.add_argument("--output", type=Path, help="write the hashes to this file; default: standard output")
     parser.add_argument("--compare", type=Path, help="compare with the hashes in this file")
     options = parser.parse_args()
-    paceline.Trainer  # noqa: B018  # imports torch's parts once, before ranks are forked
+    paceline.Trainer  # noqa: B018  # import torch once, before ranks are forked
     print(f"paceline: {Path(paceline.__file__).parent}; torch {torch.__version__}", file=sys.stderr)
     found = run()
     text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
@@ -215,7 +215,7 @@ def main() -> int:
     different = [name for name in names if before.get(name) != found.get(name)]
     for name in different:
         print(f"{name}: {before.get(name, 'absent')} before, {found.get(name, 'absent')} now")
-    print(f"{len(names) - len(different)} of {len(names)} trainings give the same bits")
+    print(f"{len(names) - len(different)} of {len(names)} runs are bitwise identical")
     return 1 if different else 0
 
 

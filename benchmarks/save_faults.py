@@ -1,10 +1,10 @@
-"""The tables "Faults of the disk" in docs/reliability.md. Exit status 1 if a promise does not hold.
+"""The tables of "Disk faults" in docs/reliability.md. Exit status 1 if a guarantee is violated.
 
-    python benchmarks/save_faults.py          # the second table needs the right to mount
+    python benchmarks/save_faults.py          # the second table needs permission to mount
 
-First, a save whose disk fails at one operation: every call of every operation, with every error, once and from then on.
-Second, with torch beside it, a real file system that becomes full in the middle of a save: 1 MB, an old checkpoint of
-0.3 MB on it, 0.2 MB left, and a new one of 0.6 MB.
+First, a save whose disk fails at one operation: every call of every operation, with every error, once and permanently.
+Second, for comparison with torch, a real file system that becomes full during a save: 1 MB, with an old checkpoint of
+0.3 MB, 0.2 MB free, and a new one of 0.6 MB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError
 
 
 class PacelineFull(Paceline):
-    """Without the look at the free space that comes first: as when another program takes it a moment later."""
+    """Reports enough free space, as if another program took it a moment later."""
 
     name = "paceline"
 
@@ -34,7 +34,7 @@ class PacelineFull(Paceline):
 
 
 def inject(root: Path) -> int:
-    """How many faults led to something wrong."""
+    """Return the number of faults that violated a guarantee."""
     print("| save | faults | old or new still good, error with a code, next save works | wrong |\n|---|---|---|---|")
     counts: Counter[str] = Counter()
     problems: dict[str, list[str]] = {way.name: [] for way in write_faults.WAYS}
@@ -58,7 +58,7 @@ def content(seed: int, rows: int) -> Content:
 
 
 def full_disk(peer: Peer, root: Path, over_old: bool) -> tuple[str, str]:
-    """What the save says, and what can be loaded afterwards."""
+    """The error of the save, and what can be loaded afterwards."""
     old, new = content(1, 75), content(2, 150)
     with write_faults.small_disk(root / "small", 1 << 20) as disk:
         peer.save(disk / "old", old)

@@ -1,11 +1,11 @@
-"""The tables of "Kills" in docs/reliability.md. Exit status 1 if a promise of paceline does not hold.
+"""The tables of "Kills during a save" in docs/reliability.md. Exit status 1 if a guarantee of paceline is violated.
 
     python benchmarks/save_kills.py [--bits CHECKPOINTS]
 
-Two ranks train and save, one of them is killed (SIGKILL) in a save, at each phase of it; then what lies on the disk is
-read from end to end and a new world goes on from it (tests/faults/kills.py says what has to hold). Beside it the same
-for torch.distributed.checkpoint. With --bits: that many checkpoints, written while training goes on, and each of them
-compared with a hash of what the training held at its step.
+Two ranks train and save, and one of them is killed (SIGKILL) at each phase of a save; then the checkpoints on disk are
+read completely and a new run resumes from them (tests/faults/kills.py defines the guarantees). The same is done for
+torch.distributed.checkpoint. With --bits: that many checkpoints are written during training, and each one is compared
+with a hash of the state at its step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults import bits, dcp_kills, kills, worlds
 
-AT_ONCE = 50  # checkpoints on the disk at a time
-WIDTH = 512  # of the model for --bits: 4 MB a checkpoint
+AT_ONCE = 50  # checkpoints on disk at the same time
+WIDTH = 512  # of the model for --bits: 4 MB per checkpoint
 
 
 def paceline(root: Path) -> int:
-    """How many kills broke a promise."""
+    """Return the number of kills that violated a guarantee."""
     expected = {strategy: kills.unbroken(root / f"unbroken-{strategy}", strategy) for strategy in ("ddp", "fsdp")}
     counts: Counter[tuple[str, str, bool]] = Counter()
     failed = 0
@@ -68,7 +68,7 @@ def torch_dcp(root: Path) -> None:
 
 
 def background_bits(root: Path, checkpoints: int) -> int:
-    """How many did not hold their step."""
+    """Return the number of checkpoints that differ from the state of their step."""
     wrong: list[str] = []
     done = 0
     while done < checkpoints:
@@ -78,7 +78,7 @@ def background_bits(root: Path, checkpoints: int) -> int:
         wrong += bits.wrong_ones(folder, noted)
         done += len(noted)
         shutil.rmtree(folder)
-    print(f"\n{done} checkpoints written in the background: {done - len(wrong)} hold their step bit for bit")
+    print(f"\n{done} checkpoints written in the background: {done - len(wrong)} are bitwise identical to their step")
     print("\n".join(wrong[:5]))
     return len(wrong)
 

@@ -1,8 +1,8 @@
-"""`strategy: split` with micro-batches against without: seconds of a training step, in rounds that take turns.
+"""`strategy: split` with and without micro-batches: seconds per training step, in interleaved rounds.
 
     python benchmarks/split_microbatches.py --devices cuda:0 cuda:1 [--microbatches 4] [--layers 12] [--width 768]
 
-Two GPUs work at the same time; the CPU is told nothing while it computes, so with it parts save no time.
+Two GPUs work concurrently. The CPU computes synchronously, so with it micro-batches save no time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def seconds_a_step(trainer: paceline.Trainer, batch: dict[str, Any], steps: int)
     began = time.perf_counter()
     for _ in range(steps):
         loss = trainer.training_step(batch).loss
-    loss.item()  # waits for the devices
+    loss.item()  # synchronizes with the devices
     return (time.perf_counter() - began) / steps
 
 
@@ -60,7 +60,9 @@ def main() -> None:
     print(f"gpt of {options.layers} x {options.width} over {', '.join(options.devices)}, batch {options.batch}")
     for count, found in times.items():
         middle = statistics.median(found)
-        print(f"{count:>2} parts: {middle * 1e3:8.1f} ms a step ({whole / middle:.2f} x), from {min(found) * 1e3:.1f}")
+        print(
+            f"{count:>2} parts: {middle * 1e3:8.1f} ms per step ({whole / middle:.2f} x), from {min(found) * 1e3:.1f}"
+        )
 
 
 if __name__ == "__main__":

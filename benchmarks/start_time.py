@@ -1,4 +1,4 @@
-"""From the command to the first all-reduce on two ranks: `paceline launch` beside torchrun, interleaved.
+"""Time from the command to the first all-reduce on two ranks: `paceline launch` and torchrun, interleaved.
 
 python benchmarks/start_time.py [rounds]
 """

@@ -1,4 +1,4 @@
-"""A DDP script as many people have it, with the Trainer put in place of its loop. The group stays the script's own.
+"""A typical DDP script whose training loop is replaced by the Trainer. The script keeps its own process group.
 
 torchrun --nproc-per-node 2 examples/from_a_ddp_script.py
 paceline launch -n 2 examples/from_a_ddp_script.py
@@ -17,8 +17,8 @@ def main():
     torch.manual_seed(0)
     inputs = torch.randn(240, 4)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-    # A DistributedSampler picks each rank's samples, so the global batch is 16 × ranks. With a plain DataLoader, or the
-    # dataset itself, it would be one number on any number of ranks.
+    # A DistributedSampler selects the samples of each rank, so the global batch is 16 × the number of ranks. With a
+    # plain DataLoader, or with the dataset itself, it would not depend on the number of ranks.
     loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
 
     model = nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""A model and dataset of one's own, on any number of ranks.
+"""A custom model and dataset, on any number of ranks.
 
 python examples/own_model.py
 paceline launch -n 2 examples/own_model.py --epochs 5
@@ -14,7 +14,7 @@ import paceline
 
 
 class Waves(Dataset):
-    """Points on a sine, with noise that belongs to each sample."""
+    """Points on a sine curve, with per-sample noise."""
 
     def __len__(self):
         return 512
