@@ -3,8 +3,8 @@
     python benchmarks/pipeline_bubble.py [--ranks 4] [--microbatches 8] [--milliseconds 40]
 
 Stages only sleep: 40 ms in a forward pass, 40 ms for the gradient of their input and 40 ms for that of their weight.
-Any machine can run it, regardless of its cores, and the difference to the ideal time is due to the schedule. It fails if
-gpipe, 1f1b or interleaved are more than 5 points off; zero-bubble is only shown.
+Any machine can run it, regardless of its cores, and the difference to the ideal time is due to the schedule. It fails
+if gpipe, 1f1b or interleaved are more than 5 points off; zero-bubble is only shown.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Exit status 1 if a run of paceline does not finish, or not with the loss of an u
 Both run the same training script, with the same checkpoints (one in every step), two ranks on each of two nodes on
 loopback. One rank of either node, or the launcher of the node that does not host the store, is killed with SIGKILL; a
 killed launcher is restarted immediately, as a scheduler would. Measured are the time from the kill to the end of the
-next new step, the longest time without a new step after that (ranks may outlive their launcher and be stopped later), and
-whether the run ends with the loss of an uninterrupted one.
+next new step, the longest time without a new step after that (ranks may outlive their launcher and be stopped later),
+and whether the run ends with the loss of an uninterrupted one.
 """
 
 from __future__ import annotations
