@@ -125,21 +125,20 @@ class EmaState(ShardedStateful):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._parameters = dict(engine.model.named_parameters())  # those that the averages were made of
 
     def sharded_state(self) -> ShardedState:
         average, copies, state = self._engine.average, stage_copies(self._engine), ShardedState()
-        parameters = dict(self._engine.model.named_parameters())
         for name, tensor in {} if average is None else average.state_dict().items():
             if name not in copies:
-                state.tensors[f"ema/{name}"] = shard_of(tensor, parameters[name])
+                state.tensors[f"ema/{name}"] = shard_of(tensor, self._parameters[name])
         return state
 
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         average = self._engine.average
         if average is None:
             return {}
-        parameters = dict(self._engine.model.named_parameters())
-        return {path: parameters[name] for name, path in self._paths(average, checkpoint).items()}
+        return {path: self._parameters[name] for name, path in self._paths(average, checkpoint).items()}
 
     def _paths(self, average: Ema, checkpoint: Checkpoint) -> dict[str, str]:
         """Where each average is read from."""
@@ -162,7 +161,8 @@ def stage_copies(engine: Engine) -> Mapping[str, str]:
 def shard_of(tensor: Tensor, like: Tensor | None = None) -> LocalShard:
     """`like` is the parameter that the tensor belongs to, whose sharding it may have without being a DTensor."""
     source = tensor if like is None else like
-    local = local_shard(tensor)
-    return LocalShard(
-        local, source if isinstance(source, DTensor) and local.shape == local_shard(source).shape else None
-    )
+    # A save stalls for this, and local_shard enters no_grad: that is most of the time on a model without shards.
+    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    if isinstance(source, DTensor) and local.shape == local_shard(source).shape:
+        return LocalShard(local, source)
+    return LocalShard(local)
