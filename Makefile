@@ -1,11 +1,11 @@
-# paceline: `make train` trains a model, `make test` checks everything. Both make their own environment.
+# paceline: `make train` trains a model, `make test` runs all checks. Both create their own environment.
 PYTHON ?= python3
 RECIPE ?=
-# Tests that run at a time. Many wait, so one more than there are cores is quickest on a small machine.
+# Number of test workers. Many tests wait, so one more than the number of cores is fastest on a small machine.
 WORKERS ?= 3
-# Another torch than the one that the tests are pinned to: make TORCH='2.11.*' test. Read when .venv is created.
+# Use another torch than the pinned one: make TORCH='2.11.*' test. Read when .venv is created.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
-# The commit that `make bench-compare` measures against.
+# Base commit of `make bench-compare`.
 BASE ?= HEAD~1
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,19 +17,19 @@ SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
-	@echo "make test    lint, types, import rules and every test"
-	@echo "make system  install (as root, on Debian) what PACELINE_SYSTEM_TESTS=1 make test needs: ssh, SLURM, Ray"
+	@echo "make test    lint, types, import rules and all tests"
+	@echo "make system  install the services for PACELINE_SYSTEM_TESTS=1 make test: ssh, SLURM, Ray (as root, on Debian)"
 	@echo "make lint    lint, types and import rules only"
-	@echo "make suite   every test, without lint"
+	@echo "make suite   all tests, without lint"
 	@echo "make hooks   install the git hook that lints every commit (pre-commit)"
 	@echo "make gpu     the tests that need a GPU"
-	@echo "make docs    run every line of code in the docs"
-	@echo "make parity  every model on every layout, beside one process (15 minutes)"
+	@echo "make docs    run all code in the docs"
+	@echo "make parity  compare every model on every layout with one process (15 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
-	@echo "make bench-compare [BASE=main] [ARGS='--quick --record']   the key figures of this checkout beside those of BASE"
+	@echo "make bench-compare [BASE=main] [ARGS='--quick --record']   compare the key figures of this checkout with BASE"
 	@echo "make soak    the long fault campaigns (1.5 hours); make soak-kills, ... for one of them"
 
-# The stamp is written last, so an interrupted install starts again and a finished one is not repeated.
+# The stamp is written last, so that an interrupted install is repeated and a finished one is not.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "paceline needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -47,7 +47,7 @@ lint: $(READY)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# Where PACELINE_SYSTEM_TESTS=1, as in CI, tests also start real ssh, SLURM, Ray and network namespaces.
+# With PACELINE_SYSTEM_TESTS=1, as in CI, tests also start real ssh, SLURM, Ray and network namespaces.
 test: lint suite
 
 suite: $(READY) $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
@@ -86,7 +86,7 @@ bench: $(READY)
 bench-compare: $(READY)
 	@$(BIN)/python benchmarks/compare_commits.py $(BASE) $(ARGS)
 
-# A campaign that breaks a promise ends with status 1; `make -k soak` runs the others all the same. CI runs a sample of each.
+# A campaign that finds a violation exits with status 1; `make -k soak` continues with the others. CI runs a sample of each.
 soak: $(SOAK)
 
 soak-%: export OMP_NUM_THREADS = 1
