@@ -62,3 +62,16 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert len(links) > 20
     assert [f"{page.name}: {link}" for page, link in links if not leads_somewhere(page, link)] == []
     assert not leads_somewhere(ROOT / "README.md", "docs/guides/launch.md#no-such-heading")
+
+
+def test_files_that_pages_name_exist() -> None:
+    source = ROOT / "src" / "paceline"
+    named = [
+        (page, name)
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+        for name in re.findall(r"\b(?:[\w-]+/)+[a-z_\d]+\.py\b", page.read_text())
+    ]
+    assert len(named) > 50
+    assert [
+        f"{page.name}: {name}" for page, name in named if not any((top / name).is_file() for top in (ROOT, source))
+    ] == []
