@@ -218,7 +218,7 @@ print("\\nend")
     ("body", "status", "words"),
     [
         ("import sys; sys.exit(7)", 7, "sys.exit(7)"),
-        ("import os; os._exit(5)", 5, "exit status 5"),
+        ("import os; os._exit(5)", 5, "exited with status 5"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139, "SIGSEGV"),
         ("import paceline; paceline.get_model('x')", 1, "[model.unknown-name]"),
         ("def f(:", 1, "SyntaxError"),
