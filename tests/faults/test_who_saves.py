@@ -81,7 +81,7 @@ def test_where_weights_are_cut_who_did_not_come_is_named(tmp_path: Path, layout:
 
     heard = worlds.values(2, body)
     assert heard[1 - caller] == ""
-    assert f"[checkpoint.ranks-missing] Rank {1 - caller} did not come to save_checkpoint within 1 s" in heard[caller]
+    assert f"[checkpoint.ranks-missing] Rank {1 - caller} did not call save_checkpoint within 1 s" in heard[caller]
     assert [checkpoint.folder.name for checkpoint in directory.verified(tmp_path)] == ["all"]
 
 
@@ -97,7 +97,7 @@ def test_a_load_on_one_rank_only_is_refused(tmp_path: Path, strategy: str, calle
         return heard
 
     heard = worlds.values(2, body)
-    assert f"Rank {1 - caller} did not come to load_checkpoint within 1 s" in heard[caller]
+    assert f"Rank {1 - caller} did not call load_checkpoint within 1 s" in heard[caller]
 
 
 def test_ranks_that_do_different_things_do_not_take_each_other_for_partners(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_ranks_that_do_different_things_do_not_take_each_other_for_partners(tmp_
         return hears(lambda: trainer.load_checkpoint(tmp_path / "saved"))
 
     heard = worlds.values(2, body)
-    assert "Rank 1 did not come to save_checkpoint" in heard[0]
-    assert "Rank 0 did not come to load_checkpoint" in heard[1]
+    assert "Rank 1 did not call save_checkpoint" in heard[0]
+    assert "Rank 0 did not call load_checkpoint" in heard[1]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -40,7 +40,7 @@ class Here(NamedTuple):
 
 
 def stand_in() -> AbstractContextManager[Any]:
-    return noise.NoiseContext(0, here=Here(samples=0))
+    return noise.NoiseContext(0, samples=Here(samples=0))
 
 
 def layer(kind: str, dtype: torch.dtype, **options: Any) -> nn.Module:
@@ -100,7 +100,7 @@ def compare_with_one_process(
         output, grad_rows = run(reference, rows, grad)
         if own:
             mine = slice(start, start + own)
-            with noise.NoiseContext(0, here=Here(own, start, sum(split))):
+            with noise.NoiseContext(0, samples=Here(own, start, sum(split))):
                 my_output, my_grad_rows = run(module, rows[mine], grad[mine])
             assert_close(my_output, output[mine], tolerance)
             assert_close(my_grad_rows, grad_rows[mine], tolerance)

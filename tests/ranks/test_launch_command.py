@@ -370,7 +370,7 @@ def test_fallback_goes_on_and_says_so(tmp_path: Path, key: str) -> None:
         change = f"port={taken.getsockname()[1]}" if key == "port" else "backend=nccl"
         done = paceline("train", change, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert ("going on as one rank" if key == "port" else "going on with gloo") in done.stderr
+    assert ("continuing as a single rank" if key == "port" else "continuing with gloo") in done.stderr
     assert ("layout         one rank" if key == "port" else "replicate=2") in done.stdout
 
 
@@ -392,7 +392,7 @@ print("world", trainer.world.size, "steps", len(trainer.train(data, epochs=1).st
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert "world 1 steps 2" in done.stdout, done.stderr
-    assert "going on as one rank" in done.stderr
+    assert "continuing as a single rank" in done.stderr
 
 
 def test_explain_shows_a_codes_page(tmp_path: Path) -> None:

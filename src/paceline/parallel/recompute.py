@@ -71,7 +71,7 @@ class Recomputed:
         """For the forward, and for the second one, which has to find the world as the first one did."""
         first, second = _selective() if self.selective else (nullcontext(), nullcontext())
         draw, modes = noise.current(), _get_current_function_mode_stack()
-        return first, _again(None if draw is None else draw.from_here(), modes, self._norms, second)
+        return first, _again(None if draw is None else draw.copy(), modes, self._norms, second)
 
 
 def recompute(model: nn.Module, kind: str, wanted: list[str] | None = None) -> str:

@@ -266,7 +266,7 @@ class MicroBatched:
         results, metrics, samples = [], [], []
         for number in range(parts):
             start, stop = cut(total, parts, number)
-            with nullcontext() if draw is None else draw.of_rows(start, stop - start):
+            with nullcontext() if draw is None else draw.select(start, stop - start):
                 results.append(self.step.forward(rows_of(batch, start, stop)))
             samples.append(stop - start)
             metrics.append(self.step.metrics)

@@ -7,7 +7,7 @@ model. Here a layer's statistics are those of the whole micro-batch, over all ra
 variance and count; all gather these and merge them alike, in the order of ranks. The backward gathers two sums a
 channel in the same way. The gradients of weight and bias stay this rank's own: DDP adds them up.
 
-Ranks may hold different numbers of rows. A rank that only joins in with a stand-in (`noise.own_samples() == 0`) counts
+Ranks may hold different numbers of rows. A rank with a stand-in only (`noise.local_samples() == 0`) counts
 nothing, forward or backward; its rows are normalised with the others' statistics, its running statistics move with the
 others', and no gradient flows through its rows.
 
@@ -74,7 +74,7 @@ class _Synchronised(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         group = getattr(self, "process_group", None)
-        own = noise.own_samples()
+        own = noise.local_samples()
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not by_batch or (_size(group) == 1 and own != 0):
             return _BatchNorm.forward(self, input)

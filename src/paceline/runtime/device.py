@@ -1,6 +1,6 @@
-"""Which device a rank computes on.
+"""The device of a rank.
 
-GPUs are counted by `device_count()` only: `is_available()` opens the driver, after which a process can't be forked.
+Only `device_count()` is used to look for GPUs: `is_available()` initializes CUDA, which does not survive a fork.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def gpu_names() -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
-def choose_device(wanted: str | int | torch.device | None, place: RankInfo) -> torch.device:
-    """A rank number, a string, a torch.device, or nothing: then this rank's GPU where there is one, else the CPU."""
+def choose_device(wanted: str | int | torch.device | None, rank_info: RankInfo) -> torch.device:
+    """The device for an index, a string or a torch.device. By default the GPU of this local rank, else the CPU."""
     count = torch.cuda.device_count()
     if wanted is None:
-        return torch.device("cuda", place.local_rank % count) if count else torch.device("cpu")
+        return torch.device("cuda", rank_info.local_rank % count) if count else torch.device("cpu")
     if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 0:
-        # `device=rank` is what DDP scripts write; without GPUs it can only mean "my place", which is the CPU.
+        # DDP scripts pass `device=rank`; on a machine without GPUs that means the CPU.
         return _existing(torch.device("cuda", wanted), count) if count else torch.device("cpu")
     try:
         device = torch.device(wanted)
@@ -35,11 +35,11 @@ def choose_device(wanted: str | int | torch.device | None, place: RankInfo) -> t
     except (RuntimeError, TypeError):
         raise WorldError(
             "bad-device",
-            f"{wanted!r} is no device to train on.",
-            fix="give a rank number, a string such as 'cpu' or 'cuda:0', or a torch.device",
+            f"Invalid device: {wanted!r}.",
+            fix="pass an index, a string such as 'cpu' or 'cuda:0', or a torch.device",
         ) from None
     if device.type == "cuda":
-        index = device.index if device.index is not None else place.local_rank
+        index = device.index if device.index is not None else rank_info.local_rank
         return _existing(torch.device("cuda", index), count)
     return device
 
@@ -48,26 +48,22 @@ def _existing(device: torch.device, count: int) -> torch.device:
     if device.index >= count:
         raise WorldError(
             "no-such-gpu",
-            f"{device} was asked for, but this machine shows {_gpus(count)}.",
-            fix="use device: cpu, fewer ranks, or check CUDA_VISIBLE_DEVICES",
+            f"Device {device} does not exist; this machine has {', '.join(gpu_names()) or 'no GPU'}.",
+            fix="use device: cpu or fewer ranks, or check CUDA_VISIBLE_DEVICES",
         )
     return device
 
 
-def _gpus(count: int) -> str:
-    return ", ".join(gpu_names()) if count else "no GPU"
-
-
 def memory_of(device: torch.device, local_ranks: int) -> int:
-    """Bytes that one of `local_ranks` ranks on a machine can have. Opens the GPU's driver."""
+    """Bytes available to each of `local_ranks` ranks on a machine. Initializes CUDA."""
     if device.type == "cuda":
-        sharing = -(-local_ranks // torch.cuda.device_count())
-        return int(torch.cuda.get_device_properties(device).total_memory) // sharing
+        ranks_per_gpu = -(-local_ranks // torch.cuda.device_count())
+        return int(torch.cuda.get_device_properties(device).total_memory) // ranks_per_gpu
     return _machine_memory() // local_ranks
 
 
 def _machine_memory() -> int:
-    """The machine's, or what its container may use of it."""
+    """The memory of the machine, or the limit of the container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
@@ -75,6 +71,6 @@ def _machine_memory() -> int:
 
 
 def activate(device: torch.device) -> None:
-    """Make it this process's device. Before the process group opens: NCCL binds to the device it finds."""
+    """Make it the current device. Call before the process group is initialized: NCCL uses the current device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

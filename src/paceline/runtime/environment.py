@@ -18,7 +18,7 @@ from paceline.runtime.scheduler_env import number, read_task
 
 RUN_FOLDER = "PACELINE_RUN"  # set if the launch has a run folder
 LOG_FOLDER = "PACELINE_PROGRESS"  # that folder, or a temporary one with its layout: heartbeats and logs of this node
-SUSPECT_STEP = "PACELINE_SUSPECT_STEP"  # the step whose samples ranks write down, counted from 1
+SUSPECT_STEP = "PACELINE_SUSPECT_STEP"  # the step whose samples ranks record, counted from 1
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 DEBUG = "PACELINE_DEBUG"
 LAUNCHED = "PACELINE_LAUNCHED"
@@ -64,8 +64,8 @@ def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | No
     if not 0 <= rank < world:
         raise WorldError(
             "bad-environment",
-            f"RANK is {rank} and WORLD_SIZE is {world}.",
-            why="ranks count from 0 to WORLD_SIZE - 1",
+            f"Invalid RANK {rank} for WORLD_SIZE {world}.",
+            why="RANK must be between 0 and WORLD_SIZE - 1",
             fix="let a launcher set these: paceline launch -n 2 script.py",
         )
     local_world = max(1, number(environment, "LOCAL_WORLD_SIZE", default=world))
@@ -93,7 +93,7 @@ def _has_rank(environment: Mapping[str, str]) -> bool:
 
 
 def rendezvous_endpoint(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Host and port of the rendezvous of the ranks; None if the environment does not tell."""
+    """Host and port of the rendezvous of the ranks; None if the environment does not name it."""
     host = environment.get("MASTER_ADDR")
     task = None if _has_rank(environment) else read_task(environment)
     if task is not None:
@@ -138,13 +138,16 @@ def _folder(environment: Mapping[str, str], name: str) -> RunFolder | None:
 
 def restart_count(environment: Mapping[str, str] = os.environ) -> int:
     """How many times the launcher has restarted the ranks."""
-    text = environment.get(RESTART_COUNT, "")
-    return int(text) if text.isdecimal() else 0
+    return _integer(environment, RESTART_COUNT) or 0
 
 
 def suspect_step(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The step whose samples each rank writes down, if the launcher asks for one."""
-    text = environment.get(SUSPECT_STEP, "")
+    """The step whose samples each rank records, if the launcher requests one."""
+    return _integer(environment, SUSPECT_STEP)
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
@@ -154,5 +157,5 @@ def was_launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def debug_enabled(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether every collective is checked across ranks."""
+    """Whether collectives are checked for consistency across ranks."""
     return environment.get(DEBUG, "").lower() in {"1", "true", "on", "yes"}

@@ -29,8 +29,7 @@ def expand(text: str) -> list[str]:
     names: list[str] = []
     for item in _items(text):
         names += _expand_item(item, text)
-        if len(names) > MAX_HOSTS:
-            raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
+        _check_size(len(names), text)
     return names
 
 
@@ -40,10 +39,9 @@ def expand_counts(text: str) -> list[int]:
     for item in text.strip().split(","):
         found = _COUNT.fullmatch(item)
         if found is None:
-            raise _invalid(text, f"{item!r} is no count")
+            raise _invalid(text, f"invalid count {item!r}")
         times = int(found[2] or 1)
-        if len(counts) + times > MAX_HOSTS:
-            raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
+        _check_size(len(counts) + times, text)
         counts += [int(found[1])] * times
     return counts
 
@@ -59,17 +57,16 @@ def _items(text: str) -> list[str]:
             return items
         if text[found.end()] != ",":
             break
-    raise _invalid(text, "commas or brackets are out of place")
+    raise _invalid(text, "unexpected comma or bracket")
 
 
 def _expand_item(item: str, text: str) -> list[str]:
     """`rack[1-2]n[1-3]`: the product of its parts."""
     parts = [_expand_ranges(found[1], text) if found[2] is None else [found[2]] for found in _PART.finditer(item)]
-    if math.prod(map(len, parts)) > MAX_HOSTS:
-        raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
+    _check_size(math.prod(map(len, parts)), text)
     names = ["".join(chosen) for chosen in product(*parts)]
     if not _NAME.fullmatch(names[0]) or len(names[-1]) > 253:
-        raise _invalid(text, f"{names[0]!r} is no machine's name")
+        raise _invalid(text, f"invalid host name {names[0]!r}")
     return names
 
 
@@ -79,21 +76,25 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         found = _RANGE.fullmatch(part)
         if found is None:
-            raise _invalid(text, f"{part!r} is no range of numbers")
+            raise _invalid(text, f"invalid range {part!r}")
         first, last = int(found[1]), int(found[2] or found[1])
         if not first <= last < first + MAX_HOSTS:
-            raise _invalid(text, f"the range {part} runs backwards, or is too long")
+            raise _invalid(text, f"range {part} is descending or too long")
         numbers += [f"{number:0{len(found[1])}}" for number in range(first, last + 1)]
-        if len(numbers) > MAX_HOSTS:
-            raise _invalid(text, f"it stands for more than {MAX_HOSTS:,} machines")
+        _check_size(len(numbers), text)
     return numbers
+
+
+def _check_size(hosts: int, text: str) -> None:
+    if hosts > MAX_HOSTS:
+        raise _invalid(text, f"more than {MAX_HOSTS:,} hosts")
 
 
 def _invalid(text: str, why: str) -> WorldError:
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     return WorldError(
         "bad-environment",
-        f"{shown!r} is no list of machines in SLURM's form.",
+        f"Invalid SLURM host list: {shown!r}.",
         why=why,
-        fix="SLURM writes such lists itself (node[01-03,7],gpu-a): unset a variable that was exported by hand",
+        fix="expected the form node[01-03,7],gpu-a; unset variables of SLURM that were exported by hand",
     )

@@ -1,10 +1,10 @@
-"""This rank's coords on the axes of a layout.
+"""The device mesh of a layout.
 
     mesh = Mesh.build(degrees, world)
-    mesh.axis("shard")        torch's device mesh along one axis; None where its degree is 1
-    mesh.data_rank            which part of a batch this rank reads
+    mesh.axis("shard")        # torch's DeviceMesh of one axis; None if its degree is 1
+    mesh.data_rank            # which part of a batch this rank reads
 
-Ranks are numbered with `pipeline` outermost and `tensor` innermost: neighbours, which are on one node, talk most.
+`pipeline` is the outermost axis and `tensor` the innermost: adjacent ranks, on one node, communicate most.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from paceline.runtime.process_group import World, init_single
 
 
 @dataclass(frozen=True)
-class Mesh:  # what a step asks for is cached
+class Mesh:  # properties that are used in every step are cached
     degrees: Degrees
     device: torch.device
-    device_mesh: DeviceMesh | None  # None where no axis needs groups of its own
-    coords: dict[str, int]  # this rank's coordinate on each axis
-    data_group: collectives.Group  # ranks that hold the same part of the model and read different data; None: all
+    device_mesh: DeviceMesh | None  # None if no axis needs process groups
+    coords: dict[str, int]  # of this rank, by axis
+    data_group: collectives.Group  # ranks with the same part of the model and different data; None: all ranks
 
     @classmethod
-    def build(cls, degrees: Degrees, world: World, *, wanted: bool = False) -> Mesh:
-        """A matter of all ranks. A replicated model needs no groups but the world's; `wanted` makes them anyway."""
+    def build(cls, degrees: Degrees, world: World, *, always: bool = False) -> Mesh:
+        """Collective: must be called on every rank. A replicated model has no device mesh unless `always` is set."""
         coords = _coordinates(world.rank_info.rank, degrees)
-        if degrees.is_replicated and not wanted:
+        if degrees.is_replicated and not always:
             return cls(degrees, world.device, None, coords, None)
         if world.size == 1:
             init_single(world.device)
@@ -51,7 +51,7 @@ class Mesh:  # what a step asks for is cached
         return None if self.device_mesh is None or self.degrees.of(name) == 1 else self.device_mesh[name]
 
     def axes(self, *names: str) -> DeviceMesh:
-        """Several axes, those of degree 1 too."""
+        """A DeviceMesh of several axes, including those of degree 1."""
         assert self.device_mesh is not None
         return self.device_mesh[names]
 
@@ -69,13 +69,12 @@ class Mesh:  # what a step asks for is cached
 
     @cached_property
     def reports_loss(self) -> bool:
-        """Whether this rank says what its data rank computed. What others with the same samples have is the same, or
-        nothing."""
+        """Whether this rank reports the loss of its data rank: other ranks have the same loss, or none."""
         return all(self._reports(axis) for axis in AXES)
 
     def _reports(self, axis: Axis) -> bool:
-        where = self.coords[axis.name]
-        return {"every": True, "first": where == 0, "last": where == self.degrees.of(axis.name) - 1}[axis.loss_on]
+        coord = self.coords[axis.name]
+        return {"every": True, "first": coord == 0, "last": coord == self.degrees.of(axis.name) - 1}[axis.loss_on]
 
     @property
     def repeats_loss(self) -> bool:
@@ -84,19 +83,19 @@ class Mesh:  # what a step asks for is cached
 
     @property
     def coords_in_stage(self) -> dict[str, int]:
-        """Coordinates among the ranks that hold, or hold shards of, the same parameters."""
+        """Coordinates among the ranks with replicas or shards of the same parameters."""
         return {axis.name: self.coords[axis.name] for axis in AXES if axis.holds_apart != "layers"}
 
     def noise_rank(self, *, tokens_apart: bool) -> int:
-        """The number of this rank's random sequence. Ranks with the same values between layers draw the same, so that
-        dropout falls on the same of them; `tokens_apart`: they hold different tokens there, and draw on their own."""
+        """The number of this rank's random sequence. Ranks with the same activations draw the same dropout masks; with
+        `tokens_apart` (sequence parallelism) their activations are of different tokens, so they draw different ones."""
         rank, stride = self.data_rank, self.data_ranks
         for axis in AXES:
             if axis.same_samples and (axis.holds_apart == "tokens" or (axis.holds_apart == "weights" and tokens_apart)):
                 rank += stride * self.coords[axis.name]
                 stride *= self.degrees.of(axis.name)
         stages = [(self.coords[axis.name], self.degrees.of(axis.name)) for axis in AXES if axis.holds_apart == "layers"]
-        return rank + self.degrees.world * _number(stages)  # a stage's dropout is not that of another
+        return rank + self.degrees.world * _number(stages)  # different in each stage
 
 
 def _coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
@@ -107,15 +106,15 @@ def _coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
 
 
 def _number(coordinates: Iterable[tuple[int, int]]) -> int:
-    """Coordinates, each with its axis' degree, as one number: the last axis counts fastest."""
+    """The row-major index for (coordinate, degree) pairs: the last axis varies fastest."""
     number = 0
-    for where, degree in coordinates:
-        number = number * degree + where
+    for coord, degree in coordinates:
+        number = number * degree + coord
     return number
 
 
 def broadcast_from_first(tensor: torch.Tensor, group: collectives.Group) -> None:
-    """The tensor of the group's first rank, on all of its ranks."""
+    """Broadcast from the first rank of a group."""
     if group is None:
         collectives.broadcast(tensor)
     else:

@@ -1,10 +1,10 @@
-"""Where the samples that a model sees lie in the global batch, and noise that follows from it.
+"""Noise that does not depend on the number of ranks.
 
     latent = mean + scale * paceline.noise(mean)
 
-Noise inside a model that is drawn from a rank's own generator changes with the number of ranks. Inside a training
-step, `noise` draws for the whole global batch from (seed, step) and returns the rows of the samples in the model, so
-neither ranks nor accumulation change it. Elsewhere it is `torch.randn_like`.
+Noise drawn from a rank's generator changes with the number of ranks. In a training step, `noise` draws for the global
+batch from (seed, step) and returns the rows of the samples in the model, so neither the number of ranks nor gradient
+accumulation changes it. Elsewhere it is `torch.randn_like`.
 """
 
 from __future__ import annotations
@@ -21,51 +21,12 @@ from paceline.runtime.rng import derive_seed
 
 
 class Samples(Protocol):
-    """What has to be known of the samples in the model: a loader's micro-batch is one of these."""
+    """The position of samples in the global batch: a micro-batch of a loader, for example."""
 
-    samples: int  # this rank's own; 0 when it only joins in with a stand-in
-    start: int  # where they begin in their step
-    step_samples: int  # in the step, over all ranks
+    samples: int  # on this rank; 0 for a placeholder batch
+    start: int  # of the first one in its step
+    step_samples: int  # in the step, on all ranks
     step: int
-
-
-class NoiseContext:
-    """Within this context noise belongs to `samples`, the samples that are in the model; None: to nobody.
-
-    A loop enters it once and sets `samples` and `draws` for each micro-batch: two assignments, where a context for each
-    would cost microseconds.
-    """
-
-    __slots__ = ("_seed", "_token", "draws", "samples")
-
-    def __init__(self, seed: int, here: Samples | None = None) -> None:
-        self._seed, self.samples, self.draws = seed, here, 0
-
-    def __enter__(self) -> NoiseContext:
-        self._token = _draw.set(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _draw.reset(self._token)
-
-    def key(self, here: Samples) -> int:
-        """Another one at each call for the same samples."""
-        self.draws += 1
-        return derive_seed(self._seed, here.step, self.draws - 1)
-
-    def from_here(self) -> NoiseContext:
-        """Another one that draws what this one would draw from now on."""
-        same = NoiseContext(self._seed, self.samples)
-        same.draws = self.draws
-        return same
-
-    def of_rows(self, start: int, samples: int) -> NoiseContext:
-        """Another one for some of the samples that are in the model."""
-        here = self.samples
-        part = None if here is None else _Rows(samples, here.start + start, here.step_samples, here.step)
-        same = NoiseContext(self._seed, part)
-        same.draws = self.draws
-        return same
 
 
 @dataclass
@@ -76,38 +37,72 @@ class _Rows:
     step: int
 
 
-_draw: ContextVar[NoiseContext | None] = ContextVar("paceline_noise", default=None)
+class NoiseContext:
+    """In this context `noise` draws for `samples`, the samples in the model; None: like `torch.randn_like`.
+
+    A training loop enters it once and sets `samples` and `draws` for each micro-batch: entering a context each time
+    would cost microseconds.
+    """
+
+    __slots__ = ("_seed", "_token", "draws", "samples")
+
+    def __init__(self, seed: int, samples: Samples | None = None, draws: int = 0) -> None:
+        self._seed, self.samples, self.draws = seed, samples, draws
+
+    def __enter__(self) -> NoiseContext:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _current.reset(self._token)
+
+    def next_seed(self, samples: Samples) -> int:
+        """A different seed for each draw for the same samples."""
+        self.draws += 1
+        return derive_seed(self._seed, samples.step, self.draws - 1)
+
+    def copy(self) -> NoiseContext:
+        """A context that repeats the draws that follow in this one."""
+        return NoiseContext(self._seed, self.samples, self.draws)
+
+    def select(self, start: int, count: int) -> NoiseContext:
+        """A copy for `count` of the samples in the model, from `start` on."""
+        rows, batch = None, self.samples
+        if batch is not None:
+            rows = _Rows(count, batch.start + start, batch.step_samples, batch.step)
+        return NoiseContext(self._seed, rows, self.draws)
+
+
+_current: ContextVar[NoiseContext | None] = ContextVar("paceline_noise", default=None)
 
 
 def current() -> NoiseContext | None:
-    """The context that we are in."""
-    return _draw.get()
+    return _current.get()
 
 
-def own_samples() -> int | None:
-    """How many of the samples in the model are this rank's own: 0 for a stand-in, which counts nothing in a statistic;
-    None outside a step, where all of them are."""
-    draw = _draw.get()
-    return None if draw is None or draw.samples is None else draw.samples.samples
+def local_samples() -> int | None:
+    """The number of samples in the model on this rank: 0 for a placeholder batch, which must not count in statistics;
+    None outside of a step."""
+    context = _current.get()
+    return None if context is None or context.samples is None else context.samples.samples
 
 
 def noise(like: Tensor) -> Tensor:
-    """Standard normal noise of the shape, dtype and device of `like`, whose first dim is the samples."""
-    draw = _draw.get()
-    here = None if draw is None else draw.samples
-    if draw is None or here is None:
+    """Standard normal noise with the shape, dtype and device of `like`, whose first dim is the batch."""
+    context = _current.get()
+    samples = None if context is None else context.samples
+    if context is None or samples is None:
         return torch.randn_like(like)
-    # A rank without samples of its own still runs one, with weight zero; that one may lie past the last row.
-    own = here.samples or 1
-    if like.shape[:1] != (own,):
+    count = samples.samples or 1  # a placeholder batch has one row, possibly after the last one of the step
+    if like.shape[:1] != (count,):
         raise ModelError(
             "noise-rows",
-            f"noise() was asked for the shape {tuple(like.shape)}, but this rank holds {own} samples.",
-            why="noise belongs to samples: rows that are not samples can't be the same on another number of ranks",
+            f"noise() expected {count} samples in the first dim, got shape {tuple(like.shape)}.",
+            why="noise is drawn per sample, so that it does not depend on the number of ranks",
             fix="draw with the samples as first dim, and reshape afterwards",
         )
     generator = torch.Generator(like.device)
-    generator.manual_seed(draw.key(here))
-    rows = max(here.step_samples, here.start + own)
-    whole = torch.randn((rows, *like.shape[1:]), generator=generator, dtype=like.dtype, device=like.device)
-    return whole[here.start : here.start + own]
+    generator.manual_seed(context.next_seed(samples))
+    rows, stop = samples.step_samples, samples.start + count
+    shape = (max(rows, stop), *like.shape[1:])
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)[samples.start : stop]

@@ -1,7 +1,7 @@
-"""Joining a world and leaving it.
+"""Initializes and destroys the default process group.
 
-A process group that is already open belongs to whoever opened it: it is adopted and left open. One that paceline
-opens is closed when the process ends, on an error too.
+A group that the user initialized is used as it is and never destroyed. One that paceline initialized is destroyed when
+the process exits, also after an error.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from paceline.runtime import device as devices
 from paceline.runtime import environment
 from paceline.runtime.environment import RankInfo
 
-# The first step compiles, warms allocators and waits for the slowest node's import.
-FIRST_STEP_SECONDS = 1800.0
+FIRST_STEP_SECONDS = 1800.0  # timeout until the first step is done: it compiles, and waits for the slowest import
+# gloo's threads may need the interpreter to free the last tensors, so they get a moment before it shuts down
+# (objects.keep).
+_DRAIN_SECONDS = 0.02
 
-# gloo's threads may need Python to let go of the last tensors; afterwards this process may have none (objects.keep).
-_LETTING_GO = 0.02
-
-# Whether this process's group was opened here, and whether it went on alone after a failed start. The group is
-# torch's global state, and so are these facts about it.
-_ours = False
-_alone = False
+# Facts about torch's global group: whether paceline initialized it, and whether initialization failed and this process
+# continued as a single rank.
+_initialized_here = False
+_is_single = False
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place, the device it computes on, and how the ranks talk ("" for a world of one)."""
+    """The rank and the device of this process, and the backend of the process group."""
 
     rank_info: RankInfo
     device: torch.device
-    backend: str
+    backend: str  # "" with one rank
 
     @property
     def size(self) -> int:
@@ -50,15 +49,15 @@ class World:
         return self.rank_info.is_main
 
 
-def current_place() -> RankInfo:
-    """From the open process group, else from the launcher's environment, else one rank alone."""
-    told = None if _alone else environment.read_rank_info()
+def current_rank_info() -> RankInfo:
+    """From the process group if it is initialized, else from the launcher's environment, else a single rank."""
+    launched = None if _is_single else environment.read_rank_info()
     if not torch_dist.is_initialized():
-        return told or RankInfo()
+        return launched or RankInfo()
     rank, world = torch_dist.get_rank(), torch_dist.get_world_size()
-    if told is not None and (told.rank, told.world) == (rank, world):
-        return told
-    # A group of the user's own (spawn, tcp://): one node is the only thing it can be taken for.
+    if launched is not None and (launched.rank, launched.world) == (rank, world):
+        return launched
+    # A group that the user initialized (spawn, tcp://): assume a single node.
     return RankInfo(rank, world, local_rank=rank, local_world=world)
 
 
@@ -69,148 +68,147 @@ def init_world(
     timeout: float = FIRST_STEP_SECONDS,
     fallback: bool = False,
 ) -> World:
-    """Take this process's place in the world: adopt the open group, open the launcher's, or be one rank alone."""
-    place = current_place()
-    chosen = devices.choose_device(device, place)
+    """Use the process group if it is initialized, else initialize it if there are several ranks."""
+    rank_info = current_rank_info()
+    chosen = devices.choose_device(device, rank_info)
     devices.activate(chosen)
+    if rank_info.world == 1:
+        return World(rank_info, chosen, "")
     if torch_dist.is_initialized():
-        return World(place, chosen, torch_dist.get_backend() if place.world > 1 else "")
-    if place.world == 1:
-        return World(place, chosen, "")
-    _require_master(place)
+        return World(rank_info, chosen, torch_dist.get_backend())
+    _require_rendezvous(rank_info)
     name = backend or default_backend(chosen)
     try:
-        _open(name, place, timeout)
+        _init(name, rank_info, timeout)
     except Exception as error:
         if not fallback:
-            raise _failed_start(name, place, error) from error
-        return _fall_back(name, place, chosen, timeout, error)
-    return World(place, chosen, name)
+            raise _init_error(name, rank_info, error) from error
+        return _fall_back(name, rank_info, chosen, timeout, error)
+    return World(rank_info, chosen, name)
 
 
 def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _open(backend: str, place: RankInfo, timeout: float) -> None:
-    """Ranks have `timeout` to meet; once they have, the first step has longer."""
-    # What env:// does, without its variables: mpirun and srun do not set them.
+def _init(backend: str, rank_info: RankInfo, timeout: float) -> None:
+    """`timeout` is for the rendezvous; the first step has at least FIRST_STEP_SECONDS."""
+    # Like env://, but without its variables: mpirun and srun do not set them.
     torch_dist.init_process_group(
         backend,
         init_method=f"tcp://{environment.rendezvous_address()}",
-        rank=place.rank,
-        world_size=place.world,
+        rank=rank_info.rank,
+        world_size=rank_info.world,
         timeout=timedelta(seconds=timeout),
     )
     _set_timeout(max(timeout, FIRST_STEP_SECONDS))
-    if backend == "nccl":
-        # NCCL meets at the first collective, not before: whether it can start is known only then.
+    if backend == "nccl":  # it connects in the first collective: only then is it known to work
         torch_dist.all_reduce(torch.zeros(1, device="cuda"))
-    global _ours
-    _ours = True
-    atexit.register(destroy)
+    _destroy_at_exit()
 
 
 def init_single(device: torch.device) -> None:
-    """A group of one rank, for torch's parts that want one; it listens nowhere."""
-    if torch_dist.is_initialized():
-        return
-    torch_dist.init_process_group(default_backend(device), store=HashStore(), rank=0, world_size=1)
-    global _ours
-    _ours = True
+    """A group of a single rank, for parts of torch that need a group. It opens no port."""
+    if not torch_dist.is_initialized():
+        torch_dist.init_process_group(default_backend(device), store=HashStore(), rank=0, world_size=1)
+        _destroy_at_exit()
+
+
+def _destroy_at_exit() -> None:
+    global _initialized_here
+    _initialized_here = True
     atexit.register(destroy)
 
 
-def _fall_back(backend: str, place: RankInfo, device: torch.device, timeout: float, error: Exception) -> World:
+def _fall_back(backend: str, rank_info: RankInfo, device: torch.device, timeout: float, error: Exception) -> World:
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
+    log = Log(rank_info.rank, every_rank=True)
+    prefix = f"[rank {rank_info.rank}] fallback:"
     if backend != "gloo":
-        _warn(f"fallback: {backend} could not start ({_first_line(error)}); going on with gloo", place)
+        log.warning(f"{prefix} {backend} failed to initialize ({_first_line(error)}); continuing with gloo")
         try:
-            _open("gloo", place, timeout)
+            _init("gloo", rank_info, timeout)
         except Exception as second:
             error = second
         else:
-            return World(place, device, "gloo")
-    if not place.is_main:
-        _warn("fallback: the distributed start failed; rank 0 goes on alone, this rank ends", place)
+            return World(rank_info, device, "gloo")
+    failed = f"{prefix} the process group failed to initialize"
+    if not rank_info.is_main:
+        log.warning(f"{failed}; rank 0 continues as a single rank, this rank exits")
         raise SystemExit(0)
-    _warn(f"fallback: the distributed start failed ({_first_line(error)}); going on as one rank", place)
-    global _alone
-    _alone = True
+    log.warning(f"{failed} ({_first_line(error)}); continuing as a single rank")
+    global _is_single
+    _is_single = True
     return World(RankInfo(), device, "")
-
-
-def _warn(text: str, place: RankInfo) -> None:
-    Log(place.rank, every_rank=True).warning(f"[rank {place.rank}] {text}")
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _require_master(place: RankInfo) -> None:
+def _require_rendezvous(rank_info: RankInfo) -> None:
     if environment.rendezvous_address() is None:
         raise WorldError(
             "bad-environment",
-            f"RANK and WORLD_SIZE say that this is rank {place.rank} of {place.world}, "
-            "but MASTER_ADDR and MASTER_PORT are not set.",
-            why="the ranks have no address to meet at",
+            f"RANK and WORLD_SIZE are set (rank {rank_info.rank} of {rank_info.world}), "
+            "but MASTER_ADDR and MASTER_PORT are missing.",
+            why="without them the ranks can't find each other",
             fix="let a launcher set all four: paceline launch -n 2 script.py",
         )
 
 
-def _failed_start(backend: str, place: RankInfo, error: Exception) -> WorldError:
+def _init_error(backend: str, rank_info: RankInfo, error: Exception) -> WorldError:
     address = environment.rendezvous_address()
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return WorldError(
             "port-in-use",
-            f"Rank {place.rank} can't open {address}: another program listens there.",
-            fix="set another port (port: 29501 in a recipe, MASTER_PORT elsewhere), or leave it out: on one node "
-            "paceline launch finds a free one",
+            f"Rank {rank_info.rank} can't listen on {address}: the port is in use.",
+            fix="set another port (port: 29501 in a recipe, MASTER_PORT elsewhere), or omit it: on one node "
+            "paceline launch uses a free one",
         )
     return WorldError(
         "start-failed",
-        f"Rank {place.rank} of {place.world} could not join the group over {backend} at {address}: "
+        f"Rank {rank_info.rank} of {rank_info.world} failed to initialize {backend} at {address}: "
         f"{_first_line(error)}.",
         fix="check that every rank was started and that the address is reachable; "
-        "fallback: true goes on with gloo or one rank",
+        "fallback: true continues with gloo or a single rank",
     )
 
 
 def shorten_timeout(seconds: float) -> None:
-    """After the first step of a group of ours: from now on a rank that does not come is missed sooner."""
-    if _ours:
+    """Set the timeout of later collectives, once the first step is done; only if paceline initialized the group."""
+    if _initialized_here:
         _set_timeout(seconds)
 
 
 def _set_timeout(seconds: float) -> None:
-    # torch has had this setter, with its underscore, since 2.2; it has no public twin.
+    # Private, but in torch since 2.2; there is no public equivalent.
     torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
 
 
 def new_cpu_group(timeout: float) -> torch_dist.ProcessGroup | None:
-    """A group of all ranks over the CPU for work beside training, whose messages must not mix with training's.
+    """A gloo group of all ranks for messages in the background of training; None with one rank.
 
-    A matter of all ranks; None in a world of one.
+    Collective: must be called on every rank.
     """
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return None
-    made: torch_dist.ProcessGroup = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    return made
+    group: torch_dist.ProcessGroup = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return group
 
 
 def forget() -> None:
-    """A forked process knows nothing of what its parent opened."""
-    global _ours, _alone
-    _ours = _alone = False
+    """Reset this module in a forked process, which does not have the group of its parent."""
+    global _initialized_here, _is_single
+    _initialized_here = _is_single = False
 
 
 def destroy() -> None:
-    """Close the group if paceline opened it. Safe to call twice, and where none is open."""
-    global _ours
-    if _ours and torch_dist.is_initialized():
-        time.sleep(_LETTING_GO)
+    """Destroy the group if paceline initialized it. May be called more than once."""
+    global _initialized_here
+    if _initialized_here and torch_dist.is_initialized():
+        time.sleep(_DRAIN_SECONDS)
         torch_dist.destroy_process_group()
-    _ours = False
+    _initialized_here = False
     atexit.unregister(destroy)

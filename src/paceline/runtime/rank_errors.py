@@ -1,8 +1,4 @@
-"""Errors that concern every rank: an error of one rank is raised on all of them, and ranks that are missing are named.
-
-`StoreBarrier` goes through the store of the process group, not through a collective: torch's barrier that can name the
-missing ranks (monitored_barrier) has a time limit on the first rank only.
-"""
+"""An error on one rank is raised on all of them, and a barrier names the ranks that did not reach it."""
 
 from __future__ import annotations
 
@@ -18,106 +14,109 @@ from paceline.runtime import collectives, objects
 from paceline.text import numbered
 
 T = TypeVar("T")
-Report = dict[str, Any]  # plain values; where something failed, the error as plain values under "error"
-_LOOK_EVERY = 0.005
+Report = dict[str, Any]  # plain values; after a failure, the error under "error"
+_POLL_SECONDS = 0.005
 
 
 class StoreBarrier:
-    """Roll calls of one training. Making it is a matter of all ranks."""
+    """Barriers over the store of the process group. Collective: must be created on every rank.
+
+    torch's monitored_barrier names missing ranks too, but has a timeout on rank 0 only.
+    """
 
     def __init__(self) -> None:
-        self._name = collectives.broadcast_object(secrets.token_hex(4))  # another training's calls are not ours
-        self._calls = 0  # that everybody came to
-        self._last = ""
+        self._name = collectives.broadcast_object(secrets.token_hex(4))  # separates this training from others
+        self._passed = 0  # barriers that all ranks reached
+        self._last_key = ""
 
     def require(self, seconds: float, call: str, why: str) -> None:
-        """Raises where not all ranks come to the same call within that time. Who gave up is not there for those who
-        come later."""
+        """Raise unless all ranks make the same call within `seconds`."""
         if collectives.world() == 1:
             return
-        # torch has no public way to it, and the user may have opened the group.
+        # There is no public way to it, and the user may have initialized the group.
         store = torch_dist.distributed_c10d._get_default_store()
-        rank, everybody = torch_dist.get_rank(), range(torch_dist.get_world_size())
-        missing = _missing(store, [self._key(self._calls, call, each) for each in everybody], rank, seconds)
+        rank = torch_dist.get_rank()
+        keys = [f"paceline/{self._name}/{self._passed}/{call}/{each}" for each in range(torch_dist.get_world_size())]
+        missing = _missing(store, keys, rank, seconds)
         if missing:
             raise CheckpointError(
                 "ranks-missing",
-                f"{numbered('Rank', missing)} did not come to {call} within {seconds:g} s; rank {rank} did.",
+                f"{numbered('Rank', missing)} did not call {call} within {seconds:g} s of rank {rank}.",
                 why=why,
-                fix="call it on every rank, not behind `if trainer.is_main_process:`",
+                fix="call it on every rank, not inside `if trainer.is_main_process:`",
             )
-        if self._last:  # all have left the call before, so nobody looks for that any more
-            store.delete_key(self._last)
-        self._last = self._key(self._calls, call, rank)
-        self._calls += 1
-
-    def _key(self, number: int, call: str, rank: int) -> str:
-        return f"paceline/{self._name}/{number}/{call}/{rank}"
+        if self._last_key:  # all ranks have left the previous barrier, so none reads its keys
+            store.delete_key(self._last_key)
+        self._last_key = keys[rank]
+        self._passed += 1
 
 
 def _missing(store: Any, keys: list[str], rank: int, seconds: float) -> list[int]:
-    """Sign in, and wait; the ranks that have not signed in when the time is over."""
-    until = time.monotonic() + seconds
+    """Set this rank's key and wait for the others; the ranks whose key is missing after `seconds`. Then this rank's
+    key is deleted: for later ranks it is missing."""
+    deadline = time.monotonic() + seconds
     try:
-        store.set(keys[rank], "here")
+        store.set(keys[rank], "reached")
         while not store.check(keys):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 missing = [each for each, key in enumerate(keys) if not store.check([key])]
                 store.delete_key(keys[rank])
                 return missing
-            time.sleep(_LOOK_EVERY)
-    except RuntimeError:  # the store went with the rank that had it, which is the first
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError:  # rank 0, which hosts the store, has exited
         return [0]
     return []
 
 
-def capture_error(work: Callable[[], Report], otherwise: Callable[[str], PacelineError]) -> Report:
-    """What the work returns; or, under "error", what it raised. An exception without a code becomes the error that
-    `otherwise` makes of its text."""
+def capture_error(work: Callable[[], Report], wrap: Callable[[str], PacelineError]) -> Report:
+    """The result of `work`, or under "error" what it raised. `wrap` turns the text of other exceptions into an error
+    with a code."""
     try:
         return work()
     except PacelineError as error:
         return {"error": error.to_dict()}
     except Exception as error:
-        return {"error": otherwise(_reason(error)).to_dict()}
+        return {"error": wrap(_reason(error)).to_dict()}
 
 
 def raise_first_error(reports: Sequence[Report]) -> None:
-    """Raise the first error in the reports of all ranks, if there is one."""
+    """Raise the first error in the reports of all ranks, if any."""
     for report in reports:
         if "error" in report:
             raise PacelineError.from_dict(report["error"])
 
 
 def run_on_first_rank(
-    work: Callable[[], Report], otherwise: Callable[[str], PacelineError], group: objects.Group = None
+    work: Callable[[], Report], wrap: Callable[[str], PacelineError], group: objects.Group = None
 ) -> Report:
-    """Run on the first rank of the group; its result is returned, or its error raised, on every rank.
+    """Run on the first rank of the group (default: the world); return its result, or raise its error, on every rank.
 
-    Collective: must be called on every rank of the group. Without a group, that is the world.
+    Collective: must be called on every rank of the group.
     """
     is_first = collectives.is_main() if group is None else torch_dist.get_rank(group) == 0
-    own = capture_error(work, otherwise) if is_first else {}
-    first = 0 if group is None else torch_dist.get_global_rank(group, 0)
-    report: Report = collectives.broadcast_object(own) if group is None else objects.broadcast(own, first, group)
+    report: Report = capture_error(work, wrap) if is_first else {}
+    if group is None:
+        report = collectives.broadcast_object(report)
+    else:
+        report = objects.broadcast(report, torch_dist.get_global_rank(group, 0), group)
     raise_first_error([report])
     return report
 
 
 def run_on_all_ranks(work: Callable[[], T], what: str) -> T:
-    """Run on every rank. If it fails on one, every rank raises: that one its own error, the others the first one's.
+    """Run on every rank. If a rank fails it raises its own error, and the others raise the first rank's.
 
     Collective: must be called on every rank.
     """
     result: T | None = None
-    problem: Exception | None = None
+    failure: Exception | None = None
     try:
         result = work()
     except Exception as error:
-        problem = error
-    reports = collectives.all_gather_object({} if problem is None else {"error": _coded(problem).to_dict()})
-    if problem is not None:
-        raise problem
+        failure = error
+    reports = collectives.all_gather_object({} if failure is None else {"error": _coded(failure).to_dict()})
+    if failure is not None:
+        raise failure
     for rank, report in enumerate(reports):
         if "error" in report:
             repeated = f"{what} failed on rank {rank}: {report['error']['what']}"
@@ -128,7 +127,7 @@ def run_on_all_ranks(work: Callable[[], T], what: str) -> T:
 def _coded(error: Exception) -> PacelineError:
     if isinstance(error, PacelineError):
         return error
-    return CheckpointError("not-loaded", f"{type(error).__name__}: {error}", fix="see that rank's own error")
+    return CheckpointError("not-loaded", f"{type(error).__name__}: {error}", fix="see the error of that rank")
 
 
 def _reason(error: Exception) -> str:

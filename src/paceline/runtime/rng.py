@@ -1,4 +1,4 @@
-"""Random state from coordinates: a seed for (seed, epoch, sample) or (seed, step) by arithmetic alone."""
+"""Random number generators: derived seeds, such as one per (seed, epoch, sample), and the global state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(*parts: int) -> int:
-    """64 well-spread bits from whole numbers, the same on every machine (splitmix64's finalizer, chained)."""
+    """A 64-bit hash of integers, the same on every machine (the finalizer of splitmix64, chained)."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -25,41 +25,41 @@ def derive_seed(*parts: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, numpy's and torch's global generators, on the CPU and every GPU."""
+    """Seed the global generators of Python, NumPy and torch, on the CPU and all GPUs."""
     seed_cpu(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
 def seed_cpu(seed: int) -> None:
-    """The generators that data code draws from. `default_generator` skips torch.manual_seed's walk over devices."""
+    """Seed the global CPU generators. Unlike torch.manual_seed, this does not visit all devices."""
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
 
 
 class RandomStream:
-    """Random numbers of one's own: inside the context the CPU generators are this stream's, outside everybody's.
+    """An independent random sequence: inside the context the global CPU generators have the state of this stream.
 
-    It may be entered again and again, and goes on where it left off.
+    It may be entered several times and continues where it left off.
     """
 
     def __init__(self, seed: int) -> None:
         with preserve_rng_state():
             seed_cpu(seed)
-            self._own = _state()
+            self._stream = _state()
 
     def __enter__(self) -> None:
-        self._others = _state()
-        _set_state(self._own)
+        self._global = _state()
+        _set_state(self._stream)
 
     def __exit__(self, *exc: object) -> None:
-        self._own = _state()
-        _set_state(self._others)
+        self._stream = _state()
+        _set_state(self._global)
 
 
 class preserve_rng_state:
-    """The CPU generators as they were, given back at the end."""
+    """Restores the state of the CPU generators at the end of the context."""
 
     def __enter__(self) -> None:
         self._before = _state()
@@ -69,7 +69,7 @@ class preserve_rng_state:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Where every global generator stands, as tensors."""
+    """The state of all global generators, as tensors."""
     _, numbers, gauss = random.getstate()
     legacy: Any = numpy.random.get_state()
     _, keys, position, has_gauss, cached = legacy
@@ -86,7 +86,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Go on from where `random_state` was taken."""
+    """Restore what `random_state` returned."""
     gauss = float(state["python-gauss"])
     random.setstate((3, tuple(state["python"].tolist()), None if isnan(gauss) else gauss))
     position, has_gauss, cached = state["numpy-gauss"].tolist()

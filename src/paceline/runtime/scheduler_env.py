@@ -44,10 +44,10 @@ class SchedulerTask:
             return expand(self.hosts)[0], self._port()
         raise WorldError(
             "no-rendezvous",
-            f"{self.starter} started {self.world} ranks on several machines, and nothing says where they meet.",
-            why="its variables do not name the machine of rank 0",
+            f"Missing rendezvous address: {self.starter} started {self.world} ranks on several machines.",
+            why="its environment variables do not name the host of rank 0",
             fix=f"mpirun -x MASTER_ADDR=HOST (Open MPI) or mpiexec -genv MASTER_ADDR HOST (MPICH, Intel MPI), where "
-            f"HOST is the machine of rank 0; the port is {DEFAULT_PORT} unless MASTER_PORT says otherwise",
+            f"HOST is the host of rank 0; the port is {DEFAULT_PORT} unless MASTER_PORT is set",
         )
 
     def _port(self) -> int:
@@ -55,60 +55,55 @@ class SchedulerTask:
 
 
 def read_task(environment: Mapping[str, str]) -> SchedulerTask | None:
-    """The task of mpirun or srun that this process is; None if there is none, or only one.
+    """This process as a task of mpirun or srun; None if it is not one, or the only one.
 
     mpirun takes precedence: inside a SLURM job it starts its helpers with srun, whose variables its ranks inherit.
     """
-    task = _open_mpi(environment) or _hydra(environment) or _slurm(environment)
+    task = _mpi(environment) or _slurm(environment)
     if task is None or task.world == 1:
         return None
     if not (0 <= task.rank < task.world and 0 <= task.local_rank < task.local_world <= task.world):
-        raise WorldError(
-            "bad-environment",
-            f"The variables of {task.starter} say: rank {task.rank} of {task.world}, "
-            f"on its machine {task.local_rank} of {task.local_world}.",
-            why="ranks count from 0, and a machine has no more of them than all together",
-            fix="unset those that were exported by hand",
+        raise _inconsistent(
+            f"The environment variables of {task.starter} are inconsistent: rank {task.rank} of {task.world}, "
+            f"local rank {task.local_rank} of {task.local_world}."
         )
     return task
+
+
+def _inconsistent(what: str) -> WorldError:
+    return WorldError("bad-environment", what, fix="unset variables that were exported by hand")
 
 
 def number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
     """The integer in the first of these variables that is set."""
     name = next((name for name in names if name in environment), None)
-    if name is None and default is not None:
+    if name is None:
+        if default is None:
+            raise _missing(names[0])
         return default
-    text = environment.get(name or names[0])
-    if text is None:
-        raise WorldError("bad-environment", f"The environment variable {names[0]} is missing beside its siblings.")
+    text = environment[name]
     if not (text.isascii() and text.isdecimal() and len(text) <= 10):
-        raise WorldError("bad-environment", f"The environment variable {name} is {text!r}, not a whole number.")
+        raise WorldError("bad-environment", f"Invalid environment variable {name}: expected an integer, got {text!r}.")
     return int(text)
 
 
-def _open_mpi(environment: Mapping[str, str]) -> SchedulerTask | None:
-    if "OMPI_COMM_WORLD_RANK" not in environment:
+def _missing(name: str) -> WorldError:
+    return WorldError("bad-environment", f"Missing environment variable {name}: other variables of its kind are set.")
+
+
+def _mpi(environment: Mapping[str, str]) -> SchedulerTask | None:
+    """A rank of Open MPI, or of MPICH or Intel MPI. srun with MPI support sets PMI_RANK too, but no local rank."""
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        starter = "mpirun"
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
+    elif "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
+        starter, job = "mpiexec", ""
+        names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+    else:
         return None
-    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
-    rank, world = number(environment, "OMPI_COMM_WORLD_RANK"), number(environment, "OMPI_COMM_WORLD_SIZE")
-    local_rank = number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_world = number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return _mpi("mpirun", rank, world, local_rank, local_world, job)
-
-
-def _hydra(environment: Mapping[str, str]) -> SchedulerTask | None:
-    """MPICH and Intel MPI. srun with MPI support sets PMI_RANK too, but no local rank."""
-    if "PMI_RANK" not in environment or "MPI_LOCALRANKID" not in environment:
-        return None
-    rank, world, local_rank, local_world = (
-        number(environment, name) for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    )
-    return _mpi("mpiexec", rank, world, local_rank, local_world, job="")
-
-
-def _mpi(starter: str, rank: int, world: int, local_rank: int, local_world: int, job: str) -> SchedulerTask:
-    nodes = -(-world // max(1, local_world))
-    return SchedulerTask(starter, rank, world, local_rank, local_world, nodes, job)
+    rank, world, local_rank, local_world = (number(environment, name) for name in names)
+    return SchedulerTask(starter, rank, world, local_rank, local_world, -(-world // max(1, local_world)), job)
 
 
 def _slurm(environment: Mapping[str, str]) -> SchedulerTask | None:
@@ -119,10 +114,8 @@ def _slurm(environment: Mapping[str, str]) -> SchedulerTask | None:
     tasks = expand_counts(_first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     node = number(environment, "SLURM_NODEID")
     if not (sum(tasks) == world and node < len(tasks)):
-        raise WorldError(
-            "bad-environment",
-            f"SLURM's variables say: {world} tasks, {tasks} of them on each node, and this is node {node}.",
-            fix="unset those that were exported by hand",
+        raise _inconsistent(
+            f"The environment variables of SLURM are inconsistent: {world} tasks, {tasks} per node, node {node}."
         )
     return SchedulerTask(
         "srun",
@@ -139,8 +132,8 @@ def _slurm(environment: Mapping[str, str]) -> SchedulerTask | None:
 def _is_srun_task(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process.
 
-    A batch script, salloc's shell and a shell under `srun --pty` have most of the same variables, and SLURM_NTASKS may
-    be 8 there; but what a person starts in them is one process.
+    A batch script and the shells of salloc and `srun --pty` have most of the same variables, but what a person starts
+    in them is a single process, even if SLURM_NTASKS is 8.
     """
     step = environment.get("SLURM_STEP_ID", "")
     is_step = re.fullmatch(r"[0-9]{1,10}", step) is not None and int(step) < _RESERVED_STEPS
@@ -150,23 +143,23 @@ def _is_srun_task(environment: Mapping[str, str]) -> bool:
 def _first(environment: Mapping[str, str], *names: str) -> str:
     found = next((environment[name] for name in names if environment.get(name)), None)
     if found is None:
-        raise WorldError("bad-environment", f"The environment variable {names[0]} is missing beside its siblings.")
+        raise _missing(names[0])
     return found
 
 
 @dataclass(frozen=True)
 class SlurmAllocation:
-    """What SLURM gave to the job that this process belongs to."""
+    """The allocation of the SLURM job that this process belongs to."""
 
     job: str
     nodes: tuple[str, ...]
-    is_front_end: bool  # a launcher in this process starts those of all nodes
-    gpus: int | None = None  # for each node, where SLURM counts them
-    restarts: int = 0  # how often the job was requeued
+    is_front_end: bool  # a launcher in this process starts the launchers of all nodes
+    gpus: int | None = None  # per node, if SLURM manages them
+    restarts: int = 0  # how many times the job was requeued
 
 
 def read_allocation(environment: Mapping[str, str]) -> SlurmAllocation | None:
-    """The allocation that this process is in, if any."""
+    """The allocation of this process, if any."""
     job = environment.get("SLURM_JOB_ID", "")
     nodes = environment.get("SLURM_JOB_NODELIST", "")
     if not re.fullmatch(r"[0-9]+", job) or not nodes:
@@ -174,8 +167,8 @@ def read_allocation(environment: Mapping[str, str]) -> SlurmAllocation | None:
     gpus = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     restarts = environment.get("SLURM_RESTART_COUNT", "")
     hosts = tuple(expand(nodes))
-    # A batch script is a front end on a single node too: it hears SLURM's warnings, and goes back into the queue. In a
-    # shell of salloc on one node a person is at the keyboard.
+    # A batch script is a front end even on a single node: it receives SLURM's signals and is requeued. The shell of
+    # salloc on a single node is interactive.
     has_front_end = len(hosts) > 1 or "SLURM_PROCID" in environment
     return SlurmAllocation(
         job=job,

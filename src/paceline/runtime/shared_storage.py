@@ -1,8 +1,4 @@
-"""Whether every rank sees the run folder: on several nodes it may lie on a disk that only the first one has.
-
-elsewhere = without_access(folder)        # on all ranks, once, after the first one made the folder
-if elsewhere: ...                 # these ranks can neither write there nor read what lies there
-"""
+"""Whether every rank can access the run folder: on several nodes it may be on a local disk of the first one."""
 
 from __future__ import annotations
 
@@ -15,45 +11,45 @@ from paceline.errors import LaunchError
 from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_first_rank
 
-# A network disk may go on saying for a while that a new file is not there.
-_TRIES = 3
-_SECONDS_BETWEEN_TRIES = 1.0
+# On a network filesystem a new file may stay invisible for a while.
+_ATTEMPTS = 3
+_SECONDS_BETWEEN_ATTEMPTS = 1.0
 
 
 def ranks_without_access(folder: Path) -> list[int]:
-    """The ranks that can't use the first rank's folder, equal on all ranks. A matter of all of them.
+    """The ranks that can't read and write the folder of rank 0. Collective: must be called on every rank.
 
-    The first rank puts a file with a random word there: a folder of the same name on another disk does not count.
+    Rank 0 writes a file with a random token, to detect a folder of the same name on another disk.
     """
-    probe = run_on_first_rank(lambda: _put(folder.absolute()), lambda reason: _not_writable(folder.absolute(), reason))
-    path = Path(probe["folder"]) / probe["name"]
-    answers = collectives.all_gather_object(_sees(path, probe["word"]))
+    probe = run_on_first_rank(lambda: _write(folder.absolute()), lambda text: _not_writable(folder.absolute(), text))
+    path = Path(probe["path"])
+    has_access = collectives.all_gather_object(_has_access(path, probe["token"]))
     if collectives.is_main():
         path.unlink(missing_ok=True)
-    return [rank for rank, seen in enumerate(answers) if not seen]
+    return [rank for rank, accessible in enumerate(has_access) if not accessible]
 
 
-def _put(folder: Path) -> dict[str, str]:
-    word = secrets.token_hex(16)
-    probe = {"folder": str(folder), "name": f".probe-{word[:8]}", "word": word}
-    (folder / probe["name"]).write_text(word)
-    return probe
+def _write(folder: Path) -> dict[str, str]:
+    token = secrets.token_hex(16)
+    path = folder / f".probe-{token[:8]}"
+    path.write_text(token)
+    return {"path": str(path), "token": token}
 
 
 def _not_writable(folder: Path, reason: str) -> LaunchError:
     return LaunchError(
         "run-folder",
-        f"The run folder {folder} can't be written: {reason}.",
-        fix="set run: to a path that can be written, or run: false to write nothing",
+        f"The run folder {folder} is not writable: {reason}.",
+        fix="set run: to a writable path, or run: false to write nothing",
     )
 
 
-def _sees(path: Path, word: str) -> bool:
-    for attempt in range(_TRIES):
+def _has_access(path: Path, token: str) -> bool:
+    for attempt in range(_ATTEMPTS):
         if attempt:
-            time.sleep(_SECONDS_BETWEEN_TRIES)
+            time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         try:
-            if path.read_text() == word:
+            if path.read_text() == token:
                 return os.access(path.parent, os.W_OK)
         except OSError:
             continue

@@ -42,7 +42,7 @@ class BatchSizeFinder:
     """Holds the nursery from before CUDA was touched until the size is known."""
 
     def __init__(self, config: Config, model: nn.Module, task: Any, device: Any) -> None:
-        chosen = devices.choose_device(device, process_group.current_place())
+        chosen = devices.choose_device(device, process_group.current_rank_info())
         if chosen.type != "cuda":
             raise TrainError(
                 "finder-on-cpu",

@@ -85,7 +85,7 @@ class Engine:
         if wrapper:
             self.log.info(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
         _set_switches(config, self.world.device)
-        self.mesh = Mesh.build(self.layout.degrees, self.world, wanted=config.fsdp.offload)
+        self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
         self._given_names = names_of(self.model)
         if task.optimizer is not None:
             self._left_out(task.optimizer)

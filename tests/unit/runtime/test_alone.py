@@ -10,7 +10,7 @@ import torch
 from paceline import dist, noise
 from paceline.errors import ModelError, WorldError
 from paceline.runtime.environment import RankInfo, read_rank_info
-from paceline.runtime.noise import NoiseContext, own_samples
+from paceline.runtime.noise import NoiseContext, local_samples
 
 
 def samples(step: int = 0, *, start: int = 0, own: int, rows: int) -> SimpleNamespace:
@@ -113,9 +113,9 @@ def test_noise_whose_rows_are_not_the_samples_has_a_code() -> None:
 
 
 def test_a_stand_in_has_no_samples_of_its_own() -> None:
-    assert own_samples() is None
+    assert local_samples() is None
     with NoiseContext(0, samples(own=0, rows=2)):
-        assert own_samples() == 0
+        assert local_samples() == 0
 
 
 def test_noise_outside_a_step_is_drawn_from_the_global_generator() -> None:

@@ -13,7 +13,7 @@ from paceline.testing import ranks, run_on_ranks
 
 def test_ranks_that_do_not_see_the_folder_are_known_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = a_folder_to_hide(tmp_path)
-    monkeypatch.setattr("paceline.runtime.shared_storage._SECONDS_BETWEEN_TRIES", 0.0)
+    monkeypatch.setattr("paceline.runtime.shared_storage._SECONDS_BETWEEN_ATTEMPTS", 0.0)
 
     def body() -> None:
         assert ranks_without_access(folder) == []
