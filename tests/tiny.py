@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Config, Trainer, register_data, register_model
+from paceline.models.gpt import GPT
 from paceline.models.resnet import BasicBlock, ResNet, _small_stem
 
 
@@ -275,6 +276,30 @@ def classifier_trainer(model: torch.nn.Module | None = None, **changes: Any) -> 
         settings.setdefault("criterion", torch.nn.CrossEntropyLoss())
     settings.setdefault("optimizer", {"name": "adamw", "lr": 1e-2})
     return Trainer(model or classifier(), **settings)
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, whose targets are a function of them. A slice of it is a batch."""
+
+    draws_randomness = False
+
+    def __init__(self, length: int, tokens: int = 8) -> None:
+        self.inputs = torch.randint(0, 32, (length, tokens), generator=torch.Generator().manual_seed(1))
+        self.targets = (self.inputs * 3 + 1) % 32
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: Any) -> dict[str, torch.Tensor]:
+        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+
+
+def gpt_trainer(**changes: Any) -> Trainer:
+    """A silent trainer, in float64, of a GPT with four blocks and four heads for `Sequences`."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=32, width=16, layers=4, heads=4, context=8)
+    settings = {"precision": "fp64", "quiet": True, "run": False, **changes}
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
 
 
 def weights(trainer: Trainer) -> torch.Tensor:

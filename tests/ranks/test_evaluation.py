@@ -210,6 +210,35 @@ def test_averaged_weights_are_saved_and_loaded(tmp_path: Any) -> None:
     assert caught.value.code == "train.no-ema"
 
 
+def average_precision() -> dict[str, Any]:
+    return {"ap": torchmetrics.AveragePrecision(task="multiclass", num_classes=2)}
+
+
+@ranks(2)
+def test_a_metric_with_list_states_works_where_only_the_last_stage_sees_outputs() -> None:
+    inputs, targets = tiny.blobs(7)[:]
+    expected = average_precision()["ap"](tiny.classifier()(inputs), targets)
+    found = tiny.classifier_trainer(metrics=average_precision(), strategy="pp").evaluate(tiny.blobs(7))["ap"]
+    assert found == pytest.approx(float(expected))
+
+
+def token_accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(-1) == targets).double().mean(-1)
+
+
+def _evaluated_and_predicted() -> list[Any]:
+    layout = {"pipeline": 2, "tensor": 2}
+    trainer = tiny.gpt_trainer(batch=8, layout=layout, metrics={"accuracy": token_accuracy})
+    return [trainer.evaluate(tiny.Sequences(7)).values, trainer.predict(tiny.Sequences(7))]
+
+
+def test_metrics_and_predictions_of_logits_that_are_split_over_the_vocabulary_and_stages() -> None:
+    values, outputs = paceline.launch(_evaluated_and_predicted, ranks=4)
+    trainer = tiny.gpt_trainer(batch=8, metrics={"accuracy": token_accuracy})
+    assert values == pytest.approx(trainer.evaluate(tiny.Sequences(7)).values)
+    torch.testing.assert_close(outputs, trainer.predict(tiny.Sequences(7)))
+
+
 @ranks(2)
 def test_weighted_means_join_what_each_rank_knows() -> None:
     first = paceline.dist.is_main()

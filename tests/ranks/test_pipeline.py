@@ -11,6 +11,7 @@ from torch import nn
 
 import paceline
 import tiny
+from paceline.testing import ranks
 
 BOUND = 1e-9
 GPT4 = {"name": "gpt", "layers": 4, "width": 32, "heads": 2, "context": 16}
@@ -165,6 +166,38 @@ def test_a_checkpoint_and_one_s_own_loop_go_over_from_one_rank_to_stages_and_bac
     _, _, after_two = paceline.launch(own_loop, ranks=1, folder=fifth, load=third)
     for name, weight in after_one.items():
         torch.testing.assert_close(after_two[name], weight, rtol=0, atol=BOUND)
+
+
+def training_around_an_evaluation() -> list[float]:
+    trainer, losses = tiny.gpt_trainer(strategy="pp", batch=8), []
+    for samples in (4, 8):
+        losses.append(float(trainer.training_step(tiny.Sequences(samples)[:]).loss))
+        trainer.evaluate(tiny.Sequences(8, tokens=4))
+    return losses
+
+
+def test_evaluating_sequences_of_another_length_leaves_training_alone() -> None:
+    trainer = tiny.gpt_trainer(batch=8)
+    expected = [float(trainer.training_step(tiny.Sequences(samples)[:]).loss) for samples in (4, 8)]
+    assert paceline.launch(training_around_an_evaluation, ranks=2) == pytest.approx(expected, rel=1e-9)
+
+
+@ranks(2)
+def test_the_other_stages_train_when_all_weights_of_one_are_frozen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 2))
+    model[:2].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    history = tiny.classifier_trainer(model, optimizer=optimizer, strategy="pp").train(tiny.blobs(), max_steps=3)
+    assert history.losses[-1] < history.losses[0]
+
+
+@ranks(2)
+def test_recomputation_enabled_on_the_trainer_is_refused_under_zero_bubble_as_in_a_recipe() -> None:
+    trainer = tiny.gpt_trainer(strategy="pp", pipeline={"schedule": "zero-bubble"})
+    with pytest.raises(paceline.errors.LayoutError) as caught:
+        trainer.enable_gradient_checkpointing()
+    assert caught.value.code == "layout.zero-bubble-and-recompute"
 
 
 def refused() -> list[str]:

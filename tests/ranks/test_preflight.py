@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import Subset, random_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
 
+import paceline
 import tiny
 from paceline import dist
 from paceline.errors import PacelineError
@@ -163,3 +165,76 @@ def test_the_nominal_weight_is_a_power_of_two_near_the_real_one() -> None:
 def test_without_preflight_nothing_is_compared() -> None:
     trainer = tiny.classifier_trainer(preflight=False)
     assert len(trainer.train(Subset(tiny.blobs(), range(dist.rank(), 32 + dist.rank())), epochs=1).steps) == 2
+
+
+def sampled(data: Any, replicas: int, rank: int) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, replicas, rank, shuffle=False))
+
+
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_ranks_of_one_replica_must_not_get_different_samples(strategy: str) -> None:
+    @ranks(2)
+    def body() -> None:
+        data, rank = tiny.Sequences(24), dist.rank()
+        train = tiny.gpt_trainer(strategy=strategy).train
+        assert code_of(lambda: train(sampled(data, 2, rank), max_steps=1))[0] == "data.wrong-sampler"
+        step = tiny.gpt_trainer(strategy=strategy, batch=8).training_step
+        assert code_of(lambda: step(data[rank * 4 : rank * 4 + 4]))[0] == "layout.different-batches"
+
+    body()
+
+
+def losses_of_the_same_samples(strategy: str) -> list[float]:
+    data = tiny.Sequences(24)
+    trained = tiny.gpt_trainer(strategy=strategy).train(sampled(data, 1, 0), max_steps=2).losses
+    return [*trained, float(tiny.gpt_trainer(strategy=strategy, batch=8).training_step(data[:8]).loss)]
+
+
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_ranks_of_one_replica_may_get_the_same_samples_from_a_sampler_or_as_a_batch(strategy: str) -> None:
+    one = tiny.gpt_trainer(batch=8, shuffle=False).train(tiny.Sequences(24), max_steps=2).losses
+    found = paceline.launch(losses_of_the_same_samples, ranks=2, strategy=strategy)
+    assert found == pytest.approx([*one, one[0]], rel=1e-9)
+
+
+class ColumnsOnly(nn.Module):
+    """Takes a mean over what a column-parallel layer leaves distributed over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (torch.tanh(self.a(inputs)).mean(-1) - targets).square().mean()
+
+
+@ranks(2)
+def test_a_tensor_plan_that_changes_the_loss_is_found_before_the_first_step() -> None:
+    torch.manual_seed(0)
+    plan = {"plan": {"a": "column"}}
+    trainer = tiny.classifier_trainer(ColumnsOnly(), strategy="tp", tensor=plan, criterion=None, loss_fn=None)
+    code, _ = code_of(lambda: trainer.train(tiny.blobs(), max_steps=1))
+    assert code == "layout.tensor-plan-changes-loss"
+
+
+class InPlace(nn.Module):
+    """Changes the output of a block in place, which autograd can't follow once the block is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs[:, None].expand(-1, 3, -1)
+        for block in self.blocks:
+            after = block(hidden)
+            after += hidden
+            hidden = after
+        return hidden.mean(1)
+
+
+@ranks(2)
+def test_a_sharded_block_whose_output_changes_in_place_has_a_code() -> None:
+    warnings.simplefilter("ignore")  # torch warns of it, of which a user sees one line among many
+    trainer = tiny.classifier_trainer(InPlace(), strategy="fsdp")
+    assert code_of(lambda: trainer.train(tiny.blobs(), max_steps=1))[0] == "layout.changed-in-place"
