@@ -211,3 +211,17 @@ def test_folders_and_the_suspect_step_come_from_the_launcher() -> None:
     assert (run_folder(told), log_folder(told)) == (RunFolder(Path("/runs/gpt")), RunFolder(Path("/tmp/logs")))
     assert suspect_step(told) == 13
     assert run_folder({}) is log_folder({"PACELINE_PROGRESS": ""}) is suspect_step({}) is None
+
+
+def test_rank_info_is_read_from_the_environment_of_a_launcher() -> None:
+    assert read_rank_info({}) is None
+    full = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert read_rank_info(full) == RankInfo(3, 8, 1, 2)
+    assert read_rank_info({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2)
+
+
+@pytest.mark.parametrize("bad", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
+def test_invalid_rank_info_has_a_code(bad: dict[str, str]) -> None:
+    with pytest.raises(WorldError) as caught:
+        read_rank_info(bad)
+    assert caught.value.code == "world.bad-environment"

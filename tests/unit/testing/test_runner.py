@@ -1,11 +1,8 @@
-"""The rank runner and the leak watcher, tested as a user's tests would use them."""
+"""The rank runner, tested as a user's tests would use it."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,35 +41,3 @@ def test_a_rank_that_hangs_is_ended() -> None:
 def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RankFailure, match="rank 0: ended with exit code 9"):
         run_on_ranks(1, lambda: os._exit(9))
-
-
-LEAKS = {
-    "process": ("import subprocess", "subprocess.Popen(['sleep', '30'])", "process"),
-    "port": (
-        "import socket\nkept = []",
-        "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); kept.append(s)",
-        "port",
-    ),
-    "variable": ("import os", "os.environ['LEFT_BEHIND'] = '1'", "LEFT_BEHIND"),
-    "group": (
-        "import torch.distributed as d, tempfile",
-        "d.init_process_group('gloo', store=d.FileStore(tempfile.mktemp(), 1), rank=0, world_size=1)",
-        "process group",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", LEAKS)
-def test_a_test_that_leaves_something_behind_fails(tmp_path: Path, kind: str) -> None:
-    setup, leak, words = LEAKS[kind]
-    (tmp_path / "test_it.py").write_text(f"{setup}\ndef test_leaky():\n    {leak}\n")
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-p", "no:cacheprovider", "--no-leaks", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert "1 passed, 1 error" in done.stdout and words in done.stdout, done.stdout + done.stderr
-
-
-def test_nobody_is_watched_who_did_not_ask(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("import os\ndef test_leaky():\n    os.environ['LEFT_BEHIND'] = '1'\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout

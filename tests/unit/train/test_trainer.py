@@ -319,3 +319,25 @@ def test_bad_input_has_a_code(make: Any, code: str) -> None:
     with pytest.raises(PacelineError) as caught:
         make()
     assert caught.value.code == code
+
+
+def test_deterministic_gives_the_same_bits_twice() -> None:
+    def train() -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        trainer = tiny.classifier_trainer(model, deterministic=True)
+        trainer.train(tiny.blobs(), epochs=2)
+        return tiny.weights(trainer)
+
+    try:
+        assert torch.equal(train(), train())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_dp_without_several_gpus_says_what_it_does_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = tiny.classifier_trainer(strategy="dp", quiet=False)
+    trainer.train(tiny.blobs(), max_steps=1)
+    assert "strategy: ddp" in capsys.readouterr().out

@@ -8,6 +8,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import Sampler
 
+import histories
+import paceline
+from histories import CASES, STEPS, Case, Tokens
 from paceline.errors import CheckpointError
 from resumable import Stream, points, trainer
 
@@ -84,3 +87,43 @@ def test_the_folder_of_a_runs_checkpoints_is_the_run(tmp_path: Path) -> None:
     assert resumed.step_count == 3 and resumed.train(points(), max_steps=4).run == str(tmp_path / "r")
     with pytest.raises(CheckpointError, match="neither a run nor a checkpoint"):
         trainer(resume=str(tmp_path))
+
+
+COSINE, PLATEAU = CASES[:2]
+DROPOUT = Case("dropout", "fp32", settings=COSINE.settings, dropout=0.1)
+
+
+def everything(trainer: paceline.Trainer) -> dict[str, torch.Tensor]:
+    with trainer.ema_weights():
+        averages = {f"ema/{name}": tensor.clone() for name, tensor in trainer.state_dict().items()}
+    numbers = {id(parameter): n for n, parameter in enumerate(trainer.model.parameters())}
+    remembered = {
+        f"optimizer/{numbers[id(parameter)]}/{key}": value
+        for parameter, state in trainer.optimizer.state.items()
+        for key, value in state.items()
+    }
+    return {**trainer.state_dict(), **averages, **remembered}
+
+
+@pytest.mark.parametrize("stop", [1, 5, 13])
+def test_one_process_ends_with_the_same_bits_after_a_stop(stop: int, tmp_path: Path) -> None:
+    unbroken = DROPOUT.trainer(run=False)
+    unbroken.train(Tokens(), max_steps=15)
+    first = DROPOUT.trainer(run=False)
+    first.train(Tokens(), max_steps=stop)
+    first.save_checkpoint(tmp_path / "saved")
+    torch.rand(3)  # what is drawn in between does not matter
+    second = DROPOUT.trainer(run=False)
+    second.load_checkpoint(tmp_path / "saved")
+    second.train(Tokens(), max_steps=15)
+    theirs, ours = everything(unbroken), everything(second)
+    assert theirs.keys() == ours.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])] == []
+
+
+def test_a_run_that_dies_before_its_first_checkpoint_records_each_step_once(tmp_path: Path) -> None:
+    legs = (histories.Leg("single", 4, "killed"), histories.Leg("single", STEPS))
+    reference = histories.unbroken(COSINE, tmp_path)
+    [told] = histories.live([histories.History(COSINE, legs)], tmp_path)
+    assert [start for _, start in told.starts] == [0, 0]
+    assert histories.compare(reference, told) == histories.Difference(0.0, 0.0, ())

@@ -19,7 +19,7 @@ from paceline.checkpoint.reader import verify
 from paceline.checkpoint.shard_file import bytes_of, lay_out, write_file
 from small_checkpoints import flip_a_bit, write
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "checkpoint.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoint.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline
+import tiny
+
+
+def calls_of(work: Any) -> int:
+    """Python function calls that `work` makes."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_step_makes_at_most_25_python_calls_more_than_a_hand_written_loop() -> None:
+    """By difference of a longer and a shorter run, so that starting up does not count."""
+    data = [tiny.blobs(16)[:]] * 50
+    criterion = nn.CrossEntropyLoss()
+
+    def by_hand(steps: int) -> None:
+        model = tiny.classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(steps):
+            inputs, targets = data[step % 50]
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+
+    def by_trainer(steps: int) -> None:
+        model = tiny.classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        paceline.Trainer(
+            model, optimizer, criterion=criterion, run=False, quiet=True, log_every=10**6
+        ).train(data, max_steps=steps)  # fmt: skip
+
+    def a_step(loop: Any) -> float:
+        loop(10)
+        return (calls_of(lambda: loop(150)) - calls_of(lambda: loop(50))) / 100
+
+    assert a_step(by_trainer) <= a_step(by_hand) + 25
