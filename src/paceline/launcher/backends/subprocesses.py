@@ -21,6 +21,7 @@ from paceline.errors import LaunchError
 
 _LAST_LINES = 20
 _LAST_BYTES = 16384
+_NOTICE_SECONDS = 1.0
 _DRAIN_SECONDS = 1.0  # for what a dead process left in its pipe; something else may hold that open for ever
 _TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
@@ -87,7 +88,8 @@ class _NodeProcess:
 
     def let_go(self) -> None:
         """Tell the other side that nobody is here any more."""
-        if self._has_order.is_set():
+        # The other side may have read its order a moment before the thread that writes it notices.
+        if self._has_order.wait(_NOTICE_SECONDS):
             self._stdin.close()
         else:  # it never read its order, so it would not notice
             self.signal(signal.SIGTERM)
