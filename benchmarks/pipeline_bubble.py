@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.config.sections import PipelineSection
-from paceline.plan.pipeline_schedule import bubble, stages_a_rank
+from paceline.plan.pipeline_schedule import bubble, stages_per_rank
 
 WIDTH = 4
 ALLOWED = 0.05
@@ -75,7 +75,7 @@ def measure(schedules: list[str], microbatches: int, seconds: float, steps: int)
     found = {}
     for schedule in schedules:
         settings = {"schedule": schedule, "microbatches": microbatches}
-        stages = stages_a_rank(PipelineSection(schedule=schedule))  # type: ignore[arg-type]
+        stages = stages_per_rank(PipelineSection(schedule=schedule))  # type: ignore[arg-type]
         trainer = paceline.Trainer(
             nn.Sequential(*(Sleeper(seconds) for _ in range(stages * paceline.dist.world()))),
             {"name": "sgd", "lr": 0.1},
@@ -117,7 +117,7 @@ def main() -> int:
     print(f"{'schedule':<12} {'stages':>6} {'formula':>8} {'measured':>9} {'points off':>11}")
     failed = False
     for schedule in schedules:
-        stages = stages_a_rank(PipelineSection(schedule=schedule))  # type: ignore[arg-type]
+        stages = stages_per_rank(PipelineSection(schedule=schedule))  # type: ignore[arg-type]
         expected = bubble(schedule, args.ranks, stages, args.microbatches)
         off = measured[schedule] - expected
         print(f"{schedule:<12} {stages:>6} {expected:>8.1%} {measured[schedule]:>9.1%} {100 * off:>+11.1f}")

@@ -110,7 +110,7 @@ SCHEDULE = Change(
             """
             @SCHEDULES.implement("sqrt")
             def sqrt(schedule: Schedule, step: int) -> float:
-                return schedule.above_floor(math.sqrt(1.0 - schedule.done(step, schedule.warmup)))
+                return schedule.above_floor(math.sqrt(1.0 - schedule.progress(step, schedule.warmup)))
             """,
         ),
     ),

@@ -356,7 +356,7 @@ def test_config_show_and_schema(tmp_path: Path) -> None:
     shown = paceline("config", "show", "batch=64", "micro_batch=8", "-n", "4", cwd=tmp_path)
     assert yaml.safe_load(shown.stdout)["batch"] == 64
     assert "override batch=64" in shown.stdout
-    assert "batch 64 / (8 a rank × 4 data ranks), rounded up" in shown.stdout
+    assert "batch 64 / (8 per rank × 4 data ranks), rounded up" in shown.stdout
     schema = json.loads(paceline("config", "schema", cwd=tmp_path).stdout)
     assert "samples in one optimizer step" in schema["properties"]["batch"]["description"]
 

@@ -1,7 +1,4 @@
-"""Which of two results is better, and the best one so far.
-
-Checkpoints of the best evaluation, early stopping and the plateau schedule all ask here.
-"""
+"""The best value of a metric so far, for best checkpoints, early stopping and the plateau schedule."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ SMALLER_IS_BETTER = ("loss", "error", "perplexity")
 class Best:
     """The best value of a metric.
 
-    `mode` is "min" or "max"; None means min for names with loss, error or perplexity in them, else max. A value has to
-    be better by more than `min_delta`, plus `min_change` × the size of the best one. NaN and infinity never improve.
+    `mode` is "min" or "max"; None means min if the name contains loss, error or perplexity, else max. An improvement
+    must exceed `min_delta` + `min_change` × |best|. NaN and infinity are never improvements.
     """
 
     def __init__(self, metric: str, mode: str | None = None, min_delta: float = 0.0, min_change: float = 0.0) -> None:
@@ -26,7 +23,7 @@ class Best:
         self._min_delta, self._min_change = min_delta, min_change
 
     def improved(self, value: float) -> bool:
-        """Whether this is the best so far; if so, it is remembered."""
+        """Whether this is the best value so far; if so, it is stored."""
         if not isfinite(value) or not self._beats(value):
             return False
         self.value = value

@@ -1,12 +1,12 @@
-"""An average of the weights over the steps, which often evaluates better than the last ones.
+"""Exponential moving average (EMA) of the parameters.
 
-    average = Average(dict(model.named_parameters()), decay=0.999, warmup=True)
-    average.update(step)              # after every optimizer step
-    with average.swapped():           # the model computes with the averaged weights
+    ema = Ema(dict(model.named_parameters()), decay=0.999, warmup=True)
+    ema.update(step)              # after every optimizer step
+    with ema.swapped():           # the model uses the averaged parameters
         evaluate(model)
 
-Every floating-point parameter has a copy in float32 (or wider), frozen ones too; buffers are the model's own. Where
-a model is cut over ranks, the parameters given here are a rank's own pieces.
+Every floating-point parameter, frozen ones included, is averaged in float32 or wider; buffers are not averaged. If the
+model is sharded, `parameters` are the local shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.run.folder import CONFIG
 
 
 class Ema:
-    """The exponential moving average of a model's parameters, which begins at their values at construction."""
+    """The exponential moving average of parameters, initialized with their current values."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float, warmup: bool) -> None:
         named = {name: parameter for name, parameter in parameters.items() if parameter.is_floating_point()}
@@ -39,24 +39,24 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step `step`, counted from 1.
+        """Update the average after optimizer step `step`, counted from 1.
 
-        With warm-up the memory is short at first, so that the initial weights are soon forgotten.
+        With warm-up the decay starts low, so that the initial parameters are forgotten quickly.
         """
         decay = min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay
         if self._same_dtypes:
             torch._foreach_lerp_(self._averages, self._parameters, 1.0 - decay)
             return
-        # One at a time: a second wide copy of a large half-precision model at once may not fit.
+        # One at a time: a float32 copy of a large half-precision model may not fit in memory.
         for average, parameter in zip(self._averages, self._parameters, strict=True):
             average.lerp_(parameter.to(average.dtype), 1.0 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the model computes with the averages; afterwards with its own weights again, bit for bit.
+        """Use the averaged parameters inside the context, and restore the original ones bit for bit on exit.
 
-        Contents are copied and no pointer changes, so DDP, compiled models and captured graphs do not notice. Enter it
-        outside of autocast, which keeps the half-precision copies of weights that it has seen.
+        Values are copied in place, so DDP, compiled models and captured graphs stay valid. Enter it outside of
+        autocast, which caches half-precision copies of parameters.
         """
         own = [parameter.detach().clone() for parameter in self._parameters]
         try:
@@ -72,7 +72,7 @@ class Ema:
         torch._foreach_copy_(self._parameters, values)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages, not copies of them, by the parameters' names; shared parameters once, by their first name."""
+        """References to the averages by parameter name; shared parameters once, under their first name."""
         return dict(zip(self._names, self._averages, strict=True))
 
     @torch.no_grad()
@@ -81,8 +81,8 @@ class Ema:
         if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in mine.items()}:
             raise CheckpointError(
                 "other-model",
-                "The averaged weights of the checkpoint have other names or shapes than this model's parameters.",
-                fix=f"build the model with the options it was saved with ({CONFIG} in the run folder)",
+                "The EMA parameters of the checkpoint do not match the names or shapes of this model's parameters.",
+                fix=f"build the model with the options of the saved run ({CONFIG} in the run folder)",
             )
         for name, average in mine.items():
             average.copy_(state[name])

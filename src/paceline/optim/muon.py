@@ -1,8 +1,8 @@
-"""Muon for hidden matrices and AdamW for all the rest, as one optimizer.
+"""Muon for hidden matrices and AdamW for all other parameters, as one optimizer.
 
-Muon replaces the momentum of a matrix by the nearest orthogonal matrix, which makes sense for weights that map hidden
-vectors to hidden vectors. Embeddings, the output layer, norms, biases and convolutions stay with AdamW. Muon's step is
-scaled to the size that AdamW's usually has (`match_rms_adamw`), so one learning rate and one weight decay fit both.
+Muon replaces the momentum of a matrix by the nearest orthogonal matrix, which is intended for weights that map hidden
+vectors to hidden vectors. Embeddings, the output layer, norms, biases and convolutions use AdamW. Muon's updates are
+scaled to the RMS of AdamW's (`match_rms_adamw`), so both share one learning rate and one weight decay.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Looks like one optimizer: `param_groups` are the very groups of both parts, and so is the state.
+    """Both parts share the `param_groups` and the state of this optimizer.
 
-    Groups are fixed at construction: `add_param_group` could not know which part a parameter belongs to.
+    Groups are fixed at construction, because `add_param_group` cannot tell which part a parameter belongs to.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts work on this optimizer's groups and state; the first group is Muon's."""
+        """Share the groups and the state of this optimizer with its parts; the first group is Muon's."""
         for part, groups in zip(self._parts, (self.param_groups[:1], self.param_groups[1:]), strict=False):
             part.param_groups, part.state = groups, self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # makes new groups and a new state
+        super().load_state_dict(state_dict)  # replaces the groups and the state
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -71,9 +71,9 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _output_layer(model: nn.Module) -> nn.Linear | None:
-    """The last linear layer, unless it lies in a block of an `nn.ModuleList`.
+    """The last linear layer, unless it is inside a block of an `nn.ModuleList`.
 
-    Then the model has no output layer of its own: its output is a tied embedding, or hidden vectors.
+    Such a model has no separate output layer: its output is a tied embedding, or hidden vectors.
     """
     modules = dict(model.named_modules())
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]

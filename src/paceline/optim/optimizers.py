@@ -1,7 +1,7 @@
 """Optimizers by name.
 
-`build_optimizer` gives the recipe's optimizer over the parameters that need gradients: fused where torch can, weight
-decay on matrices only, and parameter names in every group, so that its state can be told apart by a person.
+`build_optimizer` builds the recipe's optimizer for the parameters that require gradients: fused if torch supports it,
+weight decay on matrices only, and parameter names in every group, so that its state can be identified.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import TrainError
 from paceline.optim.muon import MuonAdamW, hidden_matrices
 
-MUON_MOMENTUM = 0.95  # that of Muon's authors
+MUON_MOMENTUM = 0.95  # recommended by the authors of Muon
 
 NamedParameter = tuple[str, nn.Parameter]
 Builder = TypeVar("Builder", bound=Callable[..., torch.optim.Optimizer])
@@ -26,22 +26,22 @@ Builder = TypeVar("Builder", bound=Callable[..., torch.optim.Optimizer])
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    """What an optimizer is built over."""
+    """The parameters to optimize."""
 
     model: nn.Module
     named: list[NamedParameter]  # the trainable ones
     groups: list[dict[str, Any]]  # the same, by weight decay
-    fused: bool  # whether torch's fused kernels take them
+    fused: bool  # whether torch's fused kernels support them
 
 
 def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the model's trainable parameters."""
+    """The recipe's optimizer for the trainable parameters of a model."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise TrainError(
             "nothing-to-train",
-            f"The model {type(model).__name__} has no parameters that need gradients.",
-            fix="check requires_grad, or that the layers are attributes of the module",
+            f"The model {type(model).__name__} has no parameters that require gradients.",
+            fix="check requires_grad, and that the layers are attributes of the module",
         )
     params = OptimizerParams(model, named, _decay_groups(named, settings.weight_decay), _can_fuse(named))
     build = OPTIMIZERS.find(settings.name)
@@ -52,18 +52,18 @@ def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.op
 def register_optimizer(
     name: str, *, state_per_param: int = 2, elementwise: bool = False, needs_full: bool = False
 ) -> Callable[[Builder], Builder]:
-    """Register an optimizer of your own, for `optimizer.name` in a recipe or `Trainer(optimizer={"name": …})`.
+    """Register a custom optimizer, for `optimizer.name` in a recipe or `Trainer(optimizer={"name": …})`.
 
         @paceline.register_optimizer("lion", state_per_param=1, elementwise=True)
         def lion(params, settings, lr, *, decay=0.99):
             return Lion(params.groups, lr=lr, decay=decay)
 
-    `params.groups` are parameter groups as torch.optim takes them, `settings` is the recipe's section, and `lr` the
-    highest learning rate. Further parameters are options: `optimizer: {name: lion, decay: 0.98}`.
+    `params.groups` are torch.optim parameter groups, `settings` is the recipe's `optimizer:` section, and `lr` is the
+    base learning rate. Further parameters are options: `optimizer: {name: lion, decay: 0.98}`.
 
-    `state_per_param` counts the tensors that it keeps for each parameter, for the memory estimate. Where weights are
-    sharded, an `elementwise` optimizer gets this rank's shards as plain tensors, one that `needs_full` is refused, and
-    any other gets DTensors.
+    `state_per_param` is the number of state tensors per parameter, for the memory estimate. If parameters are sharded,
+    an `elementwise` optimizer receives the local shards as plain tensors, one that `needs_full` is rejected, and any
+    other receives DTensors.
     """
     facts = OptimizerFacts(state_per_param=state_per_param, elementwise=elementwise, needs_full=needs_full)
     OPTIMIZERS.declare(name, facts)
@@ -93,14 +93,14 @@ def adafactor(params: OptimizerParams, settings: Settings, lr: float) -> torch.o
 @OPTIMIZERS.implement("muon")
 def muon(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.Optimizer:
     hidden = hidden_matrices(params.model)
-    mine = {id(parameter) for _, parameter in hidden}
-    rest = [(name, parameter) for name, parameter in params.named if id(parameter) not in mine]
+    hidden_ids = {id(parameter) for _, parameter in hidden}
+    rest = [(name, parameter) for name, parameter in params.named if id(parameter) not in hidden_ids]
     if not hidden:
         raise TrainError(
             "no-such-optimizer",
-            f"muon finds no hidden matrix in the model {type(params.model).__name__}.",
-            why="it is made for the weights of linear layers inside a model; embeddings, the output layer, "
-            "convolutions, norms and biases are AdamW's, and here that is everything",
+            f"muon found no hidden matrices in the model {type(params.model).__name__}.",
+            why="muon optimizes the weights of hidden linear layers; embeddings, the output layer, convolutions, norms "
+            "and biases use AdamW",
             fix="set optimizer.name: adamw (or sgd, as is usual for convolutions)",
         )
     return MuonAdamW(
@@ -114,7 +114,7 @@ def muon(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.
 
 
 def _decay_groups(named: list[NamedParameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay on matrices only: norms and biases have no reason to be small. Without any, one group will do."""
+    """Weight decay applies to matrices only, not to norms and biases."""
     if weight_decay == 0.0:
         return [{"params": named, "weight_decay": 0.0}]
     groups: list[dict[str, Any]] = [
@@ -125,10 +125,10 @@ def _decay_groups(named: list[NamedParameter], weight_decay: float) -> list[dict
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Zeros, from which the first step makes what it would have made without them.
+    """Initialize momentum buffers with zeros, which does not change the first step.
 
-    torch's fused SGD leaves its buffers unwritten when the first step is skipped (fp16, nonfinite), and goes on with
-    whatever lay in that memory.
+    torch's fused SGD leaves its buffers uninitialized if the first step is skipped (fp16, nonfinite), and would use
+    their contents in the second one.
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
@@ -138,9 +138,9 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def reset_state(optimizer: torch.optim.Optimizer) -> None:
-    """As if it had never taken a step."""
-    optimizer.state.clear()  # in place, as its parts may share it
-    if isinstance(optimizer, torch.optim.Adagrad):  # the only one of torch's that makes its state when it is made
+    """Reset to the state before the first step."""
+    optimizer.state.clear()  # in place, because MuonAdamW shares it with its parts
+    if isinstance(optimizer, torch.optim.Adagrad):  # the only torch optimizer that creates its state in the constructor
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 total = torch.full_like(parameter, group["initial_accumulator_value"])
@@ -155,5 +155,5 @@ def _betas(settings: Settings) -> tuple[float, float]:
 
 
 def _can_fuse(named: list[NamedParameter]) -> bool:
-    # What is on meta will be filled on one of the others.
+    # Parameters on meta are materialized on cpu or cuda later.
     return all(p.is_floating_point() and p.device.type in {"cpu", "cuda", "meta"} for _, p in named)

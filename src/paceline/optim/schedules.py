@@ -1,13 +1,13 @@
-"""The learning rate as a function of the step: no state (but `Plateau`'s), so a resumed run needs none.
+"""Learning rate schedules: pure functions of the step, so that only `Plateau` has state to save.
 
-    constant  stays
-    linear    falls in a straight line to the horizon
-    cosine    falls in half a cosine to the horizon
-    wsd       stays, then falls in a straight line over the last part of the horizon (warm-up, stable, decay)
-    step      is multiplied by `cut` at given steps
-    plateau   stays; `Plateau` multiplies it by what the evaluations say
+    constant  constant
+    linear    linear decay until the horizon
+    cosine    cosine decay until the horizon
+    wsd       warm-up, stable, decay: constant, then linear decay over the last part of the horizon
+    step      multiplied by `gamma` periodically or at milestones
+    plateau   constant; `Plateau` reduces it when evaluations stop improving
 
-All of them begin with the warm-up and end at `floor`, a fraction of the highest rate.
+All of them start with the warm-up and end at `floor`, a fraction of the base learning rate.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from paceline.plan.schedule import SchedulePlan
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the highest learning rate is multiplied by. Everything is counted in optimizer steps of the run."""
+    """The factor of the base learning rate. Everything is counted in optimizer steps of the run."""
 
     name: str
-    steps: int  # the horizon; 0 where the schedule does not need it
+    steps: int  # the horizon; 0 if the schedule does not need it
     warmup: int
     floor: float
     warmup_from: float = 0.0
-    fall: int = 0  # wsd: where the fall begins
-    every: int | None = None  # step: a cut after every so many steps …
-    cuts: tuple[int, ...] = ()  # … or after these, in ascending order
-    cut: float = 0.1
+    decay_start: int = 0  # wsd
+    every: int | None = None  # step: the period of the decay …
+    milestones: tuple[int, ...] = ()  # … or its steps, in ascending order
+    gamma: float = 0.1  # step
 
     def factor(self, step: int) -> float:
-        """For the optimizer step that follows `step` finished ones."""
+        """The factor for the optimizer step after `step` finished ones."""
         if step < self.warmup:
-            # The line begins one step earlier: a first step with a learning rate of zero would be wasted.
+            # step + 1, because a first step with a learning rate of zero would have no effect.
             return self.warmup_from + (1.0 - self.warmup_from) * (step + 1) / self.warmup
         return self._after_warmup(self, step)
 
@@ -50,12 +50,12 @@ class Schedule:
     def _after_warmup(self) -> Callable[..., float]:
         return SCHEDULES.find(self.name)
 
-    def done(self, step: int, start: int) -> float:
-        """How much of the way from `start` to the horizon lies behind, from 0 to 1."""
+    def progress(self, step: int, start: int) -> float:
+        """Progress from `start` (0) to the horizon (1)."""
         return min(1.0, max(0, step - start) / max(1, self.steps - start))
 
-    def above_floor(self, height: float) -> float:
-        return self.floor + (1.0 - self.floor) * height
+    def above_floor(self, factor: float) -> float:
+        return self.floor + (1.0 - self.floor) * factor
 
 
 @SCHEDULES.implement("constant")
@@ -65,23 +65,23 @@ def constant(schedule: Schedule, step: int) -> float:
 
 @SCHEDULES.implement("linear")
 def linear(schedule: Schedule, step: int) -> float:
-    return schedule.above_floor(1.0 - schedule.done(step, schedule.warmup))
+    return schedule.above_floor(1.0 - schedule.progress(step, schedule.warmup))
 
 
 @SCHEDULES.implement("cosine")
 def cosine(schedule: Schedule, step: int) -> float:
-    return schedule.above_floor(0.5 * (1.0 + math.cos(math.pi * schedule.done(step, schedule.warmup))))
+    return schedule.above_floor(0.5 * (1.0 + math.cos(math.pi * schedule.progress(step, schedule.warmup))))
 
 
 @SCHEDULES.implement("wsd")
 def wsd(schedule: Schedule, step: int) -> float:
-    return schedule.above_floor(1.0 - schedule.done(step, max(schedule.fall, schedule.warmup)))
+    return schedule.above_floor(1.0 - schedule.progress(step, max(schedule.decay_start, schedule.warmup)))
 
 
 @SCHEDULES.implement("step")
 def step_decay(schedule: Schedule, step: int) -> float:
-    number = step // schedule.every if schedule.every else bisect_right(schedule.cuts, step)
-    return max(schedule.floor, schedule.cut**number)
+    number = step // schedule.every if schedule.every else bisect_right(schedule.milestones, step)
+    return max(schedule.floor, schedule.gamma**number)
 
 
 @SCHEDULES.implement("plateau")
@@ -90,27 +90,26 @@ def plateau(schedule: Schedule, step: int) -> float:
 
 
 def from_plan(settings: Settings, plan: SchedulePlan) -> Schedule:
-    """The schedule of a recipe, once the length of the data is known."""
+    """The schedule of a recipe."""
     return Schedule(
         name=settings.name,
         steps=int(plan.steps.value),
         warmup=int(plan.warmup.value),
         floor=settings.floor,
         warmup_from=settings.warmup_from,
-        fall=int(plan.fall.value) if plan.fall else 0,
+        decay_start=int(plan.decay_start.value) if plan.decay_start else 0,
         every=int(plan.every.value) if plan.every else None,
-        cuts=tuple(int(cut.value) for cut in plan.cuts),
-        cut=settings.factor,
+        milestones=tuple(int(step.value) for step in plan.milestones),
+        gamma=settings.factor,
     )
 
 
 class Plateau:
-    """Cuts the learning rate where evaluations no longer improve: after more than `patience` of them without an
-    improvement, `scale` is multiplied by `factor`.
+    """Multiply `scale` by `factor` after more than `patience` evaluations without improvement.
 
-    It means what torch's ReduceLROnPlateau with a relative threshold means. One difference: the threshold is relative
-    to the size of the best value, where torch takes a worse negative value for an improvement. The learning rate of a
-    step is the highest one × `Schedule.factor(step)` (the warm-up) × `scale`.
+    Equivalent to torch's ReduceLROnPlateau with a relative threshold, except that the threshold is relative to the
+    absolute value of the best result: torch accepts a worse negative value as an improvement. The learning rate of a
+    step is the base learning rate × `Schedule.factor(step)` (the warm-up) × `scale`.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Plateau:
         self.scale = 1.0
 
     def observe(self, value: float) -> bool:
-        """Take in an evaluation's result; whether that cut the learning rate."""
+        """Record the result of an evaluation. Returns whether the learning rate was reduced."""
         if self._best.improved(value):
             self._waited = 0
             return False

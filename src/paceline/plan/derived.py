@@ -1,6 +1,6 @@
-"""A value that follows from others, with its reason, and a table of such values.
+"""Derived values, each with the reason for it, and their table.
 
-The Trainer, the planner and `paceline config show` all ask this room, so what is shown can't differ from what runs.
+The Trainer, the planner and `paceline config show` use the same functions, so what is shown is what runs.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-FROM_RECIPE = "as set"
+FROM_RECIPE = "from the recipe"
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A value and why it is that."""
+    """A value and the reason for it."""
 
     value: int | float | str
     reason: str

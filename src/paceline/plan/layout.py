@@ -1,7 +1,6 @@
-"""How many ranks lie on each axis.
+"""The number of ranks on each parallelism axis.
 
-A layout is data. What can be wrong with it is known from the recipe and the number of ranks, so it is found here,
-before any rank starts.
+A layout is plain data. It is validated here, from the recipe and the number of ranks, before any rank starts.
 """
 
 from __future__ import annotations
@@ -14,21 +13,22 @@ from typing import Literal
 from paceline.config.recipe import Config
 from paceline.config.sections import LayoutSection
 from paceline.errors import ConfigError, LayoutError
+from paceline.plan.derived import FROM_RECIPE
 from paceline.text import plural
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What the ranks along an axis share, and what each of them has of its own."""
+    """What the ranks along an axis share, and what is partitioned across them."""
 
     name: str
-    holds_apart: Literal["samples", "tokens", "weights", "layers"]  # what each rank holds another part of
+    partitions: Literal["samples", "tokens", "weights", "layers"]
     same_samples: bool  # its ranks read the same samples
-    reduces_gradients: bool  # its ranks' gradients are contributions to one sum
-    loss_on: Literal["every", "first", "last"]  # which of its ranks reports the loss
+    reduces_gradients: bool  # gradients are reduced across its ranks
+    loss_on: Literal["every", "first", "last"]  # the ranks that report the loss
 
 
-# From the outermost to the innermost: neighbours, which are on one node, communicate most.
+# From the outermost to the innermost: the ranks of inner axes are on the same node, where communication is fastest.
 AXES = (
     Axis("pipeline", "layers", same_samples=True, reduces_gradients=False, loss_on="last"),
     Axis("replicate", "samples", same_samples=False, reduces_gradients=True, loss_on="every"),
@@ -40,7 +40,7 @@ AXIS_NAMES = tuple(axis.name for axis in AXES)
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks on each axis. One that is 1 wraps nothing."""
+    """The number of ranks on each axis. An axis of degree 1 is disabled."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -62,8 +62,8 @@ class Degrees:
         return self.parts("weights", "layers") == 1
 
     def parts(self, *kinds: str) -> int:
-        """How many parts what is held apart (`weights`, `layers`, …) is in."""
-        return self.along(axis for axis in AXES if axis.holds_apart in kinds)
+        """The number of parts that these (`weights`, `layers`, …) are partitioned into."""
+        return self.along(axis for axis in AXES if axis.partitions in kinds)
 
     def along(self, axes: Iterable[Axis]) -> int:
         return prod(self.of(axis.name) for axis in axes)
@@ -78,21 +78,21 @@ class Degrees:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A layout for a given number of ranks, and why it is that."""
+    """A layout for a given number of ranks, and the reason for it."""
 
     strategy: str
     degrees: Degrees
     reason: str
 
 
-Planner = Callable[[int, int], LayoutPlan]  # from the numbers of ranks and nodes
+Planner = Callable[[int, int], LayoutPlan]  # arguments: number of ranks, number of nodes
 
 
 def _auto(world: int, nodes: int) -> LayoutPlan:
     if world == 1:
-        return LayoutPlan("single", Degrees(), "one rank: nothing to wrap")
-    # Until the model is there, and its size known (plan/memory.py).
-    return LayoutPlan("ddp", Degrees(replicate=world), f"auto: {world} ranks, if each can hold the whole model")
+        return LayoutPlan("single", Degrees(), "one rank")
+    # Provisional: plan/memory.py decides once the size of the model is known.
+    return LayoutPlan("ddp", Degrees(replicate=world), f"auto: {world} ranks, if the model fits on each of them")
 
 
 def _one_process(name: str, reason: str) -> Planner:
@@ -100,9 +100,9 @@ def _one_process(name: str, reason: str) -> Planner:
         if world > 1:
             raise ConfigError(
                 "single-in-a-world",
-                f"The strategy is `{name}`, which is of one process, but this one is one of {world} ranks.",
-                why="each rank would train its own model on the same data",
-                fix="set strategy: ddp (or auto), or start one rank",
+                f"strategy: {name} runs in one process, but there are {world} ranks.",
+                why="each rank would train a separate model on the same data",
+                fix="set strategy: ddp (or auto), or launch one rank",
             )
         return LayoutPlan(name, Degrees(), reason)
 
@@ -117,36 +117,38 @@ def _along(name: str, axis: str, reason: str) -> Planner:
 def _hybrid(world: int, nodes: int) -> LayoutPlan:
     if nodes > 1 and world % nodes == 0:
         return LayoutPlan(
-            "hsdp", Degrees(replicate=nodes, shard=world // nodes), "cut over a node's ranks, copied between nodes"
+            "hsdp", Degrees(replicate=nodes, shard=world // nodes), "sharded within a node, replicated across nodes"
         )
     if nodes > 1:
         raise LayoutError(
             "uneven-nodes",
-            f"The strategy is hsdp, but {world} ranks on {nodes} nodes are not the same number on each.",
-            fix="start the same number of ranks on every node, or use strategy: fsdp",
+            f"strategy: hsdp requires the same number of ranks on every node, got {world} ranks on {nodes} nodes.",
+            fix="launch the same number of ranks on every node, or use strategy: fsdp",
         )
     if world % 2 == 0 and world > 2:
         return LayoutPlan(
-            "hsdp", Degrees(replicate=2, shard=world // 2), "one node: two copies, each cut over half of the ranks"
+            "hsdp",
+            Degrees(replicate=2, shard=world // 2),
+            "one node: 2 replicas, each sharded across half the ranks",
         )
-    return LayoutPlan("hsdp", Degrees(shard=world), f"one node and {world} ranks: one copy, cut over all of them")
+    return LayoutPlan("hsdp", Degrees(shard=world), f"one node: sharded across all {world} ranks")
 
 
 STRATEGIES: Mapping[str, Planner] = {
     "auto": _auto,
     "single": _one_process("single", "one rank"),
-    "dp": _one_process("dp", "one process, a copy of the model on each GPU"),
-    "ddp": _along("ddp", "replicate", "every rank holds the whole model and reads its own data"),
-    "fsdp": _along("fsdp", "shard", "weights, gradients and optimizer state are cut over all ranks"),
+    "dp": _one_process("dp", "one process, a replica of the model on each GPU"),
+    "ddp": _along("ddp", "replicate", "every rank holds a replica of the model and reads different data"),
+    "fsdp": _along("fsdp", "shard", "parameters, gradients and optimizer state are sharded across all ranks"),
     "hsdp": _hybrid,
-    "tp": _along("tp", "tensor", "every layer is cut over all ranks, which read the same data"),
-    "pp": _along("pp", "pipeline", "a stage of layers on each rank"),
-    "split": _one_process("split", "one process, layers over its devices"),
+    "tp": _along("tp", "tensor", "every layer is sharded across all ranks, which read the same data"),
+    "pp": _along("pp", "pipeline", "one pipeline stage on each rank"),
+    "split": _one_process("split", "one process, layers split over its devices"),
 }
 
 
 def derive_layout(config: Config, world: int, nodes: int = 1) -> LayoutPlan:
-    """The layout that a recipe means on `world` ranks; what can't be is an error."""
+    """The layout of a recipe on `world` ranks. Raises LayoutError for an invalid one."""
     if config.layout is not None:
         return _from_section(config, config.layout, world)
     return STRATEGIES[config.strategy](world, nodes)
@@ -157,38 +159,39 @@ def _from_section(config: Config, section: LayoutSection, world: int) -> LayoutP
         raise LayoutError(
             "strategy-and-layout",
             f"strategy ({config.strategy}) and layout are both set.",
-            why="a strategy is a name for a layout",
-            fix="keep one of them",
+            why="a strategy is a predefined layout",
+            fix="set only one of them",
         )
-    asked = {name: getattr(section, name) for name in AXIS_NAMES}
-    open_axes = [axis for axis, degree in asked.items() if degree == "auto"]
-    fixed = prod(degree for degree in asked.values() if degree != "auto")
+    requested = {name: getattr(section, name) for name in AXIS_NAMES}
+    open_axes = [axis for axis, degree in requested.items() if degree == "auto"]
+    fixed = prod(degree for degree in requested.values() if degree != "auto")
     if len(open_axes) > 1:
         raise LayoutError(
             "two-autos",
             f"layout.{' and layout.'.join(open_axes)} are both auto.",
-            why="auto is the rest of the world, which one axis can take",
-            fix="give a number to all but one",
+            why="auto takes the remaining ranks, so only one axis can be auto",
+            fix="set a number for all but one of them",
         )
     if world % fixed or (not open_axes and fixed != world):
         raise LayoutError(
             "degrees-and-world",
-            f"The layout's degrees multiply to {fixed}{' and a rest' if open_axes else ''}, but there are "
-            f"{plural(world, 'rank')}: {_written(asked)}.",
-            fix=_fitting(asked, fixed, world, bool(open_axes)),
+            f"The degrees of the layout multiply to {fixed}, which {'does not divide' if open_axes else 'is not'} the "
+            f"number of ranks, {world}: {_product(requested)}.",
+            fix=_suggestion(requested, fixed, world, bool(open_axes)),
         )
-    degrees = Degrees(**{axis: world // fixed if degree == "auto" else degree for axis, degree in asked.items()})
-    rest = f"; {open_axes[0]} takes the rest of {world} ranks" if open_axes else ""
-    return LayoutPlan("layout", degrees, f"as set{rest}")
+    degrees = Degrees(**{axis: world // fixed if degree == "auto" else degree for axis, degree in requested.items()})
+    rest = f"; {open_axes[0]} takes the remaining ranks of {world}" if open_axes else ""
+    return LayoutPlan("layout", degrees, f"{FROM_RECIPE}{rest}")
 
 
-def _written(asked: dict[str, int | str]) -> str:
-    return " × ".join(f"{axis} {degree}" for axis, degree in asked.items() if degree != 1) or "all of them 1"
+def _product(requested: dict[str, int | str]) -> str:
+    return " × ".join(f"{axis} {degree}" for axis, degree in requested.items() if degree != 1) or "every degree 1"
 
 
-def _fitting(asked: dict[str, int | str], fixed: int, world: int, is_open: bool) -> str:
-    by_use = sorted(AXES, key=lambda axis: axis.same_samples)  # further data ranks need nothing of the model
-    free = [axis.name for axis in by_use if asked[axis.name] == 1]
+def _suggestion(requested: dict[str, int | str], fixed: int, world: int, is_open: bool) -> str:
+    by_use = sorted(AXES, key=lambda axis: axis.same_samples)  # additional data ranks require nothing of the model
+    free = [axis.name for axis in by_use if requested[axis.name] == 1]
     if world % fixed == 0 and not is_open and free:
-        return f"set one axis to auto, e.g. {free[0]}: auto (it would be {world // fixed}), or start {fixed} ranks"
-    return f"start a number of ranks that {fixed} divides, or change the degrees"
+        degree = plural(world // fixed, "rank")
+        return f"set one axis to auto, e.g. {free[0]}: auto ({degree}), or launch {plural(fixed, 'rank')}"
+    return f"launch a multiple of {fixed} ranks, or change the degrees"

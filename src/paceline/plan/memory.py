@@ -1,11 +1,11 @@
-"""What a model takes of a rank's memory under a layout, and which layout follows: `strategy: auto`, by arithmetic.
+"""Estimate of a model's memory per rank under a layout, from which `strategy: auto` chooses one.
 
-    weights + gradients + optimizer state + average      cut over shard, tensor and pipeline
-    + two blocks' gathered weights and one's gradients   where weights are sharded
-    ≤ 70 % of the memory; the rest is for activations, whose size depends on the batch
+    parameters + gradients + optimizer state + EMA                   sharded over shard, tensor and pipeline
+    + gathered parameters of two blocks and gradients of one block   with FSDP
+    ≤ 70% of the memory; the rest is for activations, whose size depends on the batch
 
-It is an estimate of what is certain. A layout that needs more than all of the memory is refused; one that would need
-more than 70 % is not chosen.
+The estimate is a lower bound. A layout that needs more than 70% of the memory is not chosen, and one that needs more
+than all of it is rejected.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from paceline.errors import LayoutError
 from paceline.plan.layout import Degrees, LayoutPlan, derive_layout
 from paceline.text import format_bytes, format_count
 
-SHARE = 0.7  # of the memory, for what is certain
-GATHERED_BLOCKS = 2  # the one that computes, and the next one
+SHARE = 0.7  # of the memory; the rest is for activations
+GATHERED_BLOCKS = 2  # the current one and the prefetched one
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model's numbers of parameters, and what it can be cut into."""
+    """The parameter counts of a model, and the degrees that it supports."""
 
     trainable: int
     frozen: int = 0
-    largest_block: int = 0  # the most that is gathered at once; a model without blocks is one block
-    tensor_degrees: tuple[int, ...] = ()  # the degrees above 1 that its plan allows
-    stages: int = 1  # the most stages that it can be cut into
+    largest_block: int = 0  # the whole model if it has no blocks
+    tensor_degrees: tuple[int, ...] = ()  # degrees above 1 that its tensor-parallel plan supports
+    stages: int = 1  # the maximum number of pipeline stages
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What there is: ranks, how many machines they are on, and the memory that each of them has."""
+    """The number of ranks and nodes, and the memory of each rank in bytes."""
 
     ranks: int
     nodes: int
@@ -45,35 +45,35 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class BytesPerParam:
-    """A trainable parameter's bytes, by what they are for."""
+    """Bytes per trainable parameter."""
 
     weight: int
     gradient: int
     optimizer: int
-    average: int
+    ema: int
 
     @property
     def total(self) -> int:
-        return self.weight + self.gradient + self.optimizer + self.average
+        return self.weight + self.gradient + self.optimizer + self.ema
 
     def __str__(self) -> str:
-        parts = {"weight": self.weight, "gradient": self.gradient, "optimizer": self.optimizer, "ema": self.average}
+        parts = {"weight": self.weight, "gradient": self.gradient, "optimizer": self.optimizer, "ema": self.ema}
         return " + ".join(f"{name} {size}" for name, size in parts.items() if size)
 
 
-def bytes_of(config: Config) -> BytesPerParam:
-    """Weights stay in float32 whatever the precision computes in; so does all that the optimizer keeps."""
+def bytes_per_param(config: Config) -> BytesPerParam:
+    """Mixed precision keeps parameters and optimizer state in float32."""
     size = PRECISIONS.facts(config.precision).param_bytes
     facts = OPTIMIZERS.facts(config.optimizer.name)
     states = facts.state_per_param + (facts.momentum_state if config.optimizer.momentum else 0)
     return BytesPerParam(size, size, size * states, size if config.ema else 0)
 
 
-def needed(config: Config, size: ModelSize, degrees: Degrees) -> int:
-    """Bytes that a rank needs for certain, without activations."""
-    each = bytes_of(config)
+def required_bytes(config: Config, size: ModelSize, degrees: Degrees) -> int:
+    """Bytes that a rank needs, without activations."""
+    each = bytes_per_param(config)
     state = (size.trainable * each.total + size.frozen * each.weight) // degrees.parts("weights", "layers")
-    if degrees.pipeline > 1:  # a stage holds one block at least
+    if degrees.pipeline > 1:  # a stage holds at least one block
         state = max(state, size.largest_block * each.total // degrees.parts("weights"))
     if degrees.shard == 1:
         return state
@@ -85,66 +85,59 @@ def _gathered(config: Config, size: ModelSize, tensor: int) -> int:
     return size.largest_block * (GATHERED_BLOCKS * each + each) // tensor
 
 
-def choose(config: Config, size: ModelSize, machine: MachineFacts) -> LayoutPlan:
-    """The first of: replicated, sharded, tensor with sharding, pipeline, that leaves room for activations."""
+def choose_layout(config: Config, size: ModelSize, machine: MachineFacts) -> LayoutPlan:
+    """The first of replicated, sharded, tensor-parallel with sharding and pipeline that leaves room for activations."""
     if machine.ranks == 1:
         return derive_layout(config, 1)
-    each, room = bytes_of(config), SHARE * machine.memory
+    each, room = bytes_per_param(config), SHARE * machine.memory
     per_node = machine.ranks // machine.nodes
-    whole = needed(config, size, Degrees(replicate=machine.ranks))
-    sign = (
+    whole = required_bytes(config, size, Degrees(replicate=machine.ranks))
+    arithmetic = (
         f"{format_count(size.trainable)} parameters × {each.total} bytes ({each}) = {format_bytes(whole)}; "
-        f"{SHARE:.0%} of a rank's memory is {format_bytes(room)}"
+        f"{SHARE:.0%} of the memory of a rank is {format_bytes(room)}"
     )
     if whole <= room:
-        return LayoutPlan("ddp", Degrees(replicate=machine.ranks), f"auto: {sign}: each rank can hold the whole model")
-    for plan in _cut(size, machine, per_node):
-        need = needed(config, size, plan.degrees)
+        return LayoutPlan("ddp", Degrees(replicate=machine.ranks), f"auto: {arithmetic}; each rank holds a replica")
+    for plan in _sharded_layouts(size, machine, per_node):
+        need = required_bytes(config, size, plan.degrees)
         if need <= room:
-            return LayoutPlan(plan.strategy, plan.degrees, f"auto: {sign}; {plan.reason}: {format_bytes(need)}")
-    raise _too_large(f"auto: {sign}", size, config, machine)
+            return LayoutPlan(plan.strategy, plan.degrees, f"auto: {arithmetic}; {plan.reason}: {format_bytes(need)}")
+    raise _too_large(f"auto: {arithmetic}", size, config, machine)
 
 
-def _cut(size: ModelSize, machine: MachineFacts, per_node: int) -> list[LayoutPlan]:
-    """Layouts that cut the model, the least talk between ranks first."""
+def _sharded_layouts(size: ModelSize, machine: MachineFacts, per_node: int) -> list[LayoutPlan]:
+    """Layouts that shard the model, in ascending order of communication."""
     plans = []
     if machine.nodes > 1 and per_node > 1 and machine.ranks % machine.nodes == 0:
         degrees = Degrees(replicate=machine.nodes, shard=per_node)
-        plans.append(
-            LayoutPlan("hsdp", degrees, f"cut over the {per_node} ranks of a node, copied between {machine.nodes}")
-        )
-    plans.append(LayoutPlan("fsdp", Degrees(shard=machine.ranks), f"cut over {machine.ranks} ranks"))
+        reason = f"sharded within a node ({per_node} ranks), replicated across {machine.nodes} nodes"
+        plans.append(LayoutPlan("hsdp", degrees, reason))
+    plans.append(LayoutPlan("fsdp", Degrees(shard=machine.ranks), f"sharded across {machine.ranks} ranks"))
     for degree in size.tensor_degrees:
         if per_node % degree == 0:
             rest = machine.ranks // degree
-            plans.append(
-                LayoutPlan(
-                    "layout",
-                    Degrees(shard=rest, tensor=degree),
-                    f"a block is too large to be gathered: every layer cut in {degree}, and all over {rest}",
-                )
-            )
+            reason = f"a block is too large to gather: tensor parallelism over {degree} ranks, sharded across {rest}"
+            plans.append(LayoutPlan("layout", Degrees(shard=rest, tensor=degree), reason))
     if size.stages >= machine.ranks:
-        plans.append(
-            LayoutPlan("pp", Degrees(pipeline=machine.ranks), "a block is too large to be gathered: one stage a rank")
-        )
+        reason = "a block is too large to gather: one pipeline stage per rank"
+        plans.append(LayoutPlan("pp", Degrees(pipeline=machine.ranks), reason))
     return plans
 
 
-def require_room(config: Config, size: ModelSize, plan: LayoutPlan, machine: MachineFacts) -> None:
-    """A layout that needs more than there is ends here, rather than out of memory in its first step."""
-    need = needed(config, size, plan.degrees)
+def require_fit(config: Config, size: ModelSize, plan: LayoutPlan, machine: MachineFacts) -> None:
+    """Reject a layout that would run out of memory in its first step."""
+    need = required_bytes(config, size, plan.degrees)
     if need > machine.memory and not config.fsdp.offload:
-        raise _too_large(f"the layout {plan.degrees} needs {format_bytes(need)} a rank", size, config, machine)
+        raise _too_large(f"layout {plan.degrees} needs {format_bytes(need)} per rank", size, config, machine)
 
 
 def _too_large(what: str, size: ModelSize, config: Config, machine: MachineFacts) -> LayoutError:
-    total = needed(config, size, Degrees())
+    total = required_bytes(config, size, Degrees())
     enough = int(total / (SHARE * machine.memory)) + 1
     return LayoutError(
         "does-not-fit",
-        f"The model does not fit this machine: {what}, and a rank has {format_bytes(machine.memory)}.",
-        why="weights, gradients and optimizer state are needed in every step, whatever the batch",
-        fix=f"use more ranks (fsdp on about {enough} would do), fsdp: {{offload: true}} on GPUs, "
+        f"The model does not fit in memory: {what}, but a rank has {format_bytes(machine.memory)}.",
+        why="parameters, gradients and optimizer state do not depend on the batch size",
+        fix=f"use more ranks (fsdp on about {enough}), fsdp: {{offload: true}} on GPUs, "
         "an optimizer with less state, or a smaller model",
     )

@@ -1,4 +1,4 @@
-"""Partition of a sequence of layers into consecutive parts: stages of a pipeline, or devices of `strategy: split`."""
+"""Partition a sequence of layers into consecutive parts: pipeline stages, or the devices of `strategy: split`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from itertools import accumulate
 
 
 def balanced_partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Lengths of `parts` consecutive parts, none of them empty, so that the highest cost of a part is the lowest
-    possible. There must be at least as many costs as parts."""
+    """Lengths of `parts` consecutive non-empty parts that minimize the highest cost of a part.
+
+    There must be at least as many costs as parts.
+    """
     total = [0.0, *accumulate(costs)]
     count = len(costs)
-    best = [[total[end] for end in range(count + 1)]]  # of k + 1 parts over the first `end`: the highest cost
+    best = [[total[end] for end in range(count + 1)]]  # [k][end]: highest cost of k + 1 parts of the first `end`
     starts = [[0] * (count + 1)]
     for k in range(1, parts):
         row, begins = [float("inf")] * (count + 1), [0] * (count + 1)
@@ -46,7 +48,7 @@ class BalanceError(ValueError):
 
 
 def parse_balance(balance: Sequence[int] | Sequence[str], names: Sequence[str], parts: int) -> list[int]:
-    """The lengths that a recipe's `balance:` asks for: numbers of layers, or the layers at which parts begin."""
+    """The lengths given by a recipe's `balance:`, as numbers of layers or as the names of the first layers of parts."""
     if all(isinstance(entry, int) for entry in balance):
         lengths = [int(entry) for entry in balance]
     else:

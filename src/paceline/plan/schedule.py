@@ -1,6 +1,6 @@
-"""The learning rate over a run: horizon, warm-up, cuts and highest rate, in optimizer steps.
+"""The learning rate schedule of a run in optimizer steps: base learning rate, warm-up, milestones and horizon.
 
-Apart from `plan/batch.py`, because it can be answered later only: it needs the length of the data as well.
+Separate from `plan/batch.py` because it also needs the length of the data, which is known later.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from paceline.text import plural
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """The learning rate over a run's steps."""
+    """The learning rate schedule; everything is counted in optimizer steps."""
 
     lr: Derived
-    steps: Derived  # the horizon; 0 where it is not known and not needed
+    steps: Derived  # the horizon; 0 if it is neither known nor needed
     warmup: Derived
-    fall: Derived | None = None  # wsd: the step at which the way down begins
-    every: Derived | None = None  # step: cut after every so many steps …
-    cuts: tuple[Derived, ...] = ()  # … or after these, in ascending order
+    decay_start: Derived | None = None  # wsd
+    every: Derived | None = None  # step: the period of the decay …
+    milestones: tuple[Derived, ...] = ()  # … or its steps, in ascending order
 
     def rows(self) -> dict[str, Derived]:
-        """Only what bears on this run: no warm-up of zero steps, no horizon where it is not known."""
+        """Only what applies to this run: no warm-up of zero steps, no unknown horizon."""
         rows = {"learning rate": self.lr, "horizon": self.steps, "warm-up": self.warmup}
         rows = {name: row for name, row in rows.items() if row.value}
-        if self.fall is not None:
-            rows["falls from"] = self.fall
+        if self.decay_start is not None:
+            rows["falls from"] = self.decay_start
         if self.every is not None:
             rows["cut every"] = self.every
-        if self.cuts:
-            rows["cuts at"] = Derived(", ".join(str(cut.value) for cut in self.cuts), self.cuts[0].reason)
+        if self.milestones:
+            steps = ", ".join(str(milestone.value) for milestone in self.milestones)
+            rows["cuts at"] = Derived(steps, self.milestones[0].reason)
         return rows
 
 
@@ -48,19 +49,19 @@ def derive_schedule(
     *,
     endless: bool = False,
 ) -> SchedulePlan:
-    """Everything that a schedule needs, in optimizer steps, whatever unit the recipe counts in.
+    """Convert a recipe's schedule to optimizer steps.
 
-    A loop of the user's own is `endless`: it has to know its horizon only where the schedule needs one.
+    A custom training loop is `endless`: it needs a horizon only if the schedule does.
     """
     steps = _horizon(config, steps_per_epoch, epochs, max_steps, endless)
-    every, cuts = _cuts(config, steps_per_epoch)
+    every, milestones = _milestones(config, steps_per_epoch)
     return SchedulePlan(
         lr=learning_rate(config, batch),
         steps=steps,
         warmup=_warmup(config, int(steps.value), steps_per_epoch),
-        fall=_fall(config, int(steps.value)),
+        decay_start=_decay_start(config, int(steps.value)),
         every=every,
-        cuts=cuts,
+        milestones=milestones,
     )
 
 
@@ -76,20 +77,20 @@ def _horizon(
     if epochs is None and not endless:
         raise ConfigError(
             "no-end",
-            "Nothing says when training ends.",
-            fix="give epochs or max_steps: trainer.train(data, epochs=3), or train.epochs=3",
+            "The length of training is not set.",
+            fix="set epochs or max_steps, e.g. trainer.train(data, epochs=3) or train.epochs=3",
         )
     if SCHEDULES.facts(config.schedule.name).needs_horizon or 0 < config.schedule.warmup < 1:
         raise ConfigError(
             "no-horizon",
-            f"The schedule {config.schedule.name!r} needs to know the number of steps, but the data has no length.",
+            f"The schedule {config.schedule.name!r} needs the number of steps, but the data has no length.",
             fix="set schedule.steps or max_steps",
         )
-    return Derived(0, "until it ends: nothing says when")
+    return Derived(0, "unknown")
 
 
 def total_steps(per_epoch: int | None, epochs: int | None, max_steps: int | None) -> int | None:
-    """How many steps a run has at most; None where that is not known."""
+    """The number of steps of a run; None if it is unknown."""
     totals = [] if epochs is None or per_epoch is None else [epochs * per_epoch]
     if max_steps is not None:
         totals.append(max_steps)
@@ -97,43 +98,43 @@ def total_steps(per_epoch: int | None, epochs: int | None, max_steps: int | None
 
 
 def _in_steps(config: Config, key: str, number: int, steps_per_epoch: int | None) -> Derived:
-    """A setting of the schedule, converted from the unit that the recipe counts in."""
+    """A setting of the schedule, converted from the unit of the recipe."""
     if config.schedule.unit == "steps":
         return Derived(number, f"schedule.{key}")
     if steps_per_epoch is None:
         raise ConfigError(
             "no-horizon",
-            f"schedule.{key} is counted in epochs, but the data has no length.",
-            why="how many steps an epoch has is known only at its end",
+            f"schedule.{key} is given in epochs, but the data has no length.",
+            why="the number of steps per epoch is unknown",
             fix="set schedule.unit: steps",
         )
-    sign = f"{plural(number, 'epoch')} × {plural(steps_per_epoch, 'step')}"
-    return Derived(number * steps_per_epoch, f"schedule.{key}: {sign}")
+    arithmetic = f"{plural(number, 'epoch')} × {plural(steps_per_epoch, 'step')}"
+    return Derived(number * steps_per_epoch, f"schedule.{key}: {arithmetic}")
 
 
-def _fall(config: Config, steps: int) -> Derived | None:
+def _decay_start(config: Config, steps: int) -> Derived | None:
     if config.schedule.name != "wsd":
         return None
     part = config.schedule.decay
-    return Derived(steps - max(1, round(part * steps)), f"the last {part:g} of {steps} steps")
+    return Derived(steps - max(1, round(part * steps)), f"decay over the last {part:g} of {steps} steps")
 
 
-def _cuts(config: Config, steps_per_epoch: int | None) -> tuple[Derived | None, tuple[Derived, ...]]:
-    """Where the `step` schedule cuts: after every so many steps, or after given ones."""
+def _milestones(config: Config, steps_per_epoch: int | None) -> tuple[Derived | None, tuple[Derived, ...]]:
+    """The period or the milestones of the `step` schedule."""
     schedule = config.schedule
     if schedule.name != "step":
         return None, ()
     if schedule.every is None and not schedule.at:
         raise ConfigError(
             "no-cuts",
-            "The schedule 'step' does not say when to cut the learning rate.",
+            "The schedule 'step' needs a period or milestones.",
             fix="set schedule.every, e.g. 30, or schedule.at, e.g. [30, 60]",
         )
     if schedule.every is not None and schedule.at:
         raise ConfigError(
             "contradiction",
             f"schedule.every ({schedule.every}) and schedule.at ({schedule.at}) are both set.",
-            fix="keep one of them",
+            fix="set only one of them",
         )
     if schedule.every is not None:
         return _in_steps(config, "every", schedule.every, steps_per_epoch), ()
@@ -148,20 +149,20 @@ def learning_rate(config: Config, batch: int) -> Derived:
         raise ConfigError(
             "no-reference-batch",
             f"optimizer.lr_rule is {optimizer.lr_rule}, but optimizer.reference_batch is not set.",
-            why="the rule scales the learning rate by batch / reference_batch",
-            fix="set optimizer.reference_batch to the batch for which lr was chosen",
+            why="the learning rate is scaled by batch / reference_batch",
+            fix="set optimizer.reference_batch to the batch size that lr was tuned for",
         )
     ratio = batch / optimizer.reference_batch
     factor = ratio if optimizer.lr_rule == "linear" else sqrt(ratio)
-    sign = f"{batch}/{optimizer.reference_batch}"
-    how = sign if optimizer.lr_rule == "linear" else f"√({sign})"
-    return Derived(optimizer.lr * factor, f"{optimizer.lr:g} × {how}: lr_rule {optimizer.lr_rule}")
+    fraction = f"{batch}/{optimizer.reference_batch}"
+    scale = fraction if optimizer.lr_rule == "linear" else f"√({fraction})"
+    return Derived(optimizer.lr * factor, f"{optimizer.lr:g} × {scale}: lr_rule {optimizer.lr_rule}")
 
 
 def _warmup(config: Config, steps: int, steps_per_epoch: int | None) -> Derived:
     warmup = config.schedule.warmup
     if warmup == 0:
-        return Derived(0, "none set")
+        return Derived(0, "none")
     if warmup >= 1:
         return _in_steps(config, "warmup", int(warmup), steps_per_epoch)
     return Derived(max(1, round(warmup * steps)), f"{warmup:g} of {steps} steps")

@@ -84,17 +84,17 @@ class Mesh:  # properties that are used in every step are cached
     @property
     def coords_in_stage(self) -> dict[str, int]:
         """Coordinates among the ranks with replicas or shards of the same parameters."""
-        return {axis.name: self.coords[axis.name] for axis in AXES if axis.holds_apart != "layers"}
+        return {axis.name: self.coords[axis.name] for axis in AXES if axis.partitions != "layers"}
 
     def noise_rank(self, *, tokens_apart: bool) -> int:
         """The number of this rank's random sequence. Ranks with the same activations draw the same dropout masks; with
         `tokens_apart` (sequence parallelism) their activations are of different tokens, so they draw different ones."""
         rank, stride = self.data_rank, self.data_ranks
         for axis in AXES:
-            if axis.same_samples and (axis.holds_apart == "tokens" or (axis.holds_apart == "weights" and tokens_apart)):
+            if axis.same_samples and (axis.partitions == "tokens" or (axis.partitions == "weights" and tokens_apart)):
                 rank += stride * self.coords[axis.name]
                 stride *= self.degrees.of(axis.name)
-        stages = [(self.coords[axis.name], self.degrees.of(axis.name)) for axis in AXES if axis.holds_apart == "layers"]
+        stages = [(self.coords[axis.name], self.degrees.of(axis.name)) for axis in AXES if axis.partitions == "layers"]
         return rank + self.degrees.world * _number(stages)  # different in each stage
 
 

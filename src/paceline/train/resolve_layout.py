@@ -30,10 +30,10 @@ def resolve(plan: LayoutPlan, config: Config, model: nn.Module, world: World, ow
 def settle_on(plan: LayoutPlan, config: Config, model: nn.Module, machine: MachineFacts) -> LayoutPlan:
     size = size_of(model, config.blocks, _tensor_degrees(config, model, machine.ranks))
     if config.strategy == "auto" and config.layout is None:
-        plan = plan_memory.choose(config, size, machine)
+        plan = plan_memory.choose_layout(config, size, machine)
         require_allowed(config, plan)
     if config.strategy not in ("split", "dp"):
-        plan_memory.require_room(config, size, plan, machine)
+        plan_memory.require_fit(config, size, plan, machine)
     return plan
 
 

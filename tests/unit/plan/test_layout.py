@@ -74,4 +74,4 @@ def test_hsdp_wants_as_many_ranks_on_each_node() -> None:
 def test_the_axis_that_is_offered_for_the_rest_is_a_free_one() -> None:
     with pytest.raises(LayoutError) as caught:
         derive_layout(Config.from_dict({"layout": {"replicate": 2}}), 4)
-    assert "shard: auto (it would be 2)" in str(caught.value)
+    assert "shard: auto (2 ranks)" in str(caught.value)

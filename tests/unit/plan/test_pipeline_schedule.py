@@ -10,7 +10,7 @@ from paceline.plan.pipeline_schedule import (
     bubble,
     choose_microbatches,
     require_runnable,
-    stages_a_rank,
+    stages_per_rank,
 )
 
 
@@ -25,7 +25,7 @@ def test_what_stands_still_follows_the_formula(schedule: str, stages: int, idle:
 def test_micro_batches_come_from_the_batch_and_say_what_they_cost() -> None:
     count, said = choose_microbatches(PipelineSection(), 4, 100)
     assert count == 8
-    assert said.startswith("1f1b, 8 micro-batches (twice the ranks of the pipeline); 27% of a step stands still")
+    assert said.startswith("1f1b, 8 micro-batches (2 per pipeline rank); pipeline bubble: 27% of each step")
     assert choose_microbatches(PipelineSection(), 2, 3)[0] == 2  # no more than there are samples …
     assert choose_microbatches(PipelineSection(), 4, 1)[0] == 4  # … unless the schedule needs them
     assert choose_microbatches(PipelineSection(microbatches=5), 4, 100)[0] == 5
@@ -42,12 +42,12 @@ def test_micro_batches_that_a_schedule_cannot_run_are_refused() -> None:
 
 
 def test_only_some_schedules_hold_several_stages_a_rank() -> None:
-    assert [stages_a_rank(PipelineSection(schedule=name)) for name in ("1f1b", "interleaved", "zero-bubble")] == [
+    assert [stages_per_rank(PipelineSection(schedule=name)) for name in ("1f1b", "interleaved", "zero-bubble")] == [
         1,
         2,
         1,
     ]  # type: ignore[arg-type]
-    assert stages_a_rank(PipelineSection(schedule="zero-bubble", stages=3)) == 3
+    assert stages_per_rank(PipelineSection(schedule="zero-bubble", stages=3)) == 3
     with pytest.raises(LayoutError) as found:
-        stages_a_rank(PipelineSection(schedule="gpipe", stages=2))
+        stages_per_rank(PipelineSection(schedule="gpipe", stages=2))
     assert found.value.code == "layout.stages-a-rank"

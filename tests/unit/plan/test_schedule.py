@@ -48,7 +48,7 @@ def plan_of(steps_per_epoch: int | None = 10, **schedule: Any) -> SchedulePlan:
 
 def test_a_schedule_in_epochs_is_converted_to_steps_and_says_how() -> None:
     plan = plan_of(name="step", unit="epochs", warmup=1, steps=5, at=[4, 2])
-    assert (plan.steps.value, plan.warmup.value, [cut.value for cut in plan.cuts]) == (50, 10, [20, 40])
+    assert (plan.steps.value, plan.warmup.value, [step.value for step in plan.milestones]) == (50, 10, [20, 40])
     assert plan.steps.reason == "schedule.steps: 5 epochs × 10 steps"
     every = plan_of(name="step", unit="epochs", every=2).every
     assert every is not None
@@ -92,9 +92,9 @@ def test_a_step_schedule_takes_every_or_at(settings: dict[str, Any], code: str) 
 
 
 def test_wsd_falls_over_the_last_part_of_the_horizon() -> None:
-    fall = plan_of(name="wsd", decay=0.25).fall
-    assert fall is not None
-    assert fall.value == 45
+    decay_start = plan_of(name="wsd", decay=0.25).decay_start
+    assert decay_start is not None
+    assert decay_start.value == 45
 
 
 def test_only_rows_that_bear_on_the_run_are_shown() -> None:

@@ -19,7 +19,7 @@ from paceline.errors import LayoutError, did_you_mean
 from paceline.models.spec import PipelineSpec, spec_of
 from paceline.parallel.shards import tied_parameters
 from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
-from paceline.plan.pipeline_schedule import require_enough, require_runnable, stages_a_rank
+from paceline.plan.pipeline_schedule import require_enough, require_runnable, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _require_all_named(model: nn.Module, sequence: LayerSequence) -> None:
 def partition_model(model: nn.Module, settings: PipelineSection, ranks: int) -> StagePartition:
     """The partition of a full model; the model is not changed."""
     require_runnable(settings, ranks)
-    sequence, count = layer_sequence(model), ranks * stages_a_rank(settings)
+    sequence, count = layer_sequence(model), ranks * stages_per_rank(settings)
     layers = sequence.layers(model, sequence.keys)
     if settings.balance is not None:
         lengths = _explicit(settings.balance, sequence.names, count)
