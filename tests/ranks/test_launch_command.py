@@ -311,7 +311,7 @@ def test_train_runs_a_recipe_on_two_ranks_and_fills_the_run_folder(tmp_path: Pat
     done = paceline("train", "small.yaml", "train.epochs=2", "-n", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "small"
-    for words in ("replicate=2", "loss at the start", "loss at the end", "on held-out data", "run folder: runs/small"):
+    for words in ("replicate=2", "initial loss", "final loss", "validation loss", "run folder: runs/small"):
         assert words in done.stdout
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "evaluation" not in line]) == 8
@@ -338,7 +338,7 @@ def test_a_run_goes_on_in_its_own_folder_on_another_number_of_ranks(tmp_path: Pa
 def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
     done = paceline("train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("bigram model", "the model writes:", "run folder: runs/gpt"):
+    for words in ("bigram model", "sample text:", "run folder: runs/gpt"):
         assert words in done.stdout
     assert "ranks: 2 (no GPU here)" in done.stderr
 

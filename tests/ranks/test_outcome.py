@@ -100,7 +100,7 @@ def test_the_choice_of_interval_is_printed(capsys: pytest.CaptureFixture[str]) -
     tiny.classifier_trainer(model, optimizer=optimizer, scheduler=scheduler, quiet=False).train(
         tiny.blobs(), max_steps=1
     )
-    assert "StepLR" in (text := capsys.readouterr().out) and "once an epoch" in text
+    assert "StepLR" in (text := capsys.readouterr().out) and "once per epoch" in text
 
 
 def checkpoints(run: Path) -> list[str]:

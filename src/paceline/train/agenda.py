@@ -1,7 +1,6 @@
-"""What is due between steps: log points, ends of epochs, evaluations, checkpoints, profiles, and the end.
+"""Work between optimizer steps: logging, end of epoch, evaluation, checkpoints, profiling, and the end of training.
 
-The loop compares its step with one number, the next step at which anything is due, so a step at which nothing is costs
-nothing.
+The loop compares its step with one number, the next step at which anything is due, so other steps cost nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.history import Record
 from paceline.train.recorder import Recorder
 
-ENDED = "the data ended"
+END_OF_DATA = "end of data"
 
 
 def _nothing(*args: Any) -> None:
@@ -24,20 +23,20 @@ def _nothing(*args: Any) -> None:
 
 
 class Poll(Protocol):
-    """Asks the ranks what has come up, and does it, once `look` has found nothing wrong with the steps so far.
+    """Agrees with the other ranks on pending requests and executes them, unless `flush` gives a reason to stop first.
 
-    `next` is the step after which it wants to be called, at the latest; `request` the signal that ends training.
+    `next` is the latest step after which it must be called; `request` the signal that ends training.
     """
 
     next: int
     request: Any
 
-    def __call__(self, step: int, look: Callable[[], str | None]) -> str | None: ...
+    def __call__(self, step: int, flush: Callable[[], str | None]) -> str | None: ...
 
 
 @dataclass
 class Agenda:
-    """Steps and what to do at them. `evaluate` may say why training should end, as may a log point."""
+    """What to do at which step. `evaluate` and a log point may return the reason why training should end."""
 
     recorder: Recorder
     callbacks: Callbacks
@@ -46,17 +45,17 @@ class Agenda:
     began_at: int = 0
     max_steps: int | None = None
     steps_per_epoch: int | None = None
-    eval_every: int | None = None  # None: whenever an epoch ends
+    eval_every: int | None = None  # None: at the end of every epoch
     save_every: int | None = None
     profiler: Profiler | None = None
     end_of_epoch: Callable[[], None] = _nothing
-    evaluate: Callable[[int, int, bool], str | None] | None = None  # None: there is nothing to evaluate on
+    evaluate: Callable[[int, int, bool], str | None] | None = None  # None: no validation data
     save: Callable[[int], None] = _nothing
     save_last: Callable[[int], None] = _nothing
     poll: Poll | None = None
     on_nonfinite: Callable[[Record], str | None] = _nothing
     on_first_log: Callable[[], None] = _nothing
-    reason: str = ENDED
+    reason: str = END_OF_DATA
 
     def next_due(self, step: int) -> int:
         intervals = (self.log_every, self.eval_every, self.save_every, self.steps_per_epoch)
@@ -70,10 +69,10 @@ class Agenda:
         return min(due)
 
     def begin(self, step: int, epoch: int) -> bool:
-        """Before the first step of this call, the run having done `step`; whether it goes on.
+        """Call before the first step, with the step that the run has reached. Returns whether to continue.
 
-        A checkpoint may be of the moment between a step and what was due after it (an exception came, or a callback
-        saved): that is made up for.
+        A checkpoint may have been taken after a step but before the work that was due (an exception, or a callback
+        that saves): that work is done now.
         """
         self._profile(step)
         if not step or (self.max_steps is not None and step >= self.max_steps):
@@ -83,13 +82,12 @@ class Agenda:
         return reason is None
 
     def _profile(self, step: int) -> None:
-        if self.profiler is not None:
-            text = self.profiler.step(step)
-            if text:
-                self.recorder.note(text)
+        text = self.profiler.step(step) if self.profiler is not None else None
+        if text:
+            self.recorder.note(text)
 
-    def attend(self, step: int, epoch: int) -> bool:
-        """Do what is due after `step`; whether training goes on."""
+    def run_due(self, step: int, epoch: int) -> bool:
+        """Do what is due after `step`. Returns whether to continue."""
         self._profile(step)
         reason = None
         if step % self.log_every == 0:
@@ -97,33 +95,33 @@ class Agenda:
         if reason is None:
             reason = self._after_epoch_and_evaluation(step, epoch)
         if reason is None and self.save_every and step % self.save_every == 0:
-            reason = self._log()  # what was trained before it must not be missing from the metrics after a resume
+            reason = self._log()  # or these steps would be missing from the metrics after a resume
             if reason is None:
                 with self.recorder.paused():
                     self.save(step)
         if reason is None and self.poll is not None and (step >= self.poll.next or step % self.log_every == 0):
-            reason = self._ask(step)
+            reason = self._poll_ranks(step)
         if reason is None and step == self.max_steps:
             reason = f"max_steps={step}"
         self.reason = reason or self.reason
         return reason is None
 
     def _after_epoch_and_evaluation(self, step: int, epoch: int) -> str | None:
-        """Whichever of them is due after `step`, and was not done yet."""
+        """Do whichever of the two is due after `step` and not done yet."""
         ends = self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
         if ends:
             self._end_epoch(step, epoch)
         due = ends if self.eval_every is None else step % self.eval_every == 0
         return self._evaluate(step, epoch) if due and self.position.evaluated != step else None
 
-    def _ask(self, step: int) -> str | None:
+    def _poll_ranks(self, step: int) -> str | None:
         if self.poll is None:
             return None
         with self.recorder.paused():
             return self.poll(step, self._log)
 
     def epoch_ended(self, step: int, epoch: int) -> bool:
-        """For data whose length nobody knew; whether training goes on."""
+        """Call at the end of an epoch of unknown length. Returns whether to continue."""
         if self.steps_per_epoch is not None or self.position.epochs_ended > epoch:
             return True
         self._end_epoch(step, epoch)
@@ -133,24 +131,25 @@ class Agenda:
         return reason is None
 
     def finish(self, step: int, epoch: int) -> None:
-        """After the last step: what is still pending."""
-        if step != self.began_at:
-            self.reason = self._ask(step) or self.reason
+        """Call after the last step: finish pending work."""
+        stepped = step != self.began_at
+        if stepped:
+            self.reason = self._poll_ranks(step) or self.reason
         self._log()
-        if self.steps_per_epoch is None and step != self.began_at and self.reason == ENDED:
+        epoch_ends = stepped and self.steps_per_epoch is None and self.reason == END_OF_DATA
+        if epoch_ends:
             self._end_epoch(step, epoch)
-        asked_to_end = self.poll is not None and self.poll.request  # there is no time for more than what was saved
-        if step != self.began_at and not asked_to_end:
-            if self.steps_per_epoch is None and self.eval_every is None and self.reason == ENDED:
+        signalled = self.poll is not None and self.poll.request  # a checkpoint is saved; there is no time for more
+        if stepped and not signalled:
+            if epoch_ends and self.eval_every is None:
                 self._evaluate(step, epoch)
             self.save_last(step)
             if step != self.position.evaluated:
-                # One that an unbroken run would not have made here: no schedule and no early stop may follow from it.
+                # An uninterrupted run would not evaluate here, so neither the schedule nor early stop may use it.
                 self._evaluate(step, epoch, due=False)
-        if self.profiler is not None:
-            text = self.profiler.close()
-            if text:
-                self.recorder.note(text)
+        text = self.profiler.close() if self.profiler is not None else None
+        if text:
+            self.recorder.note(text)
 
     def _log(self) -> str | None:
         flushed = self.recorder.flush()
@@ -169,7 +168,7 @@ class Agenda:
 
     def _evaluate(self, step: int, epoch: int, due: bool = True) -> str | None:
         if self.evaluate is None:
-            self.position.evaluated = step  # as far as it could be
+            self.position.evaluated = step  # nothing to evaluate on
             return None
         reason = self._log()
         if reason is None:

@@ -1,9 +1,8 @@
-"""`micro_batch: auto`: the largest micro-batch that fits the GPU, tried out.
+"""`micro_batch: auto`: find the largest micro-batch that fits in GPU memory.
 
-Each try runs two training steps in a fresh process, since a process that ran out of memory once is in no state to go
-on, and a fresh one sees the whole device. The processes are forked from a nursery that is itself forked before this
-process touches CUDA, so models and functions of the user's need not be importable. All ranks try the same size at the
-same time, and a size fits when it fits on all of them.
+Each trial runs two training steps in a new process, because memory is fragmented after an out-of-memory error. Trials
+are forked from a fork server that is itself forked before this process initializes CUDA, so the user's models and
+functions need not be importable. All ranks try the same size at the same time; it fits if it fits on every rank.
 """
 
 from __future__ import annotations
@@ -32,73 +31,71 @@ from paceline.train.model_call import infer_call
 from paceline.train.oom import is_out_of_memory
 from paceline.train.step import LossModule
 
-_FITS, _TOO_LARGE, _BROKEN = 0, 3, 4
+_FITS, _TOO_LARGE, _FAILED = 0, 3, 4
 
-# What a try may use: the rest is for NCCL's buffers, fragments, and a batch that is a little longer.
-_SHARE_OF_MEMORY = 0.92
+# The rest is left for NCCL's buffers, fragmentation, and slightly longer batches.
+_MEMORY_FRACTION = 0.92
 
 
 class BatchSizeFinder:
-    """Holds the nursery from before CUDA was touched until the size is known."""
+    """Owns the fork server, from before CUDA is initialized until the size is known."""
 
     def __init__(self, config: Config, model: nn.Module, task: Any, device: Any) -> None:
         chosen = devices.choose_device(device, process_group.current_rank_info())
         if chosen.type != "cuda":
             raise TrainError(
                 "finder-on-cpu",
-                f"micro_batch: auto was asked for on {chosen}.",
-                why="a CPU does not say when memory is full: the machine begins to swap, or its kernel kills something",
+                f"micro_batch: auto requires a GPU, got device {chosen}.",
+                why="running out of CPU memory raises no error: the machine swaps, or the kernel kills a process",
                 fix="set micro_batch to a number",
             )
         if torch.cuda.is_initialized():
             raise TrainError(
                 "finder-after-cuda",
-                "micro_batch: auto was asked for after this process used the GPU.",
-                why="tries run in forked processes, and CUDA does not survive a fork",
-                fix="build the model on the CPU, and the Trainer before anything touches the GPU",
+                "micro_batch: auto requires that CUDA is not initialized yet in this process.",
+                why="trials run in forked processes, and CUDA can't be used after a fork",
+                fix="build the model on the CPU, and create the Trainer before anything uses the GPU",
             )
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-finder-"))
-        self._requests, self._answers, self._nursery = _fork_nursery(
+        self._requests, self._results, self._server = _start_fork_server(
             self._folder, lambda batch: _train_two_steps(config, model, task, chosen, batch)
         )
 
-    def find(self, sample: Any, most: int) -> int:
-        """The largest size up to `most`, for a batch that holds one sample."""
+    def find(self, sample: Any, max_size: int) -> int:
+        """Return the largest size up to `max_size` that fits. `sample` is a batch of one sample."""
         serialization.save_result(apply(sample, lambda tensor: tensor.cpu()), self._folder)
         try:
-            return search(self._fits_on_all, most)
+            return search(self._fits_on_every_rank, max_size)
         finally:
             os.close(self._requests)
-            os.close(self._answers)
-            os.waitpid(self._nursery, 0)
+            os.close(self._results)
+            os.waitpid(self._server, 0)
 
-    def _fits_on_all(self, size: int) -> bool:
+    def _fits_on_every_rank(self, size: int) -> bool:
         os.write(self._requests, size.to_bytes(8, "little"))
-        answer = int.from_bytes(os.read(self._answers, 1), "little")
-        answers = collectives.all_gather_object(answer)
-        if _BROKEN in answers:
-            rank = answers.index(_BROKEN)
+        results = collectives.all_gather_object(int.from_bytes(os.read(self._results, 1), "little"))
+        if _FAILED in results:
             error = self._folder / "error.txt"
             raise TrainError(
                 "finder-failed",
-                f"A try with {size} samples failed on rank {rank}, and not for want of memory.",
-                why=error.read_text() if error.exists() else "see that rank's own message",
-                fix="run with a number for micro_batch first",
+                f"A trial with {size} samples failed on rank {results.index(_FAILED)}, but not for lack of memory.",
+                why=error.read_text() if error.exists() else "see the output of that rank",
+                fix="train with a fixed micro_batch first",
             )
-        return all(answer == _FITS for answer in answers)
+        return all(result == _FITS for result in results)
 
 
-def search(fits: Callable[[int], bool], most: int) -> int:
-    """The largest size that fits, to an eighth: doubling up, then halving the gap."""
+def search(fits: Callable[[int], bool], max_size: int) -> int:
+    """Return the largest size that fits, within an eighth: double until one fails, then bisect."""
     if not fits(1):
         raise TrainError(
             "finder-nothing-fits",
-            "Not even one sample fits the GPU.",
-            fix="use a smaller model or shorter samples, precision: bf16, or recompute activations",
+            "A micro-batch of one sample does not fit in GPU memory.",
+            fix="use a smaller model or shorter samples, precision: bf16, or recompute: full",
         )
-    good, bad = 1, most + 1
-    while good < most:
-        size = min(good * 2, most)
+    good, bad = 1, max_size + 1
+    while good < max_size:
+        size = min(good * 2, max_size)
         if not fits(size):
             bad = size
             break
@@ -109,45 +106,45 @@ def search(fits: Callable[[int], bool], most: int) -> int:
     return good
 
 
-def _fork_nursery(folder: Path, work: Callable[[Any], None]) -> tuple[int, int, int]:
-    """A process that forks one child a request: (where to write sizes, where to read answers, its id)."""
+def _start_fork_server(folder: Path, work: Callable[[Any], None]) -> tuple[int, int, int]:
+    """Fork a process that forks one trial per request: (fd to write sizes, fd to read results, its pid)."""
     requests, write_requests = os.pipe()
-    read_answers, answers = os.pipe()
-    nursery = os.fork()
-    if nursery:
+    read_results, results = os.pipe()
+    server = os.fork()
+    if server:
         os.close(requests)
-        os.close(answers)
-        return write_requests, read_answers, nursery
+        os.close(results)
+        return write_requests, read_results, server
     os.close(write_requests)
-    os.close(read_answers)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C closes the pipe
+    os.close(read_results)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent closes the pipe
     while size := int.from_bytes(os.read(requests, 8), "little"):
         child = os.fork()
         if child == 0:
-            _be_a_try(folder, size, work)
+            _run_trial(folder, size, work)
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
-        os.write(answers, (code if code in (_FITS, _TOO_LARGE) else _BROKEN).to_bytes(1, "little"))
+        os.write(results, (code if code in (_FITS, _TOO_LARGE) else _FAILED).to_bytes(1, "little"))
     os._exit(0)
 
 
-def _be_a_try(folder: Path, size: int, work: Callable[[Any], None]) -> None:
+def _run_trial(folder: Path, size: int, work: Callable[[Any], None]) -> None:
     code = _FITS
     try:
-        torch.set_num_threads(1)  # a forked process must not touch its parent's pool of threads
+        torch.set_num_threads(1)  # a forked process must not use its parent's thread pool
         sample = serialization.load_result(folder)
         work(apply(sample, lambda tensor: tensor[:1].expand(size, *tensor.shape[1:]).contiguous()))
     except BaseException as error:
-        code = _TOO_LARGE if is_out_of_memory(error) else _BROKEN
-        if code == _BROKEN:
+        code = _TOO_LARGE if is_out_of_memory(error) else _FAILED
+        if code == _FAILED:
             (folder / "error.txt").write_text(traceback.format_exc())
     os._exit(code)
 
 
 def _train_two_steps(config: Config, model: nn.Module, task: Any, device: torch.device, batch: Any) -> None:
-    """What a step of training holds at its height: weights, gradients, optimizer, average, activations."""
+    """Reach the peak memory of training: parameters, gradients, optimizer states, EMA, activations."""
     devices.activate(device)
-    torch.cuda.set_per_process_memory_fraction(_SHARE_OF_MEMORY, device)
+    torch.cuda.set_per_process_memory_fraction(_MEMORY_FRACTION, device)
     if is_meta(model):
         materialize(model, model, device, config.seed)
     for part in (model, task.criterion):

@@ -1,24 +1,24 @@
-"""Callbacks: an object with some of eight methods, each of which gets a small record.
+"""Callbacks: objects with any of eight hooks, each of which receives a record.
 
     class Losses:
-        def on_log(self, record):            # at log points: plain numbers, equal on every rank
+        def on_log(self, record):            # Python numbers, equal on every rank
             print(record["step"], record["loss"])
 
     paceline.Trainer(model, callbacks=[Losses()])
 
 | method       | when                              | record                                                    |
 |--------------|-----------------------------------|-----------------------------------------------------------|
-| on_start     | before the first step             | `Start`: the step done so far, the run folder             |
-| on_step      | after every optimizer step        | `Step`: the loss is a tensor, so nobody pays for waiting  |
+| on_start     | before the first step             | `Start`: steps completed so far, the run folder           |
+| on_step      | after every optimizer step        | `Step`: the loss is a tensor, so nothing synchronizes     |
 | on_log       | at log points                     | a dict: step, epoch, loss, lr, …                          |
 | on_epoch     | after an epoch                    | `Epoch`                                                   |
 | on_evaluate  | after an evaluation               | a dict: step, epoch, loss, metrics                        |
 | on_save      | after a checkpoint                | `Saved`: step and folder                                  |
 | on_error     | when an exception ends training   | `Failed`: step and exception                              |
-| on_end       | at the end                        | `End`: the last step, and why it ended                    |
+| on_end       | at the end                        | `End`: the last step, and why training ended              |
 
-They run on every rank. One that has `state_dict` and `load_state_dict` as well goes into checkpoints and comes back
-(rank 0's, for all). A plain function is an `on_step`. A hook that nobody has costs nothing.
+Callbacks run on every rank. One with `state_dict` and `load_state_dict` is saved in checkpoints and restored (rank 0's
+state, on every rank). A plain function is an `on_step` hook. Unused hooks cost nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Start:
 
 @dataclass(slots=True)
 class Step:
-    """A finished optimizer step. Tensors are on the device: reading one waits for it."""
+    """A finished optimizer step. Tensors are on the device: reading a value synchronizes."""
 
     step: int
     epoch: int
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """This rank's mean loss in this step."""
+        """Mean loss of this rank in this step."""
         if len(self.parts) == 1 and self.means:
             return self.parts[0][0]
         total = torch.stack([value * weight if self.means else value for value, weight in self.parts]).sum()
@@ -88,7 +88,7 @@ class End:
 
 
 class Callbacks:
-    """For each hook, the functions that want it."""
+    """The functions of each hook."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         hooks: dict[str, list[Callable[[Any], Any]]] = {name: [] for name in HOOKS}
@@ -101,11 +101,10 @@ class Callbacks:
         ]
 
     def state_dict(self) -> list[Any]:
-        """The states of the callbacks that have one."""
         return [callback.state_dict() for callback in self._stateful]
 
     def load_state_dict(self, states: Sequence[Any]) -> None:
-        """In the order in which they were given; a callback that is new keeps its own."""
+        """States are matched by position; a callback that was added later keeps its own."""
         for callback, state in zip(self._stateful, states, strict=False):
             callback.load_state_dict(state)
 
@@ -120,7 +119,7 @@ def _hooks_of(callback: Any) -> dict[str, Callable[[Any], Any]]:
     if unknown:
         raise TrainError(
             "unknown-hook",
-            f"{type(callback).__name__} has a method {unknown[0]}, which is no hook.",
+            f"{type(callback).__name__} has an unknown hook: {unknown[0]}.",
             fix=did_you_mean(unknown[0], HOOKS),
         )
     if not names and callable(callback) and not isinstance(callback, type):
@@ -128,7 +127,7 @@ def _hooks_of(callback: Any) -> dict[str, Callable[[Any], Any]]:
     if not names:
         raise TrainError(
             "no-hook",
-            f"The callback {callback!r} has none of the hooks.",
-            fix=f"give an object (not a class) with some of {', '.join(HOOKS)}, or a function for on_step",
+            f"Callback {callback!r} has no hooks.",
+            fix=f"pass an object (not a class) with any of {', '.join(HOOKS)}, or a function for on_step",
         )
     return {name: getattr(callback, name) for name in names}

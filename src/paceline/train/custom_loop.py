@@ -1,15 +1,15 @@
-"""One's own loop, at two heights, with the same bits as `train()`.
+"""Custom training loops, at two levels, with bit-identical results to `train()`.
 
-    for batch in trainer.loader(dataset):                 # this rank's micro-batches, an epoch at a time
+    for batch in trainer.loader(dataset):                 # this rank's micro-batches of one epoch
         loss, stepped = trainer.training_step(batch)
 
-    for batch in trainer.loader(dataset):                 # below it
+    for batch in trainer.loader(dataset):                 # lower level
         loss = trainer.forward(batch)
         trainer.backward(loss)
         trainer.step()
 
-Batches of your own work as well: each data rank gives its own (ranks of a tensor or pipeline axis the same one), and
-the weights of all ranks are added up at each step.
+Other batches work as well: each data rank passes its own (ranks along a tensor or pipeline axis pass the same one), and
+the weights of all ranks are summed at each step.
 """
 
 from __future__ import annotations
@@ -34,83 +34,83 @@ from paceline.train.recorder import Recorder, Sinks
 
 
 class StepResult(NamedTuple):
-    loss: Tensor  # of this rank's micro-batch, detached
+    loss: Tensor  # mean loss of this rank's micro-batch, detached
     stepped: bool
 
 
 class EpochLoader:
-    """Iterating gives the rest of the current epoch, from the step that the trainer has reached."""
+    """Iterates over the rest of the current epoch, from the step that the trainer has reached."""
 
-    def __init__(self, own: CustomLoop, loader: Loader, groups: int) -> None:
-        self._own, self._loader, self._groups = own, loader, groups
+    def __init__(self, custom_loop: CustomLoop, loader: Loader, groups: int) -> None:
+        self._loop, self._loader, self._groups = custom_loop, loader, groups
 
     def __iter__(self) -> Iterator[Any]:
-        self._own.start_over()
-        engine = self._own.engine
+        self._loop.start_over()
+        engine = self._loop.engine
         per_epoch, step = self._loader.steps_per_epoch, engine.position.step
-        epochs = self._own.epochs_begun + 1 if per_epoch is None else step // per_epoch + 1
-        self._own.epochs_begun += 1
+        epochs = self._loop.epochs_started + 1 if per_epoch is None else step // per_epoch + 1
+        self._loop.epochs_started += 1
         for micro in engine.telemetry.record_suspects(engine.ready(self._loader.micros(step, epochs))):
-            self._own.expect(micro, self._loader, self._groups)
+            self._loop.expect(micro, self._loader, self._groups)
             yield micro.batch
 
     def __len__(self) -> int:
-        """The most micro-batches that an epoch has."""
+        """Upper bound on the micro-batches of an epoch."""
         if self._loader.steps_per_epoch is None:
-            raise TypeError("this data has no length")
+            raise TypeError("the length of this data is unknown")
         return self._loader.steps_per_epoch * self._groups
 
 
 class CustomLoop:
-    """What a loop outside the Trainer needs remembered between its calls."""
+    """State of a custom loop between its calls."""
 
     def __init__(self, engine: Engine, job: loop.Job, begin: Callable[[int | None], None]) -> None:
-        self.engine, self.epochs_begun = engine, engine.position.epoch
+        self.engine, self.epochs_started = engine, engine.position.epoch
         self._job, self._begin = job, begin
         self.recorder = job.recorder
-        self._begun = False
+        self._started = False
         self._groups = 1
-        self._foreign_samples: int | None = None  # in one group of the user's own batches, over all ranks
+        self._user_samples: int | None = None  # in one accumulation group of the user's batches, over all ranks
         self._expected: MicroBatch | None = None
-        self._loader: Loader | None = None
+        self.loader: Loader | None = None
         self._in_group = 0
-        self._reducing = self._reduced = True
+        self._syncing = self._synced = True
         self._current: tuple[MicroBatch, Tensor, Tensor | float | None, Tensor] | None = None
         self._added: MicroBatch | None = None
 
     def expect(self, micro: MicroBatch, loader: Loader, groups: int) -> None:
-        """The next batch will be this one, of which everything is known."""
-        self._expected, self._loader, self._groups = micro, loader, groups
+        """Announce the next batch, which comes from `loader`."""
+        self._expected, self.loader, self._groups = micro, loader, groups
 
     def start_over(self) -> None:
-        """A new pass over the data: what was added of an unfinished step is forgotten, as its samples come again."""
+        """Begin a new pass over the data and discard an unfinished step, whose samples will be read again."""
         self.engine.stepper.reset()
         discard_gradients(self.engine.module)
         self._in_group, self._added, self._current = 0, None, None
-        self.epochs_begun = max(self.epochs_begun, self.engine.position.epoch)
+        self.epochs_started = max(self.epochs_started, self.engine.position.epoch)
 
     def training_step(self, batch: Any) -> StepResult:
-        """One micro-batch and, when its group is full, the optimizer step."""
-        self._require_own_weights()
+        """Run one micro-batch and, after the last one of a step, the optimizer step."""
+        self._require_training_weights()
         micro = self._micro(batch)
         with self.engine.draw:
             self._check(micro)
             loss = self.engine.stepper.add(micro)
-        if self.engine.stepper.noted and not self.engine.stepper.means:  # of a pipeline only the last stage notes any
-            loss = loss / self.engine.stepper.noted[-1][1]
+        if self.engine.stepper.losses and not self.engine.stepper.means:  # in a pipeline only the last stage has losses
+            loss = loss / self.engine.stepper.losses[-1][1]
         if isinstance(self.engine.module, PipelineLossModule):
-            told = self.engine.module.pipeline.from_last([float(loss)])
-            loss = torch.tensor(told[0], dtype=torch.float64, device=loss.device)
+            [value] = self.engine.module.pipeline.from_last([float(loss)])
+            loss = torch.tensor(value, dtype=torch.float64, device=loss.device)
         if micro.last:
             self._finish(micro)
         return StepResult(loss, micro.last)
 
     def forward(self, batch: Any) -> Tensor:
-        """The mean loss of this rank's micro-batch, for `backward`."""
+        """Return the mean loss of this rank's micro-batch, for `backward`."""
         micro = replace(self._micro(batch), exact=False, last=False)
         with self.engine.draw:
             self._check(micro)
-        with self.engine.draw, self._unless_reducing():
+        with self.engine.draw, self._sync_context():
             value, weight = self.engine.stepper.forward(micro)
             self.engine.draw.samples = None
         mean = value if weight is None else value / weight
@@ -118,75 +118,74 @@ class CustomLoop:
         return mean
 
     def backward(self, loss: Tensor) -> None:
-        """The backward of what `forward` returned, or of something made from it; weighed as that batch is."""
+        """Backpropagate the result of `forward`, or a value computed from it, with the weight of that batch."""
         if self._current is None:
             raise TrainError(
                 "backward-without-forward",
-                "trainer.backward(loss) was called without a trainer.forward(batch) before it.",
-                why="the batch's weight in the step is known from its forward",
+                "trainer.backward(loss) was called before trainer.forward(batch).",
+                why="the forward determines the weight of the batch in the step",
                 fix="loss = trainer.forward(batch); trainer.backward(loss); trainer.step()",
             )
         micro, value, weight, mean = self._current
-        self._current, self._added, self._reduced = None, micro, self._reducing
-        if loss is not mean:  # the user added something to it
+        self._current, self._added, self._synced = None, micro, self._syncing
+        if loss is not mean:  # the user computed another value from it
             value = loss if weight is None else loss * weight
-        with self.engine.draw, self._unless_reducing():
+        with self.engine.draw, self._sync_context():
             self.engine.draw.samples = micro
             self.engine.stepper.backward(micro, value, weight)
             self.engine.draw.samples = None
 
     def step(self) -> None:
-        """The optimizer step for all backwards since the last one."""
+        """Update the parameters with the gradients of all backwards since the last step."""
         if self._added is None:
             raise TrainError(
                 "step-without-backward",
-                "trainer.step() was called, but nothing was added since the last step.",
+                "trainer.step() was called without a backward since the last step.",
                 fix="call trainer.forward(batch) and trainer.backward(loss) first",
             )
-        if not self._reduced and self.engine.world.size > 1:
+        if not self._synced and self.engine.world.size > 1:
             raise TrainError(
                 "not-reduced",
                 "trainer.step() was called, but the last backward ran under no_sync().",
-                why="its gradients are this rank's alone, and the ranks' weights would part",
-                fix="run the last backward of a step outside of no_sync()",
+                why="its gradients are not reduced, so parameters would diverge between ranks",
+                fix="run the last backward of a step outside no_sync()",
             )
-        self._require_own_weights()
+        self._require_training_weights()
         micro, self._added = self._added, None
-        self.engine.stepper.settle(micro)
+        self.engine.stepper.reduce_weight(micro)
         self._finish(replace(micro, step=self.engine.position.step))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here are not reduced over the ranks: for all but the last of a step."""
-        self._reducing = False
+        """Do not reduce gradients of backwards in this context. Use it for all but the last backward of a step."""
+        self._syncing = False
         try:
             yield
         finally:
-            self._reducing = True
+            self._syncing = True
 
-    def _unless_reducing(self) -> Any:
+    def _sync_context(self) -> Any:
         no_sync = self.engine.wrapped.no_sync
-        return nullcontext() if self._reducing or no_sync is None else no_sync()
+        return nullcontext() if self._syncing or no_sync is None else no_sync()
 
     def _micro(self, batch: Any) -> MicroBatch:
         expected = self._expected
-        if expected is not None and batch is expected.batch:
-            return expected
-        return self._foreign(batch)
+        return expected if expected is not None and batch is expected.batch else self._user_micro(batch)
 
-    def _foreign(self, batch: Any) -> MicroBatch:
-        """A batch of the user's own: how much the other ranks hold is taken to be as much, and added up."""
+    def _user_micro(self, batch: Any) -> MicroBatch:
+        """A batch that does not come from `trainer.loader`. Other ranks are assumed to hold as many samples as in their
+        first batch."""
         micro = self._on_device(batch)
-        if self._foreign_samples is None:
-            # Once, and agreed: backwards are seeded with it on every rank, and all have to step at the same time.
+        if self._user_samples is None:
+            # Agreed once: every rank seeds its backwards with it, and all ranks must step at the same time.
             config = self.engine.config
-            self._foreign_samples = sum(collectives.all_gather_object(micro.samples * self.engine.mesh.reports_loss))
-            self._groups = config.accumulate or max(1, round((config.batch or 0) / self._foreign_samples))
+            self._user_samples = sum(collectives.all_gather_object(micro.samples * self.engine.mesh.reports_loss))
+            self._groups = config.accumulate or max(1, round((config.batch or 0) / self._user_samples))
         self._in_group += 1
         last = self._in_group >= self._groups
         if last:
             self._in_group = 0
-        return replace(micro, step_samples=self._foreign_samples * self._groups, last=last)
+        return replace(micro, step_samples=self._user_samples * self._groups, last=last)
 
     def _on_device(self, batch: Any) -> MicroBatch:
         samples, mesh = samples_in(batch), self.engine.mesh
@@ -204,20 +203,20 @@ class CustomLoop:
         )
         return next(self.engine.ready(iter([micro])))
 
-    def _require_own_weights(self) -> None:
+    def _require_training_weights(self) -> None:
         average = self.engine.average
         if average is not None and average.is_swapped:
             raise TrainError(
                 "step-on-average",
-                "A training step was asked for inside trainer.ema_weights().",
-                why="it would train the averaged weights, and be lost when the context ends",
-                fix="train outside of it",
+                "A training step was called inside trainer.ema_weights().",
+                why="it would update the averaged weights, which are discarded when the context ends",
+                fix="train outside this context",
             )
 
     def _check(self, micro: MicroBatch) -> None:
-        loader = self._loader
-        if not self._begun:
-            self._begun = True
+        loader = self.loader
+        if not self._started:
+            self._started = True
             self._job.agenda.steps_per_epoch = loader.steps_per_epoch if loader else None
             self._begin(self._job.agenda.steps_per_epoch)
             self._reached = self.engine.position.step
@@ -227,26 +226,20 @@ class CustomLoop:
 
     def _finish(self, micro: MicroBatch) -> None:
         job = self._job
-        if micro.step != self._reached:  # train() or load_checkpoint came between
+        if micro.step != self._reached:  # train() or load_checkpoint() was called in between
             self._due = job.agenda.next_due(micro.step)
         job.position.epoch = micro.epoch
         loop.take_step(job, micro)
         self._reached = job.position.step
         if job.position.step == self._due:
             with self.engine.draw:
-                job.agenda.attend(job.position.step, micro.epoch)
+                job.agenda.run_due(job.position.step, micro.epoch)
             job.telemetry.stepped(job.position.step)
             job.recorder.release()
             self._due = job.agenda.next_due(job.position.step)
 
-    def read_again(self, step: int) -> Iterator[MicroBatch] | None:
-        """A step's micro-batches once more, where they came from a loader that can."""
-        if self._loader is None or not self._loader.repeatable:
-            return None
-        return self.engine.ready(self._loader.micros(step, None))
 
-
-def end_own_loop(recorder: Recorder, sinks: Sinks) -> None:
-    """Nobody says when such a loop is over: when the trainer is forgotten, or the process ends."""
-    recorder.flush_alone()
+def close_custom_loop(recorder: Recorder, sinks: Sinks) -> None:
+    """Called when the trainer is garbage-collected or the process ends: a custom loop has no explicit end."""
+    recorder.flush_local()
     sinks.close()

@@ -39,7 +39,7 @@ from paceline.text import plural
 from paceline.train import factory, preflight, resolve_layout
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.model_call import infer_call
-from paceline.train.nonfinite import NonfiniteGuard, is_fused, judge
+from paceline.train.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.sharded_params import ShardedParams
@@ -174,7 +174,7 @@ class Engine:
         self.draw = NoiseContext(config.seed)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
         self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
-        self.is_bad = judge(config.nonfinite, scaled=self.scaler.is_enabled())
+        self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
         parts: dict[str, Any] = {
             "mesh": self.mesh,
             "draw": self.draw,
@@ -221,8 +221,8 @@ class Engine:
     def choose_call(self, batch: Any) -> None:
         call = infer_call(self.model, batch, self.task.loss_fn, self.task.criterion)
         # Ranks see different batches, and have to come to the same rule.
-        weighed = any(collectives.all_gather_object(call.weighed is not None and call.should_weigh))
-        self.module.call = call.as_weighed() if weighed else call
+        weighted = any(collectives.all_gather_object(call.weighted is not None and call.needs_weight))
+        self.module.call = call.as_weighted() if weighted else call
         self.log.info(f"loss: {self.module.call.rule}")
 
     def check(self, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
@@ -238,7 +238,7 @@ class Engine:
             self.draw,
             fingerprint=fingerprint() if several else None,
             allow_unused=self.config.unused_parameters == "allow",
-            fly=self.stepper.fly if isinstance(self.stepper, PipelineStepper) else None,
+            run_zero_weight=self.stepper.run_zero_weight if isinstance(self.stepper, PipelineStepper) else None,
         )
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
@@ -258,7 +258,7 @@ class Engine:
         self.config = config
 
     @contextmanager
-    def off_the_device(self) -> Iterator[None]:
+    def moved_to_cpu(self) -> Iterator[None]:
         """The GPU's memory for others. (Only where the model is whole: a micro-batch is not looked for elsewhere.)"""
         self.model.to("cpu")
         torch.cuda.empty_cache()
@@ -268,7 +268,7 @@ class Engine:
             self.model.to(self.world.device)
 
 
-def one_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Several optimizers, or something else, are refused before anything is built."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TrainError(

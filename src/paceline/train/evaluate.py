@@ -1,7 +1,7 @@
-"""Evaluation that counts each sample exactly once, on any number of ranks; and predictions, in the data's order.
+"""Evaluation that counts each sample exactly once on any number of ranks, and predictions in the order of the data.
 
-Each rank runs its own share without talking to the others; sums and weights are added up at the end. A rank without
-samples in a batch skips it, since nothing in an evaluation waits for anybody (but a batch norm without memory).
+Ranks evaluate their shards independently; sums and weights are reduced at the end. A rank without samples in a batch
+skips it, unless the forward itself is collective.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from paceline.train.model_call import ModelCall, choose_outputs, outputs_in, rea
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.step import LossModule
 
-# A coordinate that no training step has, so that evaluation never reuses a step's noise.
+# No training step has this number, so evaluation never reuses the noise of a step.
 _EVALUATION = -1
 
 
 class Evaluation(float):
-    """The mean loss, which is a number; with the metrics beside it, by name: `evaluation["accuracy"]`."""
+    """The mean loss as a float, with the metrics by name: `evaluation["accuracy"]`."""
 
     def __new__(cls, values: Mapping[str, float]) -> Evaluation:
         self = super().__new__(cls, values["loss"])
@@ -52,19 +52,19 @@ class Evaluation(float):
 def evaluate(
     module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: int, metrics: Mapping[str, Any]
 ) -> Evaluation:
-    """The mean loss, and the metrics, over all samples of all ranks."""
+    """Return the mean loss and the metrics over all samples of all ranks."""
     sums = _Sums(mesh.device)
     collected = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
     for metric in collected.values():
         metric.to(mesh.device)
         metric.reset()
-    meet = _meets(module, mesh)
+    needs_every_rank = _needs_every_rank(module, mesh)
     with _evaluating(module, seed) as draw:
         for micro in micros:
             draw.samples, draw.draws = micro, 0
             if micro.samples and mesh.reports_loss:
                 _add(sums, module, micro, metrics)
-            elif meet:  # in its forward the ranks wait for each other
+            elif needs_every_rank:
                 _run(module, micro.batch, want_outputs=bool(metrics))
     reshard_all(module)
     values = sums.over_all_ranks()
@@ -73,10 +73,10 @@ def evaluate(
     return Evaluation({"loss": values.pop("loss", math.nan), **values})
 
 
-def _meets(module: nn.Module, mesh: Mesh) -> bool:
-    """Whether ranks wait for each other in a forward: for weights that are cut, or for a batch norm's statistics."""
-    without_memory = any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules())
-    return without_memory or not mesh.degrees.is_replicated
+def _needs_every_rank(module: nn.Module, mesh: Mesh) -> bool:
+    """Whether the forward is collective: for sharded parameters, or batch norm without running statistics."""
+    uses_batch_statistics = any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules())
+    return uses_batch_statistics or not mesh.degrees.is_replicated
 
 
 @contextmanager
@@ -87,12 +87,12 @@ def _evaluating(module: nn.Module, seed: int) -> Iterator[NoiseContext]:
         with torch.no_grad(), NoiseContext(derive_seed(seed, _EVALUATION)) as draw:
             yield draw
     finally:
-        for part in training:  # one by one: the user may have frozen some
+        for part in training:  # one by one: the user may have set some to eval mode
             part.training = True
 
 
 class _Sums:
-    """Σ value × weight and Σ weight by name, on the device until the end."""
+    """Σ value × weight and Σ weight by name, on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,20 +106,19 @@ class _Sums:
         self._sums[name] = pair if name not in self._sums else self._sums[name] + pair
 
     def over_all_ranks(self) -> dict[str, float]:
-        """The means. A rank that had no samples knows no names."""
         return weighted_means({name: pair.tolist() for name, pair in self._sums.items()})
 
 
-def weighted_means(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Means over all ranks by name, from this rank's (Σ value × weight, Σ weight). Ranks may know different names.
+def weighted_means(local: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return means over all ranks by name, from this rank's (Σ value × weight, Σ weight). Names may differ by rank.
 
     Collective: must be called on every rank.
     """
     total: dict[str, list[float]] = {}
-    for pairs in collectives.all_gather_object({name: list(pair) for name, pair in own.items()}):
+    for pairs in collectives.all_gather_object({name: list(pair) for name, pair in local.items()}):
         for name, (value, weight) in pairs.items():
-            before = total.setdefault(name, [0.0, 0.0])
-            before[0], before[1] = before[0] + value, before[1] + weight
+            sums = total.setdefault(name, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + value, sums[1] + weight
     return {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
 
 
@@ -137,16 +136,16 @@ def _add(sums: _Sums, module: LossModule, micro: MicroBatch, metrics: Mapping[st
             metric.update(outputs, targets)
         else:
             measured = torch.as_tensor(metric(outputs, targets)).double()
-            count = measured.numel() if measured.dim() else micro.samples  # one number a sample, or their mean
+            count = measured.numel() if measured.dim() else micro.samples  # one value per sample, or their mean
             sums.add(name, measured.mean() * count, count)
 
 
 def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, Any]:
-    """What the loss is read from and, for metrics, the outputs: from one forward where the model returns both."""
+    """Return the result that contains the loss and, for metrics, the outputs; from one forward if possible."""
     call = module.call
     assert call is not None
     criterion = call.criterion
-    if isinstance(module, PipelineLossModule):  # on ranks without the last stage there is neither
+    if isinstance(module, PipelineLossModule):  # both are None on ranks without the last stage
         outputs = module(batch, call.outputs)
         return None if outputs is None else module.made_of(outputs, batch, call.loss), outputs
     if want_outputs and criterion is not None:
@@ -164,15 +163,15 @@ def _targets(batch: Any, name: str) -> Any:
     if targets is None:
         raise TrainError(
             "no-targets",
-            f"The metric {name} compares outputs with targets, but the batch has none.",
-            fix="give (input, target) batches or dicts with `targets` or `labels`; or return metrics with the loss: "
+            f"Metric {name!r} needs targets, but the batch has none.",
+            fix="use (input, target) batches or dicts with `targets` or `labels`; or return metrics with the loss: "
             '{"loss": …, "metrics": {"accuracy": …}}',
         )
     return targets
 
 
 def _compute(name: str, metric: Any) -> dict[str, float]:
-    """A torchmetrics object adds up over the ranks by itself; one on a rank without samples warns, for nothing."""
+    """torchmetrics reduces over ranks itself. It warns on ranks without samples, which are expected here."""
     _fill_empty_lists(metric)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -182,90 +181,90 @@ def _compute(name: str, metric: Any) -> dict[str, float]:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise TrainError(
                 "not-a-number",
-                f"The metric {key!r} gives a tensor of shape {tuple(value.shape)}.",
-                fix='use a metric that gives one number, e.g. average="macro"',
+                f"Metric {key!r} returned a tensor of shape {tuple(value.shape)}, expected a scalar.",
+                fix='use a metric that returns a scalar, e.g. average="macro"',
             )
     return {key: float(value) for key, value in parts.items()}
 
 
 def _fill_empty_lists(metric: Any) -> None:
-    """A rank that saw no samples has empty lists, which torchmetrics takes for float32: the others' kind instead."""
-    own = {
+    """torchmetrics assumes float32 for the empty lists of a rank without samples: use the dtype of other ranks."""
+    local = {
         name: getattr(metric, name)
         for name, value in getattr(metric, "_defaults", {}).items()
         if isinstance(value, list)
     }
-    if not own or collectives.world() == 1:
+    if not local or collectives.world() == 1:
         return
     kinds = {
         name: [str(values[0].dtype).removeprefix("torch."), list(values[0].shape[1:])] if values else None
-        for name, values in own.items()
+        for name, values in local.items()
     }
-    everyone = collectives.all_gather_object(kinds)
-    for name, values in own.items():
-        known = next((rank[name] for rank in everyone if rank[name]), None)
+    gathered = collectives.all_gather_object(kinds)
+    for name, values in local.items():
+        known = next((rank[name] for rank in gathered if rank[name]), None)
         if not values and known:
             dtype, shape = known
             setattr(metric, name, [torch.empty((0, *shape), dtype=getattr(torch, dtype), device=metric.device)])
 
 
 def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: int) -> Any:
-    """The model's outputs for every sample, in the data's order, on the CPU of every rank."""
-    own: list[Any] = []
-    places: list[int] = []
+    """Return the outputs for all samples, in the order of the data, on the CPU of every rank."""
+    local: list[Any] = []
+    positions: list[int] = []
     call: ModelCall | None = None
     seen = 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
-            if not micro.samples and not _meets(module, mesh):
+            if not micro.samples and not _needs_every_rank(module, mesh):
                 seen += micro.step_samples * micro.last
                 continue
             draw.samples, draw.draws = micro, 0
             call = call or choose_outputs(module.model, micro.batch)
             outputs = module(micro.batch, call)
             if micro.samples and mesh.reports_loss:
-                own.append(apply(_bare(outputs), Tensor.cpu))
-                places.extend(range(seen + micro.start, seen + micro.start + micro.samples))
+                local.append(apply(_unwrap_output(outputs), Tensor.cpu))
+                positions.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.step_samples * micro.last
     reshard_all(module)
-    return _in_order(own, places, mesh.device)
+    return _gather_in_order(local, positions, mesh.device)
 
 
-def _bare(outputs: Any) -> Any:
-    """A Hugging Face output is an object around its logits."""
+def _unwrap_output(outputs: Any) -> Any:
+    """The logits of a Hugging Face output."""
     inner = None if isinstance(outputs, (Tensor, tuple, list)) else outputs_in(outputs)
     return outputs if inner is None else inner
 
 
-def _in_order(own: list[Any], places: list[int], device: torch.device) -> Any:
-    """Every rank's rows on every rank, by their place in the data."""
-    skeletons = collectives.all_gather_object(apply(own[0], _no_tensor) if own else "nothing")
-    like = own[0] if own else next(skeleton for skeleton in skeletons if skeleton != "nothing")
-    flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in own), strict=True)]
+def _gather_in_order(local: list[Any], positions: list[int], device: torch.device) -> Any:
+    """Gather the rows of all ranks, ordered by their position in the data."""
+    skeletons = collectives.all_gather_object(apply(local[0], _to_none) if local else "nothing")
+    like = local[0] if local else next(skeleton for skeleton in skeletons if skeleton != "nothing")
+    flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in local), strict=True)]
     shapes = collectives.all_gather_object(
-        {"places": places, "kinds": [[str(t.dtype).removeprefix("torch."), list(t.shape[1:])] for t in flat]}
+        {"positions": positions, "kinds": [[str(t.dtype).removeprefix("torch."), list(t.shape[1:])] for t in flat]}
     )
-    most = max(len(rank["places"]) for rank in shapes)
-    kinds = next(rank["kinds"] for rank in shapes if rank["places"])
-    order = torch.tensor([place for rank in shapes for place in rank["places"]]).argsort()
-    whole = []
+    most = max(len(rank["positions"]) for rank in shapes)
+    kinds = next(rank["kinds"] for rank in shapes if rank["positions"])
+    order = torch.tensor([place for rank in shapes for place in rank["positions"]]).argsort()
+    gathered = []
     for number, (dtype, shape) in enumerate(kinds):
         padded = torch.zeros((most, *shape), dtype=getattr(torch, dtype), device=device)
-        if own:
-            padded[: len(places)] = flat[number].to(device)
+        if local:
+            padded[: len(positions)] = flat[number].to(device)
         parts = [torch.empty_like(padded) for _ in shapes]
         collectives.all_gather(parts, padded)
-        rows = [part[: len(rank["places"])].cpu() for part, rank in zip(parts, shapes, strict=True)]
-        whole.append(torch.cat(rows)[order])
-    return _refill(like, iter(whole))
+        rows = [part[: len(rank["positions"])].cpu() for part, rank in zip(parts, shapes, strict=True)]
+        gathered.append(torch.cat(rows)[order])
+    return _refill(like, iter(gathered))
 
 
-def _no_tensor(tensor: Tensor) -> Any:
+def _to_none(tensor: Tensor) -> Any:
     return None
 
 
 def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
-    """The shape of the outputs; a rank that had none knows it from another, with None where tensors were."""
+    """Fill `tensors` into the structure of the outputs. On a rank without samples `like` has None for tensors."""
     if like is None:
         return next(tensors)
     if isinstance(like, (list, tuple)) and None in like:

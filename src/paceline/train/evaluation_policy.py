@@ -1,7 +1,7 @@
-"""What follows from an evaluation: the best checkpoint kept, a plateau's cut, an early end.
+"""What follows from an evaluation: keep the best checkpoint, reduce the learning rate, stop early.
 
-Every rank acts on rank 0's numbers. Evaluations are reduced and agree anyway; but a metric of the user's own may differ
-between ranks, and ranks that disagree on whether to go on would wait for each other for ever.
+All ranks act on rank 0's values: a user's metric may differ between ranks, and ranks that disagree on whether to
+continue would deadlock.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from paceline.train.lr import LearningRate
 
 
 class EvaluationVerdict(NamedTuple):
-    record: Record  # that all ranks go by
+    record: Record  # rank 0's
     reason: str | None  # why training should end, if it should
-    is_best: bool  # of those so far
+    is_best: bool  # so far
 
 
 class EvaluationPolicy:
@@ -31,19 +31,19 @@ class EvaluationPolicy:
         self.stop = None if stop is None else Best(stop.metric, stop.mode, stop.min_delta)
         self._waited = 0
 
-    def require_evaluations(self, there_are: bool) -> None:
+    def require_evaluations(self, has_val_data: bool) -> None:
         wanted = [name for name in ("save_best", "early_stop") if getattr(self._config, name) is not None]
         wanted += ["schedule: plateau"] if self._config.schedule.name == "plateau" else []
-        if wanted and not there_are:
+        if wanted and not has_val_data:
             raise TrainError(
                 "no-evaluation",
-                f"{wanted[0]} goes by evaluations, but there is no data to evaluate on.",
-                fix="trainer.train(data, val_data, …)",
+                f"{wanted[0]} requires validation data.",
+                fix="pass it: trainer.train(data, val_data, …)",
             )
 
-    def of(self, record: Record, due: bool = True) -> EvaluationVerdict:
-        """An evaluation that was not due, at the end of a call of train(), may be the best one so far, but it neither
-        cuts the learning rate nor counts for early stop."""
+    def apply(self, record: Record, due: bool = True) -> EvaluationVerdict:
+        """An evaluation that was not due (at the end of a train() call) may be the best so far, but affects neither the
+        learning rate nor early stop."""
         record = collectives.broadcast_object(record)
         self._require_metrics(record)
         reason = None
@@ -73,8 +73,8 @@ class EvaluationPolicy:
             known = [name for name in record if name not in ("step", "epoch")]
             raise TrainError(
                 "no-such-metric",
-                f"The evaluation has no {missing[0]!r}; it has {', '.join(known)}.",
-                fix='name one of those, or add it: Trainer(metrics={…}), or "metrics" beside the model\'s loss',
+                f"Unknown metric {missing[0]!r}; the evaluation has {', '.join(known)}.",
+                fix='name one of these, or add it: Trainer(metrics={…}), or return "metrics" with the loss',
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class EvaluationPolicy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for own, name in ((self.best, "best"), (self.stop, "stop")):
-            if own is not None and state[name] is not None:
-                own.load_state_dict(state[name])
+        for tracker, name in ((self.best, "best"), (self.stop, "stop")):
+            if tracker is not None and state[name] is not None:
+                tracker.load_state_dict(state[name])
         self._waited = state["waited"]

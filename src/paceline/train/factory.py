@@ -1,4 +1,4 @@
-"""From a recipe to objects, and from a run to its folder."""
+"""Build the objects of a recipe, check it before launch, and open the outputs of a run."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from paceline.train.recorder import Sinks
 
 def build_model(config: Config) -> nn.Module:
     """The recipe's model, with the same initial weights on every rank."""
-    section = _named(config.model, "model", "gpt")
+    section = _require_section(config.model, "model", "gpt")
     rng.seed_everything(rng.derive_seed(config.seed, 0) >> 1)
-    # Such a model gets its weights when it is clear which of them this rank holds.
+    # With deferred init, weights are materialized when it is known which of them this rank holds.
     spec = declared_spec(find_model(section.name, section.options()))
     with torch.device("meta") if spec is not None and spec.deferred_init else nullcontext():
         return get_model(section.name)(config)
 
 
-def shape_of_model(config: Config) -> nn.Module:
-    """The recipe's model without its weights. One whose code has to see values is built with them."""
-    build = get_model(_named(config.model, "model", "gpt").name)
+def build_meta_model(config: Config) -> nn.Module:
+    """The recipe's model on the meta device, or with weights if it can't be built there."""
+    build = get_model(_require_section(config.model, "model", "gpt").name)
     try:
         with torch.device("meta"):
             return build(config)
@@ -64,62 +64,63 @@ def shape_of_model(config: Config) -> nn.Module:
 
 
 def build_data(config: Config) -> tuple[Any, Any]:
-    """The recipe's training and evaluation sets."""
-    section = _named(config.data, "data", "stdlib-text")
+    """The recipe's training and validation data."""
+    section = _require_section(config.data, "data", "stdlib-text")
     return get_data(section.name, **section.options())
 
 
 def check(config: Config, ranks: int) -> None:
-    """What can be known to be wrong before any rank starts."""
-    model, data = _named(config.model, "model", "gpt"), _named(config.data, "data", "stdlib-text")
+    """Find errors in the recipe before any rank starts."""
+    model, data = _require_section(config.model, "model", "gpt"), _require_section(config.data, "data", "stdlib-text")
     find_model(model.name, model.options())
     find_data(data.name, data.options())
     plan = derive_layout(config, ranks)
     require_allowed(config, plan)
     derive_batch(config, plan)
-    shape = shape_of_model(config)
+    meta_model = build_meta_model(config)
     if plan.degrees.tensor > 1:
-        check_plan(shape, config.tensor, plan.degrees.tensor)
+        check_plan(meta_model, config.tensor, plan.degrees.tensor)
     if plan.degrees.pipeline > 1:
-        partition_model(shape, config.pipeline, plan.degrees.pipeline)
+        partition_model(meta_model, config.pipeline, plan.degrees.pipeline)
     device = choose_device(config.device, environment.RankInfo())
     if config.fsdp.offload:
         require_gpu(device)
     if config.compile:
         require_compiler(device)
-    if device.type == "cpu":  # asking a GPU would open its driver, and ranks could no longer be forked
-        resolve_layout.settle_on(plan, config, shape, MachineFacts(ranks, nodes=1, memory=memory_of(device, ranks)))
+    if device.type == "cpu":  # querying a GPU would initialize CUDA, and ranks could no longer be forked
+        machine = MachineFacts(ranks, nodes=1, memory=memory_of(device, ranks))
+        resolve_layout.resolve_on(plan, config, meta_model, machine)
     if config.train.epochs is None and config.train.max_steps is None:
         derive_schedule(config, 1, None, None, None)
 
 
-def _named(section: NamedSection | None, key: str, example: str) -> NamedSection:
+def _require_section(section: NamedSection | None, key: str, example: str) -> NamedSection:
     if section is None:
         raise ConfigError(
             "missing-section",
             f"The recipe has no `{key}:` section.",
-            fix=f"name one, for instance {key}: {{name: {example}}}",
+            fix=f"add one, e.g. {key}: {{name: {example}}}",
         )
     return section
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """An optimizer of another model's parameters is an error; returns the trainable ones that it does not hold."""
+    """Return the trainable parameters that the optimizer does not hold. Foreign parameters are an error."""
     trainable = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    everything = {id(parameter) for parameter in model.parameters()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held - everything:
+    foreign = held - {id(parameter) for parameter in model.parameters()}
+    if foreign:
         raise TrainError(
             "other-parameters",
-            f"The optimizer holds {len(held - everything)} parameters that are not the model's.",
-            why="it would update weights that the loss does not depend on, and leave the model as it is",
-            fix="build the optimizer from model.parameters() of the model that you give to the Trainer",
+            f"The optimizer holds {len(foreign)} parameters that do not belong to the model.",
+            why="it would update parameters that the loss does not depend on, instead of the model's",
+            fix="create the optimizer from the parameters() of the model that is passed to the Trainer",
         )
     return [name for parameter, name in trainable.items() if parameter not in held]
 
 
 def open_sinks(config: Config, run: RunFolder | None, world: World) -> Sinks:
-    """Where this rank's records go."""
+    """Open the files and loggers for this rank's records."""
     if run is None:
         return Sinks()
     events = RankStats(run.rank_stats(world.rank_info.rank))
@@ -134,13 +135,12 @@ def open_profiler(config: Config, run: RunFolder | None, world: World) -> Profil
 
 
 def tokens_per_sample(batch: Any) -> int | None:
-    """For batches of token numbers: how many a sample has."""
+    """Sequence length of a batch of token ids; None for other batches."""
     first = next(tensors_in(batch), None)
-    whole_numbers = first is not None and first.dim() == 2 and not first.is_floating_point()
-    return first.shape[1] if first is not None and whole_numbers else None
+    return None if first is None or first.dim() != 2 or first.is_floating_point() else first.shape[1]
 
 
-def of_one_step(micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+def take_one_step(micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
     for micro in micros:
         yield micro
         if micro.last:
@@ -148,24 +148,24 @@ def of_one_step(micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
 
 
 def open_run(config: Config, default_name: str, is_main: bool) -> RunFolder | None:
-    """The run folder, the same on every rank: the launcher's, or a new one that rank 0 makes."""
+    """The run folder, equal on every rank: the launcher's, or a new one created by rank 0."""
     if config.run is False:
         return None
     path = None
     if is_main:
         name = config.run if isinstance(config.run, str) else None
-        path = str(_launchers_folder(name) or RunFolder.create(name or default_name))
+        path = str(_launch_folder(name) or RunFolder.create(name or default_name))
     path = collectives.broadcast_object(path)
     return RunFolder(Path(path))
 
 
 def default_name(model: nn.Module) -> str:
-    """What a run is called that nobody gave a name."""
+    """The name of a run without a name."""
     return type(model).__name__.lower()
 
 
-def _launchers_folder(name: str | None) -> RunFolder | None:
-    """The launcher's folder: for the first Trainer of a launch, unless that one asks for another name."""
+def _launch_folder(name: str | None) -> RunFolder | None:
+    """The launcher's folder: for the first Trainer of a launch, unless it sets another name."""
     launched = environment.run_folder()
     if launched is None or launched.config.exists() or not (name is None or launched.is_run_of(name)):
         return None

@@ -1,4 +1,4 @@
-"""What `train()` returns: plain records, equal on every rank."""
+"""The result of `train()`: plain records, equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,29 +11,27 @@ from paceline.errors import TrainError
 
 Record = dict[str, Any]
 
-
 RESERVED = {"step", "epoch", "loss", "lr", "grad_norm", "skipped", "time", "samples_per_second", "evaluation"}
 
 
 def require_free_names(names: Iterable[str], where: str) -> None:
-    """A value of the user's must not take the place of one of ours."""
     taken = sorted(RESERVED.intersection(names))
     if taken:
         raise TrainError(
             "reserved-name",
-            f"{where} uses the name {taken[0]!r}, which a record has already.",
-            fix=f"choose another name than {', '.join(sorted(RESERVED))}",
+            f"{where}: the name {taken[0]!r} is reserved.",
+            fix=f"choose another name; reserved are {', '.join(sorted(RESERVED))}",
         )
 
 
 @dataclass
 class History:
-    """The steps and evaluations of one call of `train()`, and the folder of the run."""
+    """Steps and evaluations of one `train()` call, and the run folder."""
 
     steps: list[Record] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
     run: str | None = None
-    ended: str | None = None  # why: the data ended, max_steps, early_stop, …
+    ended: str | None = None  # why: end of data, max_steps, early_stop, …
 
     @property
     def losses(self) -> list[float]:

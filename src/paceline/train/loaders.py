@@ -1,4 +1,4 @@
-"""How data is shared out: the plan of a batch, and this rank's loader for it."""
+"""The batch plan and this rank's data loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.train.engine import Engine
 
 
 class Loaders:
-    """For one trainer. `plan` is that of the training data, once that is known."""
+    """Loaders of one Trainer. `plan` is the batch plan of the training data, once known."""
 
     def __init__(self, engine: Engine, finder: BatchSizeFinder | None) -> None:
         self._engine, self._finder = engine, finder
@@ -21,11 +21,11 @@ class Loaders:
 
     @property
     def batch(self) -> int:
-        """Samples in one optimizer step, as far as that is known."""
+        """Samples per optimizer step, as far as known."""
         return self.plan.size if self.plan else self._engine.config.batch or DEFAULT_BATCH
 
     def training(self, data: Any) -> tuple[Loader, BatchPlan]:
-        """The loader of training data, and how its batches are made up."""
+        """Return the loader of training data and its batch plan."""
         mesh = self._engine.mesh
         adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data, mesh.data_rank)), mesh.data_ranks)
         batch = self._batch_plan(data)
@@ -35,7 +35,7 @@ class Loaders:
         return self._loader(data, batch.size, batch.groups), batch
 
     def position(self, loader: Loader) -> dict[str, Any]:
-        """What a step means in terms of the data's samples: the same numbers mean the same samples."""
+        """Values that determine which samples a step reads; saved in checkpoints and compared on resume."""
         assert self.plan is not None
         config = self._engine.config
         return {
@@ -46,8 +46,8 @@ class Loaders:
             "shuffle": config.shuffle,
         }
 
-    def whole(self, data: Any) -> Loader:
-        """All of `data` once, in micro-batches no larger than training's."""
+    def evaluation(self, data: Any) -> Loader:
+        """Return a loader over `data`, once, in micro-batches no larger than in training."""
         data = adopt.look_at(data, self._engine.config.seed)
         ranks = self._engine.mesh.data_ranks
         batch = adopt.batch_of(data, ranks) or derive_batch(self._engine.config, self._engine.layout).size
@@ -59,14 +59,13 @@ class Loaders:
         return derive_batch(self._engine.config, layout, adopt.batch_of(data, layout.degrees.data_ranks))
 
     def _find_micro_batch(self, finder: BatchSizeFinder, data: Any, batch: BatchPlan) -> BatchPlan:
-        """Try sizes up to this rank's part of the batch, with the model out of the way."""
-        one_by_one = self._loader(data, batch.size, batch.size)
-        sample = next(one_by_one.micros(0, 1)).batch
-        with self._engine.off_the_device():
+        """Try sizes up to this rank's share of the batch, with the model moved to the CPU."""
+        sample = next(self._loader(data, batch.size, batch.size).micros(0, 1)).batch
+        with self._engine.moved_to_cpu():
             found = finder.find(sample, int(batch.micro_batch.value))
         self._finder = None
         self._engine.config = self._engine.config.model_copy(update={"micro_batch": found})
-        self._engine.log.info(f"micro_batch: {found} samples fit (auto)")
+        self._engine.log.info(f"micro_batch: auto found {found} samples")
         return self._batch_plan(data)
 
     def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:

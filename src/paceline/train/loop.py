@@ -1,13 +1,12 @@
-"""The training loop, on one screen.
+"""The training loop.
 
-for each micro-batch, in the run's order:
+for each micro-batch:
     forward and backward                              Stepper.add
-    when its step is full: update the weights         Updater.apply
-        keep the loss where it is                     Recorder.pending    (no synchronisation)
-        when something is due (log point, end of an
-        epoch, evaluation, checkpoint): attend to it  Agenda.attend
+    after the last one of a step: update parameters   Updater.apply
+        keep the loss on its device                   Recorder.pending    (no synchronization)
+        log, evaluate, save or profile if due         Agenda.run_due
 
-It is written for few Python calls: between two log points a step costs a dozen over a hand-written loop's.
+It is written for few Python calls: between two log points a step makes about a dozen more than a hand-written loop.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ from paceline.train.telemetry import Telemetry
 
 @dataclass
 class Job:
-    """What one call of `train()` runs."""
+    """The parts of one `train()` call."""
 
-    micros: Callable[[], Iterator[MicroBatch]]  # called when training begins, so that its errors are training's
+    micros: Callable[
+        [], Iterator[MicroBatch]
+    ]  # called inside the loop, so that its errors are reported as training errors
     stepper: Stepper
     updater: Updater
     recorder: Recorder
@@ -44,14 +45,14 @@ class Job:
 
 
 def run(job: Job) -> None:
-    """Until the data ends or the agenda says so."""
+    """Train until the data ends or the agenda stops."""
     stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
     due = agenda.next_due(position.step)
     job.telemetry.begins(position.step)
     micros = job.micros()
-    goes_on = agenda.begin(position.step, position.epoch)
+    running = agenda.begin(position.step, position.epoch)
     since = perf_counter()
-    for micro in micros if goes_on else ():
+    for micro in micros if running else ():
         recorder.waited += perf_counter() - since
         if micro.epoch != position.epoch:
             if not agenda.epoch_ended(position.step, position.epoch):
@@ -61,9 +62,9 @@ def run(job: Job) -> None:
         if micro.last:
             take_step(job, micro)
             if position.step == due:
-                goes_on = agenda.attend(position.step, micro.epoch)
+                running = agenda.run_due(position.step, micro.epoch)
                 job.telemetry.stepped(position.step)
-                if not goes_on:
+                if not running:
                     break
                 due = agenda.next_due(position.step)
         since = perf_counter()
@@ -72,17 +73,17 @@ def run(job: Job) -> None:
 
 
 def take_step(job: Job, micro: MicroBatch) -> None:
-    """The update for the micro-batches that were added, of which `micro` is the last."""
+    """Update the parameters after `micro`, the last micro-batch of its step."""
     stepper, updater = job.stepper, job.updater
-    norm = updater.apply(micro.step, stepper.factor() if stepper.by_data else None)
+    norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
     job.position.step = job.display.completed = step = micro.step + 1
     job.telemetry.heartbeat.at(step)
-    lr, parts, samples = updater.lr, stepper.noted, micro.step_samples
+    lr, parts, samples = updater.lr, stepper.losses, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if stepper.metrics:
         job.recorder.log_metrics(stepper.metrics)
     for hook in job.on_step:
         hook(Step(step, micro.epoch, lr, samples, norm, parts, stepper.means))
-    stepper.noted = []
-    if stepper.by_data or stepper.metrics:
+    stepper.losses = []
+    if stepper.data_weighted or stepper.metrics:
         stepper.reset()

@@ -1,8 +1,7 @@
-"""Who sets the learning rate: the recipe's schedule, a torch scheduler of the user's, or nobody.
+"""The learning rate: set by the recipe's schedule, by a torch scheduler of the user, or constant.
 
-A schedule of ours is a function of the step. A scheduler of the user's steps once an epoch, as in torch's own examples,
-or once an optimizer step (`scheduler_interval="step"`); never once a process; one that looks at a metric steps after
-each evaluation.
+A recipe's schedule is a function of the step. A torch scheduler steps once per epoch, as in PyTorch's examples, or once
+per optimizer step (`scheduler_interval="step"`); ReduceLROnPlateau steps after each evaluation.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from paceline.train.optimizer_step import Updater
 
 
 class LearningRate:
-    """`plateau` and `scheduler` are None where the run has none."""
+    """`plateau` and `scheduler` are None if not used."""
 
     def __init__(self, config: Config, updater: Updater, scheduler: Any, *, own_optimizer: bool) -> None:
         self._config, self._updater, self._own_optimizer = config, updater, own_optimizer
@@ -44,26 +43,26 @@ class LearningRate:
         if settings.name != "constant" or settings.warmup:
             raise TrainError(
                 "two-schedules",
-                f"There is a scheduler ({type(scheduler).__name__}) and a schedule ({settings.name}).",
-                fix="keep one of them",
+                f"Both a scheduler ({type(scheduler).__name__}) and a schedule ({settings.name}) are set.",
+                fix="remove one of them",
             )
         if getattr(scheduler, "optimizer", None) is not self._updater.optimizer:
             raise TrainError(
                 "other-optimizer",
-                f"The scheduler ({type(scheduler).__name__}) sets the learning rate of another optimizer.",
-                why="this one's would stay as it is",
-                fix="build the scheduler from the optimizer that you give to the Trainer",
+                f"The scheduler ({type(scheduler).__name__}) belongs to another optimizer.",
+                why="the learning rate of the Trainer's optimizer would never change",
+                fix="create the scheduler with the optimizer that is passed to the Trainer",
             )
 
     def begin(self, plan: SchedulePlan) -> dict[str, Derived]:
-        """Set up for a call of `train()`; the rows that tell about it."""
+        """Prepare a `train()` call and return the rows to print."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
         rows = plan.rows()
         if not self._own_optimizer:
-            rows["learning rate"] = Derived(float(optimizer.param_groups[0]["lr"]), "the optimizer's own")
+            rows["learning rate"] = Derived(float(optimizer.param_groups[0]["lr"]), "from the optimizer")
         if self.scheduler is not None:
-            rows["scheduler"] = Derived(type(self.scheduler).__name__, f"yours: steps {self.interval}")
-            self._updater.scheduler = self.scheduler if self.interval == "once an optimizer step" else None
+            rows["scheduler"] = Derived(type(self.scheduler).__name__, f"steps {self.interval}")
+            self._updater.scheduler = self.scheduler if self.interval == "once per optimizer step" else None
             return rows
         for group in optimizer.param_groups:
             if self._own_optimizer:
@@ -89,16 +88,16 @@ class LearningRate:
     def interval(self) -> str:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             return "after each evaluation"
-        return "once an epoch" if self._config.scheduler_interval == "epoch" else "once an optimizer step"
+        return "once per epoch" if self._config.scheduler_interval == "epoch" else "once per optimizer step"
 
     def from_scheduler(self) -> None:
-        """Give the optimizer the rates that the user's scheduler has, if there is one."""
+        """Set the optimizer's learning rates to those of the scheduler, if there is one."""
         if self.scheduler is not None:
             for group, rate in zip(self._updater.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
     def epoch_ended(self) -> None:
-        if self.scheduler is not None and self.interval == "once an epoch":
+        if self.scheduler is not None and self.interval == "once per epoch":
             self.scheduler.step()
 
     def evaluated(self, values: dict[str, Any]) -> None:

@@ -1,13 +1,13 @@
-"""How a batch reaches the model, and how the loss comes back.
+"""How the model is called on a batch, and how the loss is read from its result.
 
-Decided once, from the first batch, by a rule that is printed:
+The rule is chosen from the first batch and printed:
 
-- `loss_fn(model, batch)` or a `criterion` over (input, target), where one was given;
-- a tuple or list is spread where its length equals the number of arguments that forward requires;
-- a dict is spread where all its keys are forward's parameters;
-- else the model gets the batch as it is. What could be meant two ways is an error.
+- `loss_fn(model, batch)`, or `criterion` over (input, target), if given;
+- a tuple or list is unpacked if its length equals the number of required arguments of forward;
+- a dict is unpacked if all its keys are parameters of forward;
+- otherwise the model receives the batch itself. An ambiguous batch is an error.
 
-A Hugging Face model's `.loss` over `labels` is a mean over tokens: it then weighs as many tokens as it counted.
+The `.loss` of a Hugging Face model with `labels` is a mean over tokens, so it is weighted by the labels it counts.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _TARGETS = ("targets", "labels", "target", "label")
 _OUTPUTS = ("outputs", "logits", "output")
 
 
-# A function of the model and a batch. The model is an argument because data parallel runs copies of it.
+# A function of the model and a batch. The model is an argument because DataParallel runs replicas of it.
 ModelCall = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class CallRule:
-    """How this model is called on this data."""
+    """How the model is called on a batch."""
 
     rule: str
-    loss: ModelCall  # to what the loss is read from
-    outputs: ModelCall  # to the model's outputs, the targets left out where there are any
+    loss: ModelCall  # returns the result that contains the loss
+    outputs: ModelCall  # returns the outputs, called without targets if there are any
     criterion: Callable[..., Any] | None = None
-    weighed: ModelCall | None = None  # the same with the weight of what a criterion counted
-    should_weigh: bool = False  # as far as this batch shows
+    weighted: ModelCall | None = None  # like `loss`, with the weight that a criterion divides by
+    needs_weight: bool = False  # according to this batch
 
-    def as_weighed(self) -> CallRule:
-        assert self.weighed is not None
-        return replace(self, loss=self.weighed, rule=f"{self.rule}; weighed by the targets that count")
+    def as_weighted(self) -> CallRule:
+        assert self.weighted is not None
+        return replace(self, loss=self.weighted, rule=f"{self.rule}; weighted by counted targets")
 
 
 def infer_call(
@@ -65,7 +65,7 @@ def infer_call(
         plain = CallRule(rule, lambda model, batch: criterion(model(batch[0]), batch[1]), outputs, criterion)
         if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or batch[1].is_floating_point():
             return plain
-        return replace(plain, weighed=_counted(criterion), should_weigh=_skips_targets(criterion, batch[1]))
+        return replace(plain, weighted=_with_weight(criterion), needs_weight=_is_weighted(criterion, batch[1]))
     if isinstance(batch, Mapping):
         rule, call = _choose_for_dict(model, batch)
         return CallRule(rule, call, outputs)
@@ -83,8 +83,8 @@ def _require_pair(batch: Any) -> None:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise TrainError(
             "no-pair",
-            f"A criterion needs batches of (input, target), but this one is {_describe(batch)}.",
-            fix="give loss_fn=lambda model, batch: … instead",
+            f"A criterion requires (input, target) batches, got {_describe(batch)}.",
+            fix="pass loss_fn=lambda model, batch: … instead",
         )
 
 
@@ -93,22 +93,22 @@ def _require_mean(criterion: Any) -> None:
     if reduction != "mean":
         raise TrainError(
             "criterion-not-a-mean",
-            f"The criterion {type(criterion).__name__} has reduction={reduction!r}.",
-            why="a criterion's value is taken for the mean over its batch, so that ranks can be added up",
-            fix="use reduction='mean'; or loss_fn=… that returns paceline.Loss(sum, weight)",
+            f"Unsupported reduction={reduction!r} of {type(criterion).__name__}.",
+            why="the value of a criterion must be the mean over its batch, so that it can be averaged over ranks",
+            fix="use reduction='mean', or a loss_fn that returns paceline.Loss(sum, weight)",
         )
 
 
-def _skips_targets(criterion: Any, targets: Tensor) -> bool:
-    """Whether the mean is not one over all samples: classes weigh differently, or targets are left out.
+def _is_weighted(criterion: Any, targets: Tensor) -> bool:
+    """Whether the criterion's mean is not over all samples: it has class weights, or ignores some targets.
 
-    Targets of tokens or pixels may hold some to be left out in any later batch; class numbers of whole samples hardly.
+    Token and pixel targets may contain ignored ones in any later batch; class labels of samples rarely do.
     """
     return criterion.weight is not None or targets.dim() > 1 or bool((targets == criterion.ignore_index).any())
 
 
-def _counted(criterion: Any) -> ModelCall:
-    """The criterion's mean with the weight that it divided by."""
+def _with_weight(criterion: Any) -> ModelCall:
+    """The criterion's mean with the weight that it divides by."""
 
     def call(model: Any, batch: Any) -> Loss:
         targets = batch[1]
@@ -134,22 +134,22 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
         first = huggingface.first_counted_label(model) if by_tokens else None
         if first is None:
             return rule, lambda model, batch: model(**batch)
-        return f"{rule}; a mean over tokens, weighed by the labels that count", _token_mean(first)
+        return f"{rule}; mean over tokens, weighted by counted labels", _token_mean(first)
     if known:
         raise TrainError(
             "ambiguous-batch",
-            f"Of the batch's keys, forward knows {', '.join(known)} but not "
-            f"{', '.join(key for key in batch if key not in known)}.",
-            fix="leave the others out of the samples, or give loss_fn=lambda model, batch: …",
+            f"forward() has no parameter for these keys of the batch: "
+            f"{', '.join(key for key in batch if key not in known)} (it takes {', '.join(known)}).",
+            fix="remove these keys from the samples, or pass loss_fn=lambda model, batch: …",
         )
-    return "model(batch)", _whole
+    return "model(batch)", _call_with_batch
 
 
 def _token_mean(first: int) -> ModelCall:
     def call(model: Any, batch: Any) -> Loss:
         labels = batch["labels"]
         weight = (labels[:, first:] != IGNORED_LABEL).sum()
-        # A mean over no tokens would be 0/0, and its gradient NaN even at weight zero: then some token stands in.
+        # A mean over no tokens would be 0/0, with a NaN gradient even at weight zero: count one token instead.
         labels = labels.clone()
         labels[:, first] = torch.where(weight == 0, 0, labels[:, first])
         mean = model(**{**batch, "labels": labels}).loss
@@ -169,27 +169,27 @@ def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[str, ModelCall]:
     if required < len(batch) <= len(positional):
         raise TrainError(
             "ambiguous-batch",
-            f"The batch is {_describe(batch)}, and forward takes {required} to {len(positional)} arguments.",
-            why="it could be spread over them, or be the first of them",
-            fix="give samples as dicts with forward's names, or loss_fn=lambda model, batch: …",
+            f"Ambiguous batch: {_describe(batch)}, while forward() takes {required} to {len(positional)} arguments.",
+            why="it could be unpacked into the arguments, or be the first argument",
+            fix="use dict samples with the parameter names of forward(), or pass loss_fn=lambda model, batch: …",
         )
-    return "model(batch)", _whole
+    return "model(batch)", _call_with_batch
 
 
-def _whole(model: Any, batch: Any) -> Any:
-    """The model on a container as it is; if it can't take that, the error says how the container got there."""
+def _call_with_batch(model: Any, batch: Any) -> Any:
+    """Call the model with the batch as its only argument; a TypeError gets a note that says so."""
     try:
         return model(batch)
     except TypeError as error:
         error.add_note(
-            f"paceline: the model got the whole batch, {_describe(batch)}, as its one argument. "
-            "For (input, target) batches give criterion=…; else loss_fn=lambda model, batch: …"
+            f"paceline: the model was called with the batch, {_describe(batch)}, as its only argument. "
+            "For (input, target) batches pass criterion=…; otherwise loss_fn=lambda model, batch: …"
         )
         raise
 
 
 def choose_outputs(model: nn.Module, batch: Any) -> ModelCall:
-    """For predictions: the inputs without their targets, where it is plain which those are."""
+    """For predictions: call the model without the targets, if the batch shows which they are."""
     if isinstance(batch, Mapping):
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -202,14 +202,14 @@ def choose_outputs(model: nn.Module, batch: Any) -> ModelCall:
 
 
 def targets_in(batch: Any) -> Any:
-    """What outputs are compared with: the second of a pair, or what a dict calls so; None if there is none."""
+    """The targets of a batch: the second of a pair, or a dict's targets or labels; else None."""
     if isinstance(batch, Mapping):
         return next((batch[key] for key in _TARGETS if key in batch), None)
     return batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
 
 
 def outputs_in(result: Any) -> Any:
-    """The model's outputs, where it returns them beside the loss."""
+    """The outputs in a result that also contains the loss; else None."""
     if isinstance(result, Mapping):
         return next((result[key] for key in _OUTPUTS if key in result), None)
     return next((getattr(result, key) for key in _OUTPUTS if hasattr(result, key)), None)
@@ -244,13 +244,13 @@ def _part(result: Any, name: str) -> Any:
 
 def _scalar(value: Any) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        # Sums over many micro-batches need more bits than half precision has.
+        # Half precision is too coarse for sums over many micro-batches.
         wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
         return wide if wide.dim() == 0 else wide.reshape(())
-    seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise TrainError(
         "no-loss",
-        f"The model's result is {seen}, which is no loss.",
+        f"Expected a loss from the model, got {got}.",
         why="a loss is a scalar, a dict or object with `loss`, or a paceline.Loss(sum, weight)",
-        fix="return one of these from forward, or give criterion=… or loss_fn=lambda model, batch: …",
+        fix="return one of these from forward(), or pass criterion=… or loss_fn=lambda model, batch: …",
     )

@@ -1,8 +1,8 @@
-"""A loss or gradient that is no finite number: which step, which rank, which module, which samples.
+"""Non-finite losses and gradients: which step, rank, module and samples they come from.
 
-Nothing waits for the GPU to find it: losses are looked at when they are read for a log point. Until then, under
-`nonfinite: raise`, the rank that produced it takes no further update, so the step can be run again with the weights
-that it had. Gradients are looked at where their norm is worked out: with clip_norm, and under `skip` and `stop`.
+The check never synchronizes with the GPU: losses are read at log points. Until then, under `nonfinite: raise`, the rank
+with a non-finite loss makes no further updates, so that the step can be repeated with the same parameters. Gradients
+are checked where their norm is computed: with clip_norm, and under `skip` and `stop`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _SHOWN = 16
 
 
 class NonfiniteGuard:
-    """Looks at losses and norms, and once one was not finite keeps the weights as they are until somebody has looked.
+    """Checks losses and norms, and after a non-finite one blocks updates until `reset`.
 
-    On the CPU the number is there anyway. On a GPU nobody waits for it: a flag goes up on the device and stays up, and
-    the fused optimizer reads it. Other optimizers on a GPU go on, and the report says what can still be said.
+    On the CPU the value is read directly. On a GPU a flag is set on the device, which a fused optimizer reads; other
+    optimizers on a GPU continue to update.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, *, may_wait: bool = False) -> None:
-        self.tripped = False  # as far as the host knows
+        self.tripped = False  # known on the host
         self._on_host = device.type == "cpu" or (may_wait and not is_fused(optimizer))
         self._flag = torch.zeros((), device=device)
         self._step = torch.full((), -1, device=device)  # of this rank's first bad loss
         if not self._on_host and is_fused(optimizer):
             optimizer.found_inf = self._flag  # type: ignore[attr-defined]
 
-    def look_at_loss(self, loss: Tensor, step: int) -> None:
-        """This rank's own; the others may be finite."""
+    def check_loss(self, loss: Tensor, step: int) -> None:
+        """Check the loss of this rank."""
         if self._on_host:
             if not isfinite(loss.item()) and not self.tripped:
                 self.tripped = True
@@ -53,20 +53,20 @@ class NonfiniteGuard:
             self._step = torch.where(bad & (self._flag == 0), step, self._step)
             torch.maximum(self._flag, bad.float(), out=self._flag)
 
-    def look_at_norm(self, norm: Tensor) -> None:
-        """The reduced gradient's, equal on every rank."""
+    def check_norm(self, norm: Tensor) -> None:
+        """Check the norm of the reduced gradient, equal on every rank."""
         if self._on_host:
             if not isfinite(norm.item()):
                 self.tripped = True
         else:
             torch.maximum(self._flag, (~torch.isfinite(norm)).float(), out=self._flag)
 
-    def saw_loss_of(self, step: int) -> bool:
-        """Whether this rank's loss was the bad one in that step, counted from 0; waits for the device."""
+    def loss_was_bad_at(self, step: int) -> bool:
+        """Whether this rank's first non-finite loss was in `step`, counted from 0. Synchronizes with the device."""
         return int(self._step) == step
 
     def reset(self) -> None:
-        """Somebody has looked: updates may go on."""
+        """Allow updates again."""
         self.tripped = False
         self._flag.zero_()
         self._step.fill_(-1)
@@ -76,10 +76,10 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def judge(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
-    """Whether a step's record is one that the policy acts on.
+def bad_step_test(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
+    """Return a test whether the policy acts on the record of a step.
 
-    fp16's scaler makes gradients infinite on purpose, now and then, and skips those steps; a loss never.
+    Infinite gradients are expected from fp16 loss scaling, which skips those steps; a non-finite loss is not.
     """
 
     def is_bad(record: Record) -> bool:
@@ -94,64 +94,64 @@ def judge(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
 def report(
     record: Record, module: Any, micros: Iterable[MicroBatch] | None, draw: NoiseContext, watch: NonfiniteGuard | None
 ) -> TrainError:
-    """Run the step again on every rank (its collectives need all of them) and say where it went wrong."""
-    seen = watch is not None and watch.saw_loss_of(record["step"] - 1)
-    found: dict[str, Any] = {"seen": seen, "where": None, "samples": []}
+    """Repeat the step and locate the non-finite value. Collective: must be called on every rank."""
+    seen = watch is not None and watch.loss_was_bad_at(record["step"] - 1)
+    facts: dict[str, Any] = {"seen": seen, "where": None, "samples": []}
     if micros is not None:
-        found |= _look(module, list(micros), draw)
-    ranks = collectives.all_gather_object(found)
+        facts |= _locate(module, list(micros), draw)
+    ranks = collectives.all_gather_object(facts)
     if watch is not None:
         watch.reset()
-    guilty = [rank for rank, facts in enumerate(ranks) if facts["seen"]] or [
+    sources = [rank for rank, facts in enumerate(ranks) if facts["seen"]] or [
         rank for rank, facts in enumerate(ranks) if facts["where"]
     ]
-    rank = guilty[0] if guilty else None
-    what = "gradient" if isfinite(record["loss"]) else "loss"
+    rank = sources[0] if sources else None
+    kind = "gradient" if isfinite(record["loss"]) else "loss"
     return TrainError(
         "nonfinite",
-        f"The {what} of step {record['step']} is no finite number{_who(rank, ranks)}.",
-        why=_why(None if rank is None else ranks[rank], read_again=micros is not None),
-        fix="look at these samples; lower the learning rate or set clip_norm; "
-        "nonfinite: skip leaves such steps out, nonfinite: stop ends training with the weights before it",
+        f"Non-finite {kind} at step {record['step']}{_origin(rank, ranks)}.",
+        why=_why(None if rank is None else ranks[rank], repeated=micros is not None),
+        fix="check these samples; lower the learning rate or set clip_norm; nonfinite: skip skips such steps, "
+        "nonfinite: stop ends training with the parameters before the step",
     )
 
 
-def _who(rank: int | None, ranks: list[dict[str, Any]]) -> str:
+def _origin(rank: int | None, ranks: list[dict[str, Any]]) -> str:
     if rank is None:
         return ""
     samples = ranks[rank]["samples"]
     shown = ", ".join(map(str, samples[:_SHOWN])) + (", …" if len(samples) > _SHOWN else "")
-    return f"; it came from rank {rank}" + (f", samples {shown}" if samples else "")
+    return f" on rank {rank}" + (f", samples {shown}" if samples else "")
 
 
-def _why(facts: dict[str, Any] | None, *, read_again: bool) -> str:
-    if not read_again:
-        return "this data can't be read a second time, so the step could not be run again to find the module"
+def _why(facts: dict[str, Any] | None, *, repeated: bool) -> str:
+    if not repeated:
+        return "unknown: this data can't be read again, so the step could not be repeated to find the module"
     if facts is None or not facts["where"]:
-        return "run again, the step was finite: noise (dropout) or weights that have changed since make the difference"
+        return "unknown: the repeated step was finite; dropout noise or the parameters differ"
     return str(facts["where"])
 
 
-def _look(module: Any, micros: list[MicroBatch], draw: NoiseContext) -> dict[str, Any]:
-    """The first of: the data itself, a weight, a module's output, a module's gradient."""
+def _locate(module: Any, micros: list[MicroBatch], draw: NoiseContext) -> dict[str, Any]:
+    """Find the first non-finite value: in the data, a parameter, a module's output or a gradient."""
     where: str | None = None
     samples: list[Any] = []
     for micro in micros:
-        here = _in_data(micro) or _in_weights(module.model)
+        found = _in_data(micro) or _in_parameters(module.model)
         with _first_bad_output(module.model) as outputs:
             draw.samples, draw.draws = micro, 0
             value, _ = module(micro.batch)
-        here = here or (outputs[0] if outputs else None)
-        if value is not None and not _finite(value):  # None: of a pipeline, another stage has it
-            here = here or "every module's output is finite, but the loss made from them is not"
+        found = found or (outputs[0] if outputs else None)
+        if value is not None and not _finite(value):  # None: not the last stage of a pipeline
+            found = found or "the outputs of all modules are finite, but the loss computed from them is not"
         with _first_bad_gradient(module.model) as gradients:
             draw.draws = 0
-            if value is not None and value.requires_grad:  # a pipeline's forward alone has no backward
+            if value is not None and value.requires_grad:  # a pipeline's forward is without gradients
                 module(micro.batch)[0].backward()
         draw.samples = None
-        here = here or (gradients[0] if gradients else None)
-        if here and where is None and micro.samples:
-            where, samples = here, [_plain(index) for index in micro.indices]
+        found = found or (gradients[0] if gradients else None)
+        if found and where is None and micro.samples:
+            where, samples = found, [_plain(index) for index in micro.indices]
     module.zero_grad(set_to_none=True)
     reshard_all(module)
     return {"where": where, "samples": samples}
@@ -166,14 +166,14 @@ def _in_data(micro: MicroBatch) -> str | None:
         if not _finite(tensor):
             rows = [row for row in range(len(tensor)) if not _finite(tensor[row])] if tensor.dim() else []
             which = [micro.indices[row] for row in rows if row < len(micro.indices)]
-            return f"the data itself is not finite{f': sample {which[0]}' if which else ''}"
+            return f"the data is not finite{f': sample {which[0]}' if which else ''}"
     return None
 
 
-def _in_weights(model: nn.Module) -> str | None:
+def _in_parameters(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if not _finite(local_shard(parameter)):
-            return f"the weight {name} is not finite: an earlier update made it so"
+            return f"parameter {name} is not finite after an earlier update"
     return None
 
 
@@ -188,7 +188,7 @@ def _first_bad_output(model: nn.Module) -> Iterator[list[str]]:
     def look(name: str, module: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if not found and not all(map(_finite, tensors_in(output))):
-                found.append(f"the first module with such an output is {name or 'the model'} ({type(module).__name__})")
+                found.append(f"first module with a non-finite output: {name or 'the model'} ({type(module).__name__})")
 
         return module.register_forward_hook(hook)
 
@@ -202,13 +202,13 @@ def _first_bad_output(model: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def _first_bad_gradient(model: nn.Module) -> Iterator[list[str]]:
-    """In backward's order, so the module nearest to the loss. Leaves only: torch's hook on a container lies."""
+    """In the order of the backward, so nearest to the loss. Parameters only: module backward hooks are unreliable."""
     found: list[str] = []
 
     def look(name: str, parameter: nn.Parameter) -> Any:
         def hook(gradient: Tensor) -> None:
             if not found and not _finite(gradient):
-                found.append(f"the first parameter with such a gradient is {name}")
+                found.append(f"first parameter with a non-finite gradient: {name}")
 
         return parameter.register_hook(hook)
 

@@ -1,4 +1,4 @@
-"""Out of memory, in words: what was asked, what was free, what the batch was, and what to change."""
+"""Out-of-memory errors that state the requested and free memory, the batch, and what to change."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from paceline.plan.batch import BatchPlan
 from paceline.text import format_bytes
 from paceline.train.engine import Engine
 
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class for GPUs; the CPU's allocator raises a plain RuntimeError."""
+    """The CPU allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 
 @contextmanager
-def explained(engine: Engine, plan: BatchPlan | None) -> Iterator[None]:
-    """Memory that runs out in here becomes an error that says what to do; others pass as they are."""
+def explain_out_of_memory(engine: Engine, plan: BatchPlan | None) -> Iterator[None]:
+    """Turn out-of-memory errors of this context into a TrainError with advice."""
     try:
         yield
     except BaseException as error:
@@ -40,8 +40,8 @@ def explained(engine: Engine, plan: BatchPlan | None) -> Iterator[None]:
 
 
 def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> TrainError:
-    """`plan` is None in a loop of the user's own."""
-    asked, device = _ASKED.search(str(error)), engine.world.device
+    """`plan` is None in a custom loop."""
+    requested, device = _REQUESTED.search(str(error)), engine.world.device
     parameters = sum(_bytes(parameter) for parameter in engine.model.parameters())
     gradients = sum(_bytes(parameter) for parameter in engine.model.parameters() if parameter.requires_grad)
     states = sum(_bytes(value) for state in engine.optimizer.state.values() for value in state.values())
@@ -49,9 +49,9 @@ def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> Tra
     return TrainError(
         "out-of-memory",
         f"Out of memory on rank {engine.world.rank_info.rank} ({device}): "
-        f"{_size(asked.group(1) if asked else None)} more was asked for; {_free(device)}.",
-        why=f"the model holds {format_bytes(parameters)}, its gradients {format_bytes(gradients)}, "
-        f"the optimizer {format_bytes(states)}; the rest are activations of a micro-batch of {samples}",
+        f"tried to allocate {_size(requested.group(1) if requested else None)}; {_free(device)}.",
+        why=f"parameters take {format_bytes(parameters)}, gradients {format_bytes(gradients)}, optimizer states "
+        f"{format_bytes(states)}; the rest are activations of a micro-batch of {samples}",
         fix=_advice(engine.config, plan, engine.world.size, gradients + states),
     )
 
@@ -63,32 +63,35 @@ def _bytes(value: Any) -> int:
 def _free(device: torch.device) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return f"{format_bytes(free)} of {format_bytes(total)} was free"
-    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free, total = (int(facts[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
+    else:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (int(facts[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
     return f"{format_bytes(free)} of {format_bytes(total)} was free"
 
 
 def _size(text: str | None) -> str:
-    """torch says `20.00 GiB` for GPUs and bytes for the CPU."""
+    """torch reports `20.00 GiB` for GPUs and bytes for the CPU."""
     if text is None:
-        return "some"
+        return "memory"
     number = text.removesuffix("bytes").strip()
     return format_bytes(int(number)) if number.isdigit() else text
 
 
 def _advice(config: Config, plan: BatchPlan | None, ranks: int, shardable: int) -> str:
-    """What helps, most first, with the numbers worked out."""
+    """What helps, most effective first, with computed values."""
     advice = []
     if plan is not None and int(plan.micro_batch.value) > 1:
         smaller = int(plan.micro_batch.value) // 2
         groups = -(-plan.size // (smaller * ranks))
-        advice.append(f"micro_batch: {smaller} (accumulate {groups}; the same training with half the activations)")
+        advice.append(f"micro_batch: {smaller} (accumulate {groups}; same result with half the activations)")
     facts = PRECISIONS.facts(config.precision)
     if facts.gather_bytes == facts.param_bytes:  # no half precision yet
-        advice.append("precision: bf16 (activations at half the size)")
+        advice.append("precision: bf16 (half the memory for activations)")
     if ranks > 1:
         saved = format_bytes(shardable * (ranks - 1) // ranks)
-        advice.append(f"sharding gradients and optimizer over the {ranks} ranks would free {saved} on each")
-    advice.append("recomputing activations (torch.utils.checkpoint) in the model's blocks")
+        advice.append(
+            f"strategy: fsdp (shards gradients and optimizer states across {ranks} ranks: {saved} less on each)"
+        )
+    if config.recompute == "off":
+        advice.append("recompute: full (activation checkpointing of the model's blocks)")
     return "; ".join(advice)

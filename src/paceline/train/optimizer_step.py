@@ -1,8 +1,7 @@
-"""One optimizer step, second half: from reduced gradients to new weights.
+"""The parameter update, from the reduced gradients of a step.
 
-In this order: the exact factor of a data-dependent weight, fp16's scale off, clipping, the learning rate of the step,
-the optimizer, the moving average. Nothing here waits for a GPU, but for `nonfinite: skip` with an optimizer that is
-not fused.
+In this order: the factor of data-dependent weights, fp16 unscaling, clipping, the learning rate of the step, the
+optimizer, the moving average. Nothing synchronizes with the GPU, except `nonfinite: skip` without a fused optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from paceline.train.sharded_params import ShardedParams
 
 
 class Updater:
-    """Updates the weights. `skipped` is the last step's flag (1.0: not taken), on the device or as a number."""
+    """Updates the parameters. `skipped` is 1.0 if the last step was skipped, on the device or as a float."""
 
     def __init__(
         self,
@@ -40,39 +39,39 @@ class Updater:
         sharded: ShardedParams | None = None,
     ) -> None:
         self.optimizer, self.average, self._sharded = optimizer, average, sharded
-        self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None leaves the rate alone
-        self.scheduler: Any = None  # of the user's, where it steps with the optimizer
+        self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None: constant
+        self.scheduler: Any = None  # the user's, if it steps with the optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._everything = list(module.parameters())  # more than the optimizer holds, if it holds a part
+        self._all_parameters = list(module.parameters())  # may be more than the optimizer holds
         self._scaler = scaler if scaler.is_enabled() else None
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._skip = nonfinite == "skip" and self._scaler is None  # the scaler skips by itself
-        self._judges_norm = nonfinite != "raise" and self._scaler is None
-        self._touches_gradients = clip_norm is not None or clip_value is not None or self._judges_norm
-        # A forward over NaN leaves it in a batch norm's memory, whether or not the step is taken.
+        self._skip = nonfinite == "skip" and self._scaler is None  # the scaler skips steps itself
+        self._checks_norm = nonfinite != "raise" and self._scaler is None
+        self._needs_gradients = clip_norm is not None or clip_value is not None or self._checks_norm
+        # A forward with NaN changes the running statistics of batch norm even if the step is skipped.
         kept = [buffer for buffer in module.buffers() if buffer.is_floating_point()] if nonfinite != "raise" else []
         self._buffers = [(buffer, buffer.clone()) for buffer in kept]
-        self._on_device = self._everything[0].device.type != "cpu" and is_fused(optimizer)
+        self._on_device = self._all_parameters[0].device.type != "cpu" and is_fused(optimizer)
         self._watch = watch
-        self.lr = 0.0  # of the last step, in the first group
+        self.lr = 0.0  # of the first group in the last step
         self.skipped: Tensor | float | None = None
-        self.before_change: Callable[[], None] | None = None  # somebody still copies the weights
-        self.is_changing = False  # else weights, optimizer and averages are those of one and the same step
+        self.before_change: Callable[[], None] | None = None  # waits for a save that is still copying
+        self.is_changing = False  # False: parameters, optimizer and averages belong to the same step
 
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
-        """The update of step number `step`, counted from 0; the gradient's norm, where it was worked out."""
+        """Update the parameters in step `step`, counted from 0. Returns the gradient norm, if it was computed."""
         norm = None
         if self._sharded is not None:
-            self._sharded.hand_over_gradients()
-        if factor is not None or self._touches_gradients or (self._sharded is not None and self._scaler is not None):
-            norm = self._shape(factor)
+            self._sharded.assign_gradients()
+        if factor is not None or self._needs_gradients or (self._sharded is not None and self._scaler is not None):
+            norm = self._scale_and_clip(factor)
         if self.learning_rate is not None:
             rate = self.learning_rate(step)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * rate
         self.lr = self.optimizer.param_groups[0]["lr"]
-        held = self._watch is not None and self._watch.tripped
-        if not held and not (self._skip and norm is not None and self._skipped(norm)):
+        blocked = self._watch is not None and self._watch.tripped
+        if not blocked and not (self._skip and norm is not None and self._skipped(norm)):
             if self.before_change is not None:
                 self.before_change()
             self.is_changing = True
@@ -82,20 +81,20 @@ class Updater:
             if self.scheduler is not None:
                 self.scheduler.step()
             self.is_changing = False
-        for parameter in self._everything:
+        for parameter in self._all_parameters:
             parameter.grad = None
         if self._buffers:
-            self._mend_buffers()
+            self._restore_nonfinite_buffers()
         return norm
 
     @torch.no_grad()
     def keep_buffers(self) -> None:
-        """The buffers are good as they are now: they were just loaded."""
+        """Take the current buffers, which were just loaded, as valid."""
         for buffer, before in self._buffers:
             before.copy_(buffer)
 
     @torch.no_grad()
-    def _mend_buffers(self) -> None:
+    def _restore_nonfinite_buffers(self) -> None:
         for buffer, before in self._buffers:
             buffer.copy_(torch.where(torch.isfinite(buffer), buffer, before))
             before.copy_(buffer)
@@ -112,7 +111,7 @@ class Updater:
         self._scaler.update()
         self.skipped = self._scaler.overflowed
 
-    def _shape(self, factor: Tensor | float | None) -> Tensor | None:
+    def _scale_and_clip(self, factor: Tensor | float | None) -> Tensor | None:
         held = [p for p in self._parameters if p.grad is not None]
         gradients = [p.grad for p in held] if self._sharded is None else [local_shard(p.grad) for p in held]
         norm_of = total_norm if self._sharded is None else self._sharded.norm_of(held)
@@ -123,20 +122,20 @@ class Updater:
             for device, dtype in {(gradient.device, gradient.dtype) for gradient in gradients}:
                 same = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == (device, dtype)]
                 torch._foreach_mul_(same, factor.to(device, dtype))
-        if not self._touches_gradients and (self._scaler is None or self._sharded is None):
+        if not self._needs_gradients and (self._scaler is None or self._sharded is None):
             return None
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        # Clipping by value would hide what is infinite.
-        whole = norm_of(gradients) if self._judges_norm or self._clip_norm is not None else None
-        if whole is not None and self._watch is not None:
-            self._watch.look_at_norm(whole)
-        known = None if self._clip_value is not None else whole
+        # Before clipping by value, which would hide infinite gradients.
+        norm = norm_of(gradients) if self._checks_norm or self._clip_norm is not None else None
+        if norm is not None and self._watch is not None:
+            self._watch.check_norm(norm)
+        known = None if self._clip_value is not None else norm
         clipped = clip(gradients, self._clip_norm, self._clip_value, known, norm_of)
-        return whole if self._clip_value is not None or clipped is None else clipped
+        return norm if self._clip_value is not None or clipped is None else clipped
 
     def _skipped(self, norm: Tensor) -> bool:
-        """Whether the host has to leave the step out; a fused optimizer on a GPU does so itself."""
+        """Whether to skip the step on the host; a fused optimizer on a GPU skips it itself."""
         if self._on_device:
             self.skipped = (~torch.isfinite(norm)).float()
             self.optimizer.found_inf = self.skipped  # type: ignore[attr-defined]

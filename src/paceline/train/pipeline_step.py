@@ -47,11 +47,11 @@ class PipelineLossModule(LossModule):
         self.stages = nn.ModuleList(pipeline.stages)
         self._pick: ModelCall | None = None
 
-    def forward(self, batch: Any, instead: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+    def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         with torch.no_grad():
             outputs = self.pipeline.forward(self.inputs_of(batch))
-        if instead is not None:
-            return None if outputs is None else self.made_of(outputs, batch, instead)
+        if function is not None:
+            return None if outputs is None else self.made_of(outputs, batch, function)
         if outputs is None:
             return None, None
         assert self.call is not None
@@ -127,15 +127,15 @@ class PipelineStepper(Stepper):
         with held:
             self._run(micro)
         self.means = bool(self._counts_samples)
-        self.by_data |= not micro.exact or not self.means
+        self.data_weighted |= not micro.exact or not self.means
         noted = self._note(micro)
         if micro.last:
-            if self.by_data:
-                self._send_weight(micro, self._device)
+            if self.data_weighted:
+                self._start_weight_reduction(micro, self._device)
             self._pipeline.reduce_tied(self._gradient_of)
         return noted
 
-    def fly(self, micro: MicroBatch) -> Tensor | float | None:
+    def run_zero_weight(self, micro: MicroBatch) -> Tensor | float | None:
         """A pass of weight zero; how much the micro-batch weighs, None: its samples."""
         self._run(micro, counts=False)
         weight = None if self._counts_samples or not self._seen else sum(weight for _, weight in self._seen)
@@ -145,14 +145,14 @@ class PipelineStepper(Stepper):
     def _run(self, micro: MicroBatch, counts: bool = True) -> None:
         inputs = self._staged.inputs_of(micro.batch)
         if self._counts_samples is None:
-            self._settle_on(len(inputs))
+            self._choose_microbatches(len(inputs))
         self._seen, self._draw.samples, self._draw.draws = [], micro, 0
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
         self._draw.samples = None
         if self._counts_samples is None:
             self._counts_samples = bool(self._pipeline.from_last([float(self._last_is_mean)])[0])
 
-    def _settle_on(self, samples: int) -> None:
+    def _choose_microbatches(self, samples: int) -> None:
         """How many parts there are is the same for all ranks, whatever each of them has in the first batch."""
         self._last_is_mean = True
         most = max(collectives.all_gather_object(samples))
@@ -194,9 +194,9 @@ class PipelineStepper(Stepper):
             weight = weight if micro.samples else 0.0
         assert isinstance(noted, Tensor)
         self._seen = []
-        self.noted.append((noted, weight))
+        self.losses.append((noted, weight))
         if self._watch is not None:
-            self._watch.look_at_loss(noted, micro.step)
+            self._watch.check_loss(noted, micro.step)
         return noted
 
     def _gradient_of(self, name: str) -> Tensor | None:

@@ -1,9 +1,8 @@
-"""Before the first step: do the ranks mean the same thing?
+"""The pre-flight: checks before the first step that all ranks agree.
 
-One micro-step of weight zero, after which buffers and random state are as they were. It settles DDP's buckets (which
-are rebuilt after the first backward: sums would else run in another order after a resume), finds parameters that the
-loss does not use, warms what compiles, and tells how much a micro-batch weighs. Then the ranks compare notes: library
-versions, weights, data. A difference is an error that names the ranks.
+It runs one micro-batch with weight zero and restores buffers and random state. This makes DDP rebuild its buckets (or
+sums would run in another order after a resume), finds unused parameters, triggers compilation, and measures the weight
+of a micro-batch. Then ranks compare library versions, weights and data. A difference is an error that names the ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from paceline.train.step import LossModule
 _SHOWN = 8
 _ROWS_COMPARED = 64
 _ROWS_NEEDED = 4
-_ROUNDING = 1e-3  # half precision differs between ranks by less, a wrong plan by more
+_LOSS_TOLERANCE = 1e-3  # above the rounding of half precision, below the error of a wrong plan
 
 
 def check(
@@ -44,49 +43,49 @@ def check(
     *,
     fingerprint: Any,
     allow_unused: bool,
-    fly: Callable[[MicroBatch], Any] | None = None,
+    run_zero_weight: Callable[[MicroBatch], Any] | None = None,
 ) -> tuple[float, list[str]]:
-    """Fly; the weight of a group of micro-batches over all ranks, and the parameters without a gradient."""
+    """Return the weight of one micro-batch summed over ranks, and the parameters without a gradient."""
     ranks, value = collectives.world(), None
     if mesh.data_ranks < mesh.degrees.world:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
-    with _restored(module):
+    with _preserved_state(module):
         draw.samples, draw.draws = micro, 0
-        if fly is not None:  # a pipeline has its own way
-            weight = fly(micro)
+        if run_zero_weight is not None:  # a pipeline
+            weight = run_zero_weight(micro)
         else:
             value, weight = wrapped.forward(micro.batch)
-            with _named_change_in_place():
+            with _explain_inplace_change():
                 (value * 0.0).backward()
         draw.samples = None
     unused = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
     module.zero_grad(set_to_none=True)
     if unused and ranks > 1 and not allow_unused:
-        raise unused_error(module.model, unused)
+        raise unused_parameters_error(module.model, unused)
     counts = micro.samples > 0 and mesh.reports_loss
-    own = float(micro.samples if weight is None else weight) if counts else 0.0
+    local_weight = float(micro.samples if weight is None else weight) if counts else 0.0
     facts = {
-        "weight": own,
+        "weight": local_weight,
         "versions": versions(),
-        # Where they are cut, they come from rank 0.
+        # Sharded weights are broadcast from rank 0.
         "weights": _digests(module.model) if ranks > 1 and mesh.degrees.is_replicated else {},
         "data": fingerprint,
         "loss": [mesh.data_rank, None if value is None else float(value.detach())],
         "rows": _rows(micro.batch) if counts and not micro.exact else [],
     }
-    everyone = collectives.all_gather_object(facts)
+    gathered = collectives.all_gather_object(facts)
     if mesh.repeats_loss:
-        _require_one_loss([rank["loss"] for rank in everyone])
-    consistency.require_same_versions([rank["versions"] for rank in everyone])
-    consistency.require_same_weights([rank["weights"] for rank in everyone])
-    _require_same_data([rank["data"] for rank in everyone])
-    _require_disjoint([rank["rows"] for rank in everyone])
-    return sum(rank["weight"] for rank in everyone), unused
+        _require_one_loss([rank["loss"] for rank in gathered])
+    consistency.require_same_versions([rank["versions"] for rank in gathered])
+    consistency.require_same_weights([rank["weights"] for rank in gathered])
+    _require_same_data([rank["data"] for rank in gathered])
+    _require_disjoint([rank["rows"] for rank in gathered])
+    return sum(rank["weight"] for rank in gathered), unused
 
 
 @contextmanager
-def _named_change_in_place() -> Iterator[None]:
-    """What FSDP's hooks can't follow shows in the first backward, as storage that is gone."""
+def _explain_inplace_change() -> Iterator[None]:
+    """FSDP fails in the first backward with an obscure error if a block's output was modified in place."""
     try:
         yield
     except RuntimeError as error:
@@ -94,47 +93,47 @@ def _named_change_in_place() -> Iterator[None]:
             raise
         raise LayoutError(
             "changed-in-place",
-            "The model changes a block's output in place (`y = block(x); y += x`), which sharding can't follow.",
-            why="the output is a view of what the block's hooks watch: its weights are given back too early",
-            fix="write y = y + x, or set fsdp: {reshard: false} and compare with `paceline parity`",
+            "The model modifies the output of a block in place (`y = block(x); y += x`), which FSDP does not support.",
+            why="FSDP registers hooks on the output, and frees the gathered parameters too early",
+            fix="write y = y + x, or set fsdp: {reshard: false} and verify with `paceline parity`",
         ) from error
 
 
 def _require_same_samples(batches: list[tuple[int, int]]) -> None:
-    """Ranks along the tensor and pipeline axes compute parts of one thing: what they are given has to be the same."""
+    """Ranks along the tensor and pipeline axes must receive the same samples."""
     seen: dict[int, tuple[int, int]] = {}
     for rank, (data_rank, content) in enumerate(batches):
         first, expected = seen.setdefault(data_rank, (rank, content))
         if content != expected:
             raise LayoutError(
                 "different-batches",
-                f"Ranks {first} and {rank} share one part of the data, but got different samples.",
-                why="they hold parts of the model, not of the data: each computes a part of what the same samples give",
-                fix="give the dataset, or a DataLoader without DistributedSampler, to the Trainer; in a loop of your "
-                "own use trainer.loader(dataset), or the same batch on all ranks of a tensor or pipeline axis",
+                f"Ranks {first} and {rank} belong to the same data rank, but received different samples.",
+                why="they hold parts of the model, and must compute them on the same samples",
+                fix="pass the dataset, or a DataLoader without DistributedSampler, to the Trainer; in a custom loop "
+                "use trainer.loader(dataset), or the same batch on all ranks of a tensor or pipeline axis",
             )
 
 
 def _require_one_loss(losses: list[tuple[int, float | None]]) -> None:
-    """Ranks along the tensor axis have the same samples, and a plan that means the model gives them the same loss."""
+    """Ranks along the tensor axis have the same samples, so with a valid tensor plan they have the same loss."""
     seen: dict[int, tuple[int, float]] = {}
     for rank, (data_rank, loss) in enumerate(losses):
         if loss is None:
             continue
         first, expected = seen.setdefault(data_rank, (rank, loss))
-        if abs(loss - expected) > _ROUNDING * max(abs(expected), 1e-6):
+        if abs(loss - expected) > _LOSS_TOLERANCE * max(abs(expected), 1e-6):
             raise LayoutError(
                 "tensor-plan-changes-loss",
-                f"On the same samples, rank {first} has the loss {expected:.6g} and rank {rank} {loss:.6g}.",
-                why="the tensor plan does not fit what the model computes: the outputs of a column layer have to meet "
-                "a row layer, with nothing between them that mixes outputs",
-                fix="name the row layer that follows each column layer, or leave the layer out of the plan; "
-                "`paceline parity` shows when it is right",
+                f"For the same samples, the loss is {expected:.6g} on rank {first} but {loss:.6g} on rank {rank}.",
+                why="the tensor plan does not match the model: a colwise layer must be followed by a rowwise layer, "
+                "with only elementwise operations in between",
+                fix="name the rowwise layer that follows each colwise layer, or remove the layer from the plan; "
+                "verify with `paceline parity`",
             )
 
 
 def nominal(weight: float, groups: int) -> float:
-    """A power of two near a step's weight: dividing by it costs no rounding."""
+    """A power of two near the weight of a step: dividing by it does not round."""
     return 2.0 ** round(log2(max(1.0, weight * groups)))
 
 
@@ -143,33 +142,33 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def named_unused(model: nn.Module) -> Iterator[None]:
-    """DDP finds parameters without a gradient too, one step late and by number: their names instead."""
+def explain_unused_parameters(model: nn.Module) -> Iterator[None]:
+    """DDP reports parameters without a gradient one step late and by index: report their names."""
     try:
         yield
     except RuntimeError as error:
         if "Expected to have finished reduction" not in str(error):
             raise
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        unused = [names[int(number)] for number in numbers.group(1).split()] if numbers else names
-        raise unused_error(model, unused) from error
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        unused = [names[int(index)] for index in indices.group(1).split()] if indices else names
+        raise unused_parameters_error(model, unused) from error
 
 
-def unused_error(model: nn.Module, names: list[str]) -> TrainError:
-    owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
+def unused_parameters_error(model: nn.Module, names: list[str]) -> TrainError:
+    modules = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
     return TrainError(
         "unused-parameters",
-        f"The loss does not depend on {shown} (in {', '.join(owners)}).",
-        why="on several ranks the reduction is complete only when every trainable parameter got a gradient",
-        fix="use them in forward, freeze them with requires_grad_(False), or set unused_parameters: allow",
+        f"The loss does not depend on {shown} (in {', '.join(modules)}).",
+        why="with several ranks, every trainable parameter must receive a gradient to complete the reduction",
+        fix="use them in forward(), freeze them with requires_grad_(False), or set unused_parameters: allow",
     )
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Buffers and random state as they were."""
+def _preserved_state(module: nn.Module) -> Iterator[None]:
+    """Restore buffers and random state after this context."""
     buffers = [
         (part, name, buffer, buffer.clone())
         for part in module.modules()
@@ -184,22 +183,22 @@ def _restored(module: nn.Module) -> Iterator[None]:
         torch.cuda.set_rng_state(gpu_state)
     with torch.no_grad():
         for part, name, buffer, before in buffers:
-            part._buffers[name] = buffer  # the forward may have put another in its place
+            part._buffers[name] = buffer  # the forward may have replaced it
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
 
 
 def _digests(model: nn.Module) -> dict[str, int]:
-    return {name: _bits(parameter) for name, parameter in model.named_parameters()}
+    return {name: _checksum(parameter) for name, parameter in model.named_parameters()}
 
 
-_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(tensor: Tensor) -> int:
-    """A sum over the tensor's bits, on its own device."""
+def _checksum(tensor: Tensor) -> int:
+    """A sum over the bits of the tensor, computed on its device."""
     plain = tensor.detach().contiguous()
-    return int(plain.view(_WHOLE_NUMBERS[plain.element_size()]).sum(dtype=torch.int64))
+    return int(plain.view(_INT_DTYPES[plain.element_size()]).sum(dtype=torch.int64))
 
 
 def _rows(batch: Any) -> list[int]:
@@ -213,22 +212,22 @@ def _require_same_data(fingerprints: list[Any]) -> None:
     if len(set(known)) > 1:
         raise DataError(
             "different-data",
-            "The ranks hold different data (kind, length, checksums):\n" + consistency.by_rank(known),
-            why="each rank takes its part of one dataset by arithmetic; with different datasets samples are lost "
-            "and others seen twice",
-            fix="build the dataset alike on every rank (a random split needs a seed) and let the Trainer share it "
-            "out; preflight: false leaves this check out",
+            "Ranks have different data (type, length, checksums):\n" + consistency.by_rank(known),
+            why="each rank selects its shard of one dataset by index; with different datasets some samples are lost "
+            "and others are read twice",
+            fix="build the same dataset on every rank (seed random splits) and let the Trainer shard it; "
+            "preflight: false disables this check",
         )
 
 
 def _require_disjoint(rows: list[list[int]]) -> None:
-    for rank, own in enumerate(rows):
-        # A few rows of two values may be the same by chance.
-        twins = [other for other in range(rank) if len(set(own)) >= _ROWS_NEEDED and rows[other] == own]
-        if twins:
+    for rank, local in enumerate(rows):
+        # A few rows with two distinct values may be equal by chance.
+        duplicates = [other for other in range(rank) if len(set(local)) >= _ROWS_NEEDED and rows[other] == local]
+        if duplicates:
             raise DataError(
                 "same-samples",
-                f"Ranks {twins[0]} and {rank} got the same samples.",
-                why="each rank's batch should hold samples of its own; these are counted twice, and others never",
-                fix="use trainer.loader(dataset), or a DistributedSampler; preflight: false leaves this check out",
+                f"Ranks {duplicates[0]} and {rank} received the same samples.",
+                why="each rank's batch must hold different samples; these would be counted twice, others never",
+                fix="use trainer.loader(dataset), or a DistributedSampler; preflight: false disables this check",
             )

@@ -1,4 +1,4 @@
-"""Losses for the log: kept on the device as they come, reduced over the ranks and written at log points only."""
+"""Recorded losses: kept on the device, reduced over ranks and written at log points only."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from paceline.train.callbacks import Callbacks
 from paceline.train.evaluate import weighted_means
 from paceline.train.history import History, Record, require_free_names
 
-_SECONDS_BETWEEN_LOOKS = 0.5  # at the process's memory, which costs as much as a record
+_MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
-# A finished step whose numbers are still on the device: (step, epoch, learning rate, samples over all ranks, parts,
+# A finished step whose values are still on the device: (step, epoch, learning rate, samples over all ranks, parts,
 # whether parts are means, gradient norm, skipped), where parts are (mean, samples) or (sum, weight) of this rank's
-# micro-batches. A plain tuple, because one is made in every step.
+# micro-batches. A plain tuple, because one is created in every step.
 Pending = tuple[int, int, float, int, Sequence[tuple[Tensor, Any]], bool, Tensor | None, Tensor | float | None]
 
 
 @dataclass
 class Sinks:
-    """Where records go: rank 0's file and loggers, every rank's own events."""
+    """Destinations of records: the metrics file and loggers of rank 0, and the statistics file of every rank."""
 
     metrics: JsonlWriter | None = None
     events: RankStats | None = None
@@ -46,7 +46,7 @@ class Sinks:
             logger.write(records)
 
     def release(self) -> None:
-        """Close the files until the next record: who loops outside need not tell when it is over."""
+        """Close the files until the next record, because a custom loop has no explicit end."""
         for file in (self.metrics, self.events):
             if file is not None:
                 file.close()
@@ -59,11 +59,11 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Flushed:
-    """What a log point found, equal on every rank."""
+    """Result of a log point, equal on every rank."""
 
     records: Sequence[Record] = ()
-    stop: bool = False  # some rank wishes to
-    nonfinite: Record | None = None  # the first step whose loss or gradient was no finite number
+    stop: bool = False  # requested on any rank
+    nonfinite: Record | None = None  # the first step with a non-finite loss or gradient
 
 
 class Recorder:
@@ -82,34 +82,32 @@ class Recorder:
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
-        self.stop_wished = False  # by this rank; what all ranks wish is known at the next log point
+        self.stop_requested = False  # on this rank; combined over ranks at the next log point
         self._ranks = collectives.world()
         self._logged: dict[str, list[tuple[Any, Any]]] = {}
         self._since = time.perf_counter()
         self._memory, self._memory_read = (0, 0), -math.inf
 
     def log(self, name: str, value: Any, weight: Any = 1.0) -> None:
-        """Keep a value for the next log point, where its weighted mean over steps and ranks is written."""
+        """Keep a value for the next log point, which writes its weighted mean over steps and ranks."""
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise TrainError(
-                "not-a-number", f"The value of {name!r} has the shape {tuple(value.shape)}, not of a number."
-            )
+            raise TrainError("not-a-number", f"Expected a scalar for {name!r}, got shape {tuple(value.shape)}.")
         kept = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         self._logged.setdefault(name, []).append((kept, weight))
 
     def log_metrics(self, metrics: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
         for values, weight in metrics:
-            require_free_names(values, "metrics beside the loss")
+            require_free_names(values, "The model's metrics")
             for name, value in values.items():
                 self.log(name, value, weight)
 
     def flush(self) -> Flushed:
-        """Reduce and write what is pending. Every rank has to come."""
+        """Reduce and write pending records. Collective: must be called on every rank."""
         if not self.pending:
             return Flushed()
         pending, self.pending[:] = list(self.pending), []
         count = len(pending)
-        values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_wished)]
+        values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_requested)]
         if self._ranks > 1:
             numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
             collectives.all_reduce(numbers)
@@ -121,7 +119,7 @@ class Recorder:
         return Flushed(records, bool(values[4 * count + 1]), self._first_bad(records, values))
 
     def _first_bad(self, records: Sequence[Record], values: Sequence[float]) -> Record | None:
-        """The first record whose loss or norm is not finite; a step that weighed nothing has no loss to look at."""
+        """The first record with a non-finite loss or norm. Steps of weight zero have no loss."""
         if math.isfinite(sum(values)):
             return None
         weights = values[len(records) : 2 * len(records)]
@@ -129,12 +127,12 @@ class Recorder:
         return next(bad, None)
 
     def _reduce_logged(self) -> dict[str, float]:
-        own = {
+        sums = {
             name: [float(sum(value * weight for value, weight in pairs)), float(sum(weight for _, weight in pairs))]
             for name, pairs in self._logged.items()
         }
         self._logged = {}
-        return weighted_means(own)
+        return weighted_means(sums)
 
     def _write(self, records: list[Record], samples: int, extras: Mapping[str, float]) -> None:
         now = time.perf_counter()
@@ -147,7 +145,7 @@ class Recorder:
         self._sinks.write([*records[:-1], {**last, **timed}])
         memory = None
         if self._sinks.events is not None:
-            if now > self._memory_read + _SECONDS_BETWEEN_LOOKS:
+            if now > self._memory_read + _MEMORY_INTERVAL:
                 self._memory, self._memory_read = process_memory(self._device), now
             memory, peak = self._memory
             self._sinks.events.log_point(last["step"], rate, wait, memory, peak)
@@ -156,8 +154,8 @@ class Recorder:
         self._display.show(standing)
         self._callbacks.call("on_log", last)
 
-    def flush_alone(self) -> None:
-        """An exception ends training: write what this rank knows, since the others may not come."""
+    def flush_local(self) -> None:
+        """Write this rank's records without the other ranks, after an exception."""
         if not self.pending:
             return
         pending, self.pending[:] = list(self.pending), []
@@ -168,13 +166,11 @@ class Recorder:
         self._sinks.write(records)
 
     def evaluation(self, record: Record) -> None:
-        """Note an evaluation; its time does not count against training's speed."""
+        """Record an evaluation."""
         self._history.evaluations.append(record)
         self._sinks.write([{"evaluation": True, **record, "time": round(time.time(), 3)}])
-        others = "".join(
-            f", {name} {value:.4f}" for name, value in record.items() if name not in ("step", "epoch", "loss")
-        )
-        self._log.info(f"step {record['step']}: evaluation loss {record['loss']:.4f}{others}")
+        metrics = [f", {name} {value:.4f}" for name, value in record.items() if name not in ("step", "epoch", "loss")]
+        self._log.info(f"step {record['step']}: validation loss {record['loss']:.4f}{''.join(metrics)}")
         self._callbacks.call("on_evaluate", record)
 
     def release(self) -> None:
@@ -185,18 +181,18 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time in here is not training's."""
+        """Exclude the time of this context from training throughput."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
 
     def begin(self) -> None:
-        """Training's time begins now."""
+        """Start measuring throughput."""
         self._since, self.waited = time.perf_counter(), 0.0
 
 
 def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
-    """Sums, weights, norms and skips of each step, in four rows after one another, as far as this rank knows them."""
+    """This rank's loss sums, weights, gradient norms and skip flags of each step, concatenated."""
     number = _reader(pending, device)
     sums: list[float] = []
     weights: list[float] = []
@@ -206,7 +202,7 @@ def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
         total = count = 0.0
         for value, weight in parts:
             weighs = number(weight) if type(weight) is Tensor else weight
-            if weighs:  # a stand-in weighs nothing, whatever its value is
+            if weighs:  # a placeholder batch has weight zero, whatever its loss is
                 total += number(value) * weighs if means else number(value)
                 count += weighs
         sums.append(total)
@@ -217,7 +213,7 @@ def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
 
 
 def _reader(pending: Sequence[Pending], device: torch.device) -> Callable[[Tensor], float]:
-    """What turns a tensor into a number. From a GPU all of them are read at once, for one wait."""
+    """Return a function that reads a tensor's value. GPU values are all read here, with one synchronization."""
     if device.type == "cpu":
         return Tensor.item
     everything = [part for entry in pending for pair in entry[4] for part in pair]
@@ -236,7 +232,7 @@ def _records(pending: Sequence[Pending], values: Sequence[float], ranks: int) ->
         loss = total / weight if weight else math.nan
         record: Record = {"step": entry[0], "epoch": entry[1], "loss": loss, "lr": entry[2]}
         if entry[6] is not None:
-            record["grad_norm"] = norm / ranks  # every rank's is the whole norm
+            record["grad_norm"] = norm / ranks  # every rank has the global norm
         if skipped:
             record["skipped"] = True
         records.append(record)

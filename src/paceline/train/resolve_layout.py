@@ -1,4 +1,4 @@
-"""The layout of a run, once its model is there: `auto` is settled, and what can't be held is refused."""
+"""The layout of a run, once its model is known: resolve `auto`, and refuse a layout that does not fit in memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from paceline.runtime.device import memory_of
 from paceline.runtime.process_group import World
 
 
-def resolve(plan: LayoutPlan, config: Config, model: nn.Module, world: World, own: Optimizer | None) -> LayoutPlan:
-    """A matter of all ranks: machines may differ, and the smallest one counts. `own` is an optimizer of the user's."""
-    if own is not None:
-        config = config.model_copy(update={"optimizer": _as_settings(own)})
+def resolve(
+    plan: LayoutPlan, config: Config, model: nn.Module, world: World, optimizer: Optimizer | None
+) -> LayoutPlan:
+    """Resolve for the machine with the least memory. Collective: must be called on every rank."""
+    if optimizer is not None:
+        config = config.model_copy(update={"optimizer": _equivalent_settings(optimizer)})
     memory = min(collectives.all_gather_object(memory_of(world.device, world.rank_info.local_world)))
-    return settle_on(plan, config, model, MachineFacts(world.size, world.rank_info.nodes, memory))
+    return resolve_on(plan, config, model, MachineFacts(world.size, world.rank_info.nodes, memory))
 
 
-def settle_on(plan: LayoutPlan, config: Config, model: nn.Module, machine: MachineFacts) -> LayoutPlan:
+def resolve_on(plan: LayoutPlan, config: Config, model: nn.Module, machine: MachineFacts) -> LayoutPlan:
     size = size_of(model, config.blocks, _tensor_degrees(config, model, machine.ranks))
     if config.strategy == "auto" and config.layout is None:
         plan = plan_memory.choose_layout(config, size, machine)
@@ -37,15 +39,16 @@ def settle_on(plan: LayoutPlan, config: Config, model: nn.Module, machine: Machi
     return plan
 
 
-def _as_settings(own: Optimizer) -> Settings:
-    """One in the recipe's words that keeps as much beside each weight; of one that is not known, as AdamW does."""
-    if isinstance(own, SGD):
-        return Settings(name="sgd", momentum=0.9 if any(group["momentum"] for group in own.param_groups) else None)
-    return Settings(name="adafactor" if isinstance(own, Adafactor) else "adamw")
+def _equivalent_settings(optimizer: Optimizer) -> Settings:
+    """Recipe settings with the same state per parameter; AdamW's for an unknown optimizer."""
+    if isinstance(optimizer, SGD):
+        has_momentum = any(group["momentum"] for group in optimizer.param_groups)
+        return Settings(name="sgd", momentum=0.9 if has_momentum else None)
+    return Settings(name="adafactor" if isinstance(optimizer, Adafactor) else "adamw")
 
 
 def _tensor_degrees(config: Config, model: nn.Module, ranks: int) -> list[int]:
-    """Those that the model's plan allows."""
+    """The tensor-parallel degrees that the model's plan allows."""
     allowed = []
     for degree in range(2, ranks + 1):
         try:

@@ -1,4 +1,4 @@
-"""What a step needs to know of sharded parameters."""
+"""Gradients and norms of sharded parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.optim.clip import total_norm
 from paceline.parallel.optimizer_binding import assign_shard_gradients
 from paceline.parallel.shards import is_primary_shard
 from paceline.runtime.mesh import Mesh
-from paceline.train.preflight import unused_error
+from paceline.train.preflight import unused_parameters_error
 
 
 class ShardedParams:
-    """The model's sharded parameters beside what the optimizer holds of each."""
+    """The model's sharded parameters, mapped to the tensors that the optimizer holds for them."""
 
     def __init__(
         self,
@@ -36,25 +36,25 @@ class ShardedParams:
         }
 
     def held_of(self, parameter: Tensor) -> Tensor:
-        """What the optimizer holds in its place."""
+        """The tensor that the optimizer holds for `parameter`."""
         return self._held.get(parameter, parameter)
 
-    def hand_over_gradients(self) -> None:
-        """A parameter that only this rank's loss did not use is an error: FSDP2 would have reduced the gradients of
-        different parameters into each other, and said nothing."""
+    def assign_gradients(self) -> None:
+        """A parameter that is unused on this rank only is an error: FSDP2 would silently reduce the gradients of
+        different parameters into each other."""
         if not assign_shard_gradients(self._held) and not self._allow_unused:
             names = [n for n, p in self._model.named_parameters() if p in self._held and p.requires_grad]
-            raise unused_error(self._model, [n for n in names if self._model.get_parameter(n).grad is None])
+            raise unused_parameters_error(self._model, [n for n in names if self._model.get_parameter(n).grad is None])
 
     def norm_of(self, parameters: list[Tensor]) -> Callable[[list[Tensor]], Tensor]:
-        """For gradients of these parameters: every rank's shards, each of them once, reduced."""
+        """Return a function that computes the global norm of gradients of `parameters`, counting each shard once."""
         counted = [parameter in self._counted for parameter in parameters]
 
         def norm(gradients: list[Tensor]) -> Tensor:
-            own = total_norm([gradient for gradient, counts in zip(gradients, counted, strict=True) if counts])
-            square = own.to(self._device, torch.float64).square()
+            local = total_norm([gradient for gradient, counts in zip(gradients, counted, strict=True) if counts])
+            square = local.to(self._device, torch.float64).square()
             torch_dist.all_reduce(square)
-            # Not own's dtype: a rank that counts nothing has to come to the same bits as the others.
+            # Not the local norm's dtype: a rank that counts no shard must get the same bits as the others.
             dtypes = [gradient.dtype for gradient in gradients]
             return square.sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32)
 

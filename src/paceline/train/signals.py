@@ -1,16 +1,15 @@
-"""What a person or a scheduler asks of a run by a signal, noted now and done at the end of a step.
+"""Signals that request a checkpoint or the end of training, recorded on arrival and handled after a step.
 
     with Signals() as signals:                     # on every rank, around training
         ...
-        request = decode(largest over all ranks of encode(signals.request))     # at step boundaries
+        request = decode(maximum over all ranks of encode(signals.request))     # at step boundaries
         if request == "save":
-            signals.take(request)                  # before the save begins, so that a later signal asks for another one
+            signals.acknowledge(request)           # before the save, so that a later signal requests another one
         ...
-        signals.end(request)                       # when everything is saved and closed, with the agreed request
+        signals.end(request)                       # when everything is saved and closed
 
-SIGUSR1 asks for a checkpoint, SIGTERM and SIGINT (Ctrl-C) for a checkpoint and the end. A handler does nothing but
-note: Python calls it between any two operations, where weights are half updated and other ranks know nothing of it. A
-second Ctrl-C leaves at once.
+SIGUSR1 requests a checkpoint, SIGTERM and SIGINT (Ctrl-C) a checkpoint and the end. Handlers only record the request:
+Python may call them in the middle of an update. A second Ctrl-C exits at once.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from typing import Any, Literal
 
 SignalRequest = Literal["", "save", "SIGTERM", "SIGINT"]
 
-_REQUESTS: tuple[SignalRequest, ...] = ("", "save", "SIGTERM", "SIGINT")  # the larger number wins
+_REQUESTS: tuple[SignalRequest, ...] = ("", "save", "SIGTERM", "SIGINT")  # by priority
 
 
 def encode(request: SignalRequest) -> int:
-    """As a number, for ranks that agree by a maximum."""
+    """As a number, so that ranks agree by taking the maximum."""
     return _REQUESTS.index(request)
 
 
@@ -38,44 +37,43 @@ def decode(number: int) -> SignalRequest:
 
 
 class Signals:
-    """Handlers for the time of a `with` block. Outside the main thread Python allows none, and this does nothing.
+    """Handlers for the duration of a `with` block. Does nothing outside the main thread, where Python allows none.
 
-    A signal that this process was started to ignore (`nohup`, a shell's background job) stays ignored.
+    A signal that was ignored when the process started (`nohup`, a shell's background job) stays ignored.
     """
 
     def __init__(self) -> None:
         self.since: float | None = None  # time.monotonic() of the first SIGTERM or SIGINT
         self._ending: SignalRequest = ""
-        self._save = False  # apart from `_ending`, so that neither `take` nor a handler can undo the other's work
+        self._save = False  # separate from `_ending`, so that `acknowledge` and a handler never overwrite each other
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     @property
     def request(self) -> SignalRequest:
-        """The strongest so far."""
+        """The request with the highest priority so far."""
         return self._ending or ("save" if self._save else "")
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 before = signal.getsignal(number)
-                if before not in (None, signal.SIG_IGN):  # None: not set by Python, which could not set it again
+                if before not in (None, signal.SIG_IGN):  # None: not installed from Python, so not restorable
                     self._before[number] = before
-                    signal.signal(number, self._heard)
+                    signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number in list(self._before):
             self._restore(number)
 
-    def take(self, request: SignalRequest) -> None:
-        """The request for a save is being granted; an end stays wished."""
+    def acknowledge(self, request: SignalRequest) -> None:
+        """Clear a request for a checkpoint. A request to end stays."""
         if request == "save":
             self._save = False
 
     def end(self, request: SignalRequest) -> None:
-        """Go as the signal would have made this process go, also where another rank got it. Returns for other wishes,
-        and where the script has a handler of its own for SIGTERM, which has run by then."""
+        """Exit as the signal would have, on every rank. Returns for others, and if the script handles SIGTERM."""
         if request == "SIGINT":
             raise KeyboardInterrupt
         if request == "SIGTERM":
@@ -88,17 +86,17 @@ class Signals:
         if number in self._before:
             signal.signal(number, self._before.pop(number))
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            _heard_in_child(number)
+            _handle_in_worker(number)
         elif number == signal.SIGUSR1:
             self._save = True
         elif number == signal.SIGINT and self._ending == "SIGINT":
-            os.write(2, b"\ninterrupted again: leaving at once, without waiting for a save\n")
-            if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # a session that is to live on
+            os.write(2, b"\ninterrupted again: exiting without waiting for the checkpoint\n")
+            if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # interactive: keep the session
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for the thread that writes
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for the writer thread
             os.kill(os.getpid(), signal.SIGINT)
         else:
             self._ending = max(self._ending, _request(number), key=encode)
@@ -109,9 +107,9 @@ def _request(number: int) -> SignalRequest:
     return "SIGINT" if number == signal.SIGINT else "SIGTERM"
 
 
-def _heard_in_child(number: int) -> None:
-    """A forked data worker has the handlers too. SIGTERM ends it; the others are for its parent, which needs it until
-    the end of the step: only a second Ctrl-C ends it as well."""
+def _handle_in_worker(number: int) -> None:
+    """Forked data workers inherit the handlers. SIGTERM ends a worker. SIGINT is for its parent, which needs it until
+    the end of the step; only a second one ends the worker."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

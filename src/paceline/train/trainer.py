@@ -1,10 +1,10 @@
-"""The Trainer: a model, an optimizer and settings in; the same training on any number of ranks out.
+"""The Trainer: trains a model with the same result on any number of ranks.
 
     trainer = paceline.Trainer(model, optimizer, batch=512)
     history = trainer.train(train_data, val_data, epochs=50)
 
-It never starts processes: under paceline, torchrun, spawn or a group of your own it takes its place in that world, and
-in plain python it is one rank.
+It never starts processes. Under paceline, torchrun, spawn or an existing process group it uses that world; in a plain
+Python process it is a world of one rank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer, require_exists
 from paceline.train.checkpointing.saver import Saver
-from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, end_own_loop
-from paceline.train.engine import Engine, UserObjects, one_optimizer
+from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, close_custom_loop
+from paceline.train.engine import Engine, UserObjects, check_optimizer
 from paceline.train.evaluate import Evaluation
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.history import History, Record, require_free_names
@@ -51,7 +51,7 @@ from paceline.train.trainer_kwargs import TrainerKwargs
 
 
 class Trainer:
-    """See the module's page. `settings` are the recipe's top-level keys; sections are dicts."""
+    """See the module docstring. `settings` are the top-level keys of a recipe; sections are dicts."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Trainer:
         if isinstance(optimizer, Mapping):
             values["optimizer"] = dict(optimizer)
             optimizer = None
-        one_optimizer(optimizer)
+        check_optimizer(optimizer)
         config = Config.from_dict(values, origin="Trainer's keywords")
         require_free_names(metrics or {}, "metrics")
         task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
@@ -85,7 +85,7 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] = (),
     ) -> Trainer:
-        """A trainer for a recipe. Its model is the recipe's unless one is given; so is its data in `train()`."""
+        """Create a Trainer from a recipe. `model` defaults to the recipe's model, as data does in `train()`."""
         trainer = cls.__new__(cls)
         task = UserObjects(metrics=metrics or {})
         trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)
@@ -100,7 +100,7 @@ class Trainer:
         device: str | int | torch.device | None,
     ) -> None:
         self._callbacks = Callbacks(callbacks)
-        # Before the engine touches the GPU.
+        # Before the engine initializes CUDA.
         finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model = engine.world, engine.model
@@ -111,14 +111,14 @@ class Trainer:
         state = training_state(engine, self._rates, self._policy, self._callbacks)
         self._saver = Saver(engine, state, self._run, self._callbacks)
         self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)
-        self._sharing = Loaders(engine, finder)
+        self._loaders = Loaders(engine, finder)
         self._recorder: Recorder | None = None
-        self._own: CustomLoop | None = None
+        self._custom_loop: CustomLoop | None = None
         self._restorer.resume()
 
     @property
     def config(self) -> Config:
-        """As set; with what was found out since, such as the micro-batch that fits."""
+        """The recipe, with values determined since, such as the micro-batch size of `micro_batch: auto`."""
         return self._engine.config
 
     @property
@@ -127,7 +127,7 @@ class Trainer:
 
     @property
     def step_count(self) -> int:
-        """Optimizer steps done, counted from the run's beginning."""
+        """Optimizer steps since the beginning of the run."""
         return self._engine.position.step
 
     @property
@@ -137,7 +137,7 @@ class Trainer:
     def train(
         self, data: Any = None, val: Any = None, *, epochs: int | None = None, max_steps: int | None = None
     ) -> History:
-        """Train until `epochs` or `max_steps`, both counted from the run's beginning. Data defaults to the recipe's."""
+        """Train until `epochs` or `max_steps`, counted from the beginning of the run. Data defaults to the recipe's."""
         if data is None:
             data, val = factory.build_data(self.config)
         if epochs is None and max_steps is None:
@@ -145,14 +145,14 @@ class Trainer:
         data = adopt.look_at(data, self.config.seed)
         val = None if val is None else adopt.look_at(val, self.config.seed)
         self._policy.require_evaluations(val is not None)
-        loader, batch = self._sharing.training(data)
-        self._restorer.check_data(self._sharing.position(loader))
+        loader, batch = self._loaders.training(data)
+        self._restorer.check_data(self._loaders.position(loader))
         schedule = derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
         history = History(run=self._run.create(self.config, {**batch.rows(), **self._rates.begin(schedule)}))
         total = total_steps(loader.steps_per_epoch, epochs, max_steps)
         if total is not None and self.step_count >= total:
-            self._engine.log.info(f"nothing to do: {self.step_count} steps are done, and {total} were asked for")
-        if not self.model.training:  # whoever froze parts of a model in training wants them to stay so
+            self._engine.log.info(f"nothing to do: already at step {self.step_count} of {total}")
+        if not self.model.training:  # submodules in eval mode of a model in train mode stay as they are
             self.model.train()
         silent, log = self.config.quiet or not self.is_main_process, self._engine.log
         sinks = factory.open_sinks(self.config, self._run.folder, self.world)
@@ -175,91 +175,95 @@ class Trainer:
     def _run_job(self, job: loop.Job, history: History) -> None:
         self._callbacks.call("on_start", Start(self.step_count, history.run))
         try:
-            with oom.explained(self._engine, self._sharing.plan), preflight.named_unused(self.model):
+            with (
+                oom.explain_out_of_memory(self._engine, self._loaders.plan),
+                preflight.explain_unused_parameters(self.model),
+            ):
                 loop.run(job)
         except BaseException as error:
             self._engine.stepper.reset()
-            job.recorder.flush_alone()
+            job.recorder.flush_local()
             if self.config.checkpoint.on_error and not isinstance(error, KeyboardInterrupt):
-                told = self._saver.save_on_error(error)
-                if told:
-                    self._engine.log.warning(told)
-            self._tell_of(error)
+                message = self._saver.save_on_error(error)
+                if message:
+                    self._engine.log.warning(message)
+            self._report_error(error)
             raise
         finally:
             self._recorder = None
         history.ended = job.agenda.reason
         self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
 
-    def _tell_of(self, error: BaseException) -> None:
+    def _report_error(self, error: BaseException) -> None:
         try:
             self._callbacks.call("on_error", Failed(self.step_count, error))
-        except Exception as second:  # the first one is what the user has to read
-            self._engine.log.warning(f"a callback's on_error failed: {type(second).__name__}: {second}")
+        except Exception as second:  # report the first error
+            self._engine.log.warning(f"on_error of a callback failed: {type(second).__name__}: {second}")
 
     def evaluate(self, data: Any) -> Evaluation:
-        """The mean loss over `data`, each sample counted once, and the metrics. A matter of all ranks."""
-        loader = self._sharing.whole(data)
+        """Return mean loss and metrics, counting each sample once. Collective: must be called on every rank."""
+        loader = self._loaders.evaluation(data)
         micros = self._engine.ready(loader.micros(0, 1))
         broadcast_buffers(self.model, self._engine.mesh)
         metrics = self._engine.task.metrics
         return evaluate.evaluate(self._engine.module, micros, self._engine.mesh, self.config.seed, metrics)
 
     def predict(self, data: Any) -> Any:
-        """The model's outputs for every sample of `data`, in order, on every rank's CPU. A matter of all ranks."""
-        micros = self._engine.on_device(self._sharing.whole(data).micros(0, 1))
+        """Return the outputs for all samples, in order, on the CPU. Collective: must be called on every rank."""
+        micros = self._engine.on_device(self._loaders.evaluation(data).micros(0, 1))
         broadcast_buffers(self.model, self._engine.mesh)
         return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 
     def training_step(self, batch: Any) -> StepResult:
-        """This rank's micro-batch and, when its group is full, the optimizer step: (local loss, whether it stepped)."""
-        with oom.explained(self._engine, self._sharing.plan):
-            return self._own_loop().training_step(batch)
+        """Run a micro-batch and, after the last one of a step, the optimizer step: (local loss, whether it stepped)."""
+        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
+            return self._get_custom_loop().training_step(batch)
 
     def forward(self, batch: Any) -> Tensor:
-        with oom.explained(self._engine, self._sharing.plan):
-            return self._own_loop().forward(batch)
+        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
+            return self._get_custom_loop().forward(batch)
 
     def backward(self, loss: Tensor) -> None:
-        with oom.explained(self._engine, self._sharing.plan):
-            self._own_loop().backward(loss)
+        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
+            self._get_custom_loop().backward(loss)
 
     def step(self) -> None:
-        self._own_loop().step()
+        self._get_custom_loop().step()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._own_loop().no_sync()
+        return self._get_custom_loop().no_sync()
 
     def loader(self, data: Any) -> EpochLoader:
-        """This rank's micro-batches of `data`, an epoch at a time, for one's own loop."""
-        loader, batch = self._sharing.training(adopt.look_at(data, self.config.seed))
-        self._restorer.check_data(self._sharing.position(loader))
-        return EpochLoader(self._own_loop(), loader, batch.groups)
+        """Return an iterable over this rank's micro-batches of one epoch of `data`, for a custom loop."""
+        loader, batch = self._loaders.training(adopt.look_at(data, self.config.seed))
+        self._restorer.check_data(self._loaders.position(loader))
+        return EpochLoader(self._get_custom_loop(), loader, batch.groups)
 
     def enable_gradient_checkpointing(self, kind: str = "full") -> None:
-        """From now on blocks are computed again in the backward, as with `recompute: full` in a recipe."""
+        """Recompute the activations of blocks in the backward from now on, as `recompute: full` does."""
         self._engine.recompute(kind)
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Write a value with the next log point: its mean over the steps since the last one, and over the ranks."""
+        """Record a value; the next log point writes its mean over steps and ranks."""
         require_free_names([name], "trainer.log")
-        (self._recorder or self._own_loop().recorder).log(name, value)
+        (self._recorder or self._get_custom_loop().recorder).log(name, value)
 
     def stop(self) -> None:
-        """End training at the next log point, on every rank. Any rank may call it."""
+        """Stop training on every rank at the next log point. May be called on any rank."""
         if self._recorder is not None:
-            self._recorder.stop_wished = True
+            self._recorder.stop_requested = True
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """Within this context the model has the averaged weights."""
+        """Context manager in which the model has the averaged (EMA) weights."""
         if self._engine.average is None:
-            raise TrainError("no-ema", "There are no averaged weights.", fix="Trainer(…, ema=0.999), or ema: 0.999")
-        self._saver.wait_for_copy()  # a save that is still copying wants the weights as they are
+            raise TrainError(
+                "no-ema", "No averaged weights: ema is not set.", fix="set Trainer(…, ema=0.999), or ema: 0.999"
+            )
+        self._saver.wait_for_copy()  # a save may still be copying the weights
         return self._engine.average.swapped()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's weights, whole, on rank 0; where they are cut over ranks, all ranks have to come and the others
-        get nothing."""
+        """Return the full weights. If parameters are sharded, call on every rank; only rank 0 receives the result."""
         state = self.model.state_dict()
         return state if self._engine.sharded is None else gather_full_tensors(state, self._engine.mesh)
 
@@ -271,14 +275,15 @@ class Trainer:
         *,
         overwrite: bool = False,
     ) -> None:
-        """On the disk when this returns. Where every rank holds the whole model rank 0 writes and waits for nobody, so
-        it may be called on all ranks or on rank 0 alone; where it is cut over ranks all of them have to come."""
+        """Write a checkpoint; it is complete when this returns. If parameters are sharded this is a collective; else
+        rank 0 writes, and the call may be made on every rank or on rank 0 only."""
         self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
 
     def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Take over weights, optimizer, position and random state; the metadata comes back. A matter of all ranks.
+        """Restore weights, optimizer, position and random state, and return the metadata.
 
-        `path` is a checkpoint's folder, a run's (its newest good one), or a file of weights (.pt, .pth, .safetensors).
+        `path` is a checkpoint folder, a run folder (its newest valid checkpoint), or a file of weights (.pt, .pth,
+        .safetensors). Collective: must be called on every rank.
         """
         return self._restorer.load(require_exists(path), weights_only=weights_only)
 
@@ -311,13 +316,13 @@ class Trainer:
             save=self._saver.save,
             save_last=self._save_last if config.save_last else lambda step: self._saver.finish(tolerate_failure=False),
             poll=poll,
-            on_nonfinite=lambda record: self._nonfinite(self._read_again(loader, record["step"] - 1), record),
+            on_nonfinite=partial(self._nonfinite, loader),
         )
         nothing_left = max_steps is not None and self.step_count >= max_steps
         on_step = self._callbacks.hooks["on_step"]
 
         def micros() -> Iterator[MicroBatch]:
-            return iter(()) if nothing_left else self._first_checked(loader, recorder, epochs)
+            return iter(()) if nothing_left else self._preflighted(loader, recorder, epochs)
 
         parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step, engine.telemetry)
         return loop.Job(micros, *parts)
@@ -330,14 +335,14 @@ class Trainer:
         engine = self._engine
         return Recorder(history, sinks, display, self.world.device, self._callbacks, engine.is_bad, engine.log)
 
-    def _first_checked(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[MicroBatch]:
-        """The micro-batches to come, the first of which goes through the pre-flight before it is trained on."""
+    def _preflighted(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[MicroBatch]:
+        """The remaining micro-batches, after the pre-flight with the first of them."""
         micros = self._engine.telemetry.record_suspects(self._engine.ready(loader.micros(self.step_count, epochs)))
         first = next(micros, None)
         if first is None:
             return micros
-        assert self._sharing.plan is not None
-        self._engine.check(first, self._sharing.plan.groups, loader.fingerprint)
+        assert self._loaders.plan is not None
+        self._engine.check(first, self._loaders.plan.groups, loader.fingerprint)
         recorder.tokens_per_sample = factory.tokens_per_sample(first.batch)
         recorder.begin()
         return chain([first], micros)
@@ -348,28 +353,26 @@ class Trainer:
             if self._engine.average is not None:
                 with self.ema_weights():
                     record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
-        verdict = self._policy.of(record, due)
+        verdict = self._policy.apply(record, due)
         recorder.evaluation(verdict.record)
-        if verdict.is_best:  # last: what it saves has to know all of the above
+        if verdict.is_best:  # last, so that the checkpoint includes all of the above
             self._saver.save_best(step)
         return verdict.reason
 
-    def _read_again(self, loader: Loader, step: int) -> Iterator[MicroBatch] | None:
-        return self._engine.ready(loader.micros(step, None)) if loader.repeatable else None
-
-    def _nonfinite(self, again: Iterator[MicroBatch] | None, record: Record, *, ends: bool = True) -> str | None:
-        """The step was not finite: raise, or end training, where that is ours. (`skip` has left such steps out.)"""
-        engine = self._engine
-        micros = None if again is None else factory.of_one_step(again)
+    def _nonfinite(self, loader: Loader | None, record: Record, *, may_stop: bool = True) -> str | None:
+        """Handle a non-finite step: raise, or return the reason to stop. (`skip` has skipped such steps.)"""
+        engine, micros = self._engine, None
+        if loader is not None and loader.repeatable:
+            micros = factory.take_one_step(engine.ready(loader.micros(record["step"] - 1, None)))
         error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch)
-        if self.config.nonfinite == "raise" or not ends:
+        if self.config.nonfinite == "raise" or not may_stop:
             raise error
         engine.log.warning(str(error))
-        return f"step {record['step']} was not finite (nonfinite: stop)"
+        return f"non-finite step {record['step']} (nonfinite: stop)"
 
-    def _own_loop(self) -> CustomLoop:
-        if self._own is None:
-            if isinstance(self.config.run, str):  # a loop of one's own writes only where it was told to
+    def _get_custom_loop(self) -> CustomLoop:
+        if self._custom_loop is None:
+            if isinstance(self.config.run, str):  # a custom loop writes only to a named run
                 self._run.create(self.config)
             if not self.model.training:
                 self.model.train()
@@ -382,19 +385,19 @@ class Trainer:
                 engine.position,
                 log_every=self.config.log_every,
                 end_of_epoch=self._rates.epoch_ended,
-                on_nonfinite=lambda record: self._nonfinite(own.read_again(record["step"] - 1), record, ends=False),
+                on_nonfinite=lambda record: self._nonfinite(custom.loader, record, may_stop=False),
             )
             hooks = self._callbacks.hooks["on_step"]
             parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks)
             job = loop.Job(lambda: iter(()), *parts, engine.telemetry)
-            self._own = own = CustomLoop(engine, job, self._begin_own_loop)
-            weakref.finalize(own, end_own_loop, recorder, sinks)
-        return self._own
+            self._custom_loop = custom = CustomLoop(engine, job, self._begin_custom_loop)
+            weakref.finalize(custom, close_custom_loop, recorder, sinks)
+        return self._custom_loop
 
-    def _begin_own_loop(self, steps_per_epoch: int | None) -> None:
-        """At its first step, when it is known what it trains on."""
+    def _begin_custom_loop(self, steps_per_epoch: int | None) -> None:
+        """Called at the first step, when the data is known."""
         config = self.config
         ends = (config.train.epochs, config.train.max_steps)
-        plan = derive_schedule(config, self._sharing.batch, steps_per_epoch, *ends, endless=True)
-        rows = {**(self._sharing.plan.rows() if self._sharing.plan else {}), **self._rates.begin(plan)}
+        plan = derive_schedule(config, self._loaders.batch, steps_per_epoch, *ends, endless=True)
+        rows = {**(self._loaders.plan.rows() if self._loaders.plan else {}), **self._rates.begin(plan)}
         self._run.create(config, rows) if self._run.folder is not None else self._engine.log.info(derived.table(rows))

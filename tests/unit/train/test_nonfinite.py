@@ -1,4 +1,4 @@
-"""A loss or gradient that is no finite number."""
+"""Non-finite losses and gradients."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_gradient_without_a_value_is_found_by_its_norm_and_named() -> None:
     trainer = tiny.classifier_trainer(loss_fn=root_of_zero, clip_norm=1.0)
     with pytest.raises(TrainError) as caught:
         trainer.train(tiny.blobs(), max_steps=2)
-    assert "gradient of step 1" in str(caught.value) and "2.bias" in str(caught.value)
+    assert "gradient at step 1" in str(caught.value) and "2.bias" in str(caught.value)
 
 
 def test_skip_leaves_such_steps_out_and_goes_on() -> None:
@@ -90,7 +90,7 @@ def test_skip_leaves_such_steps_out_and_goes_on() -> None:
 def test_stop_ends_with_the_weights_before_it() -> None:
     trainer = tiny.classifier_trainer(nonfinite="stop", log_every=1)
     history = trainer.train(with_a_broken_sample(7), epochs=4)
-    assert "not finite" in str(history.ended) and len(history.steps) <= 3
+    assert "non-finite" in str(history.ended) and len(history.steps) <= 3
     assert torch.isfinite(tiny.weights(trainer)).all()
 
 
@@ -98,7 +98,7 @@ def test_data_that_cannot_be_read_twice_is_said_so() -> None:
     batches = ((inputs[None].expand(4, 8) * float("inf"), torch.zeros(4).long()) for inputs, _ in tiny.blobs())
     with pytest.raises(TrainError) as caught:
         tiny.classifier_trainer(batch=None).train(batches, max_steps=2)
-    assert "can't be read a second time" in str(caught.value)
+    assert "can't be read again" in str(caught.value)
 
 
 def test_a_step_in_which_all_is_padding_is_no_error() -> None:
@@ -152,4 +152,4 @@ def test_a_loss_that_is_not_finite_over_finite_outputs_is_told_apart() -> None:
 
     with pytest.raises(TrainError) as caught:
         tiny.classifier_trainer(loss_fn=divides).train(tiny.blobs(), max_steps=1)
-    assert "the loss made from them is not" in str(caught.value)
+    assert "the loss computed from them is not" in str(caught.value)

@@ -29,7 +29,7 @@ def test_out_of_memory_says_what_was_requested_what_was_free_and_what_to_change(
         trainer.train(tiny.blobs(), epochs=1)
     text = str(caught.value)
     assert caught.value.code == "train.out-of-memory"
-    assert f"{8 * 2**20:.1f} GiB more" in text and "was free" in text and "rank 0 (cpu)" in text
+    assert f"tried to allocate {8 * 2**20:.1f} GiB" in text and "was free" in text and "rank 0 (cpu)" in text
     assert "micro-batch of 8 samples" in text
     assert "micro_batch: 4 (accumulate 4" in text and "precision: bf16" in text
 

@@ -32,14 +32,14 @@ with Signals() as signals:
         return signals.request
     assert (signals.request, signals.since) == ("", None)
     assert after(SIGUSR1) == "save" and signals.since is None
-    signals.take("save")
+    signals.acknowledge("save")
     assert signals.request == ""
     assert after(SIGUSR1) == "save"
     before = time.monotonic()
     assert after(SIGTERM) == "SIGTERM"
     first = signals.since
     assert before <= first <= time.monotonic()
-    signals.take("save")
+    signals.acknowledge("save")
     assert after(SIGTERM) == after(SIGUSR1) == "SIGTERM"
     assert after(SIGINT) == "SIGINT" and signals.since == first
 assert signal.getsignal(SIGTERM) is signal.getsignal(SIGUSR1) is signal.SIG_DFL
@@ -60,7 +60,7 @@ except KeyboardInterrupt:
     print("left")
 """)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "goes on\n"), done.stderr
-    assert "without waiting for a save" in done.stderr
+    assert "without waiting for the checkpoint" in done.stderr
 
 
 def test_a_second_interrupt_of_a_session_is_an_exception() -> None:
