@@ -1,7 +1,6 @@
-"""paceline: PyTorch distributed training that a person can trust.
+"""paceline: distributed training in PyTorch.
 
-Importing this package imports nothing else: each public name is loaded when it is first used, so that the command
-line and login nodes never wait for torch.
+Public names are imported on first use, so that the command line does not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Every failure has a name.
+"""All errors of paceline.
 
     PacelineError
-    ├── ConfigError       the recipe, before anything started           config.*
-    ├── LayoutError       how ranks share a model, and what it takes     layout.*
-    ├── LaunchError       starting ranks, and ranks that ended          launch.*
-    ├── WorldError        ranks that have to agree, and collectives     world.*
+    ├── ConfigError       invalid recipes                               config.*
+    ├── LayoutError       layouts that do not fit the model or ranks    layout.*
+    ├── LaunchError       starting ranks, and failed ranks              launch.*
+    ├── WorldError        process groups and collectives                world.*
     ├── DataError         datasets, loaders, batches                    data.*
     ├── ModelError        names, options and losses of models           model.*
     ├── TrainError        the Trainer and its step                      train.*
-    └── CheckpointError   what is read from and written to disk         checkpoint.*
+    └── CheckpointError   checkpoints and run folders                   checkpoint.*
 
-An error carries a code (`config.unknown-key`), what was seen, why that is wrong, and what to do. Each code has a
-page, shown by `paceline explain CODE`; a test holds codes and pages together.
+An error has a code (`config.unknown-key`), a message, a reason and a fix. `paceline explain CODE` shows the page of
+each code in the catalogue (diagnose/catalog.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ClassVar
 
 
 class PacelineError(Exception):
-    """Above every error that has a code. `str(error)` is the whole text that a person reads."""
+    """Base class of all errors with a code. `str(error)` is the complete text shown to users."""
 
     family: ClassVar[str] = "paceline"
 
@@ -42,13 +42,13 @@ class PacelineError(Exception):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, str]:
-        """As plain values, for another rank or process."""
+        """Plain values, to send to another rank or process."""
         family, name = self.code.split(".", 1)
         return {"family": family, "name": name, "what": self.what, "why": self.why, "fix": self.fix}
 
     @staticmethod
     def from_dict(values: Mapping[str, str]) -> PacelineError:
-        """The error that another rank or process raised. Of a family that is not known here: a LaunchError."""
+        """The error that another rank or process raised. An unknown family becomes a LaunchError."""
         kinds = {kind.family: kind for kind in PacelineError.__subclasses__()}
         kind = kinds.get(values["family"], LaunchError)
         return kind(values["name"], values["what"], why=values["why"], fix=values["fix"])
@@ -87,7 +87,7 @@ class CheckpointError(PacelineError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that offers the nearest known word, or lists them all when none is near."""
+    """Suggest the closest known word, or list the known words if none is close."""
     names = sorted(known)
     near = get_close_matches(word, names, n=1, cutoff=0.6)
     if near:

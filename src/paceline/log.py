@@ -1,10 +1,10 @@
-"""The `paceline` logger: everything that paceline shows, except the progress bar and results.
+"""The `paceline` logger: all output except the progress bar and results.
 
     logging.getLogger("paceline").setLevel(logging.ERROR)  # silence
-    logging.getLogger("paceline").addHandler(handler)      # route or format; a NullHandler leaves it to the root logger
+    logging.getLogger("paceline").addHandler(handler)      # route or format; add a NullHandler to use the root logger
 
-Nothing is configured on import. When there is a first line to show, a console handler is installed, unless "paceline"
-has handlers already. Every record has a `rank`: an int on a rank, None in a launcher.
+Nothing is configured on import. The first message installs a console handler, unless "paceline" has handlers already.
+Every record has a `rank`: an int on a rank, None in a launcher.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _LOGGER = logging.getLogger("paceline")
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """The `paceline` logger as one rank or launcher uses it: only rank 0 logs, and `quiet` leaves warnings."""
+    """The `paceline` logger of a rank or launcher. By default only rank 0 logs; `quiet` hides all but warnings."""
 
     def __init__(
         self, rank: int | None = None, *, quiet: bool = False, every_rank: bool = False, stream: Stream = "stderr"
     ) -> None:
         super().__init__(_LOGGER, {"rank": rank, "stream": stream})
-        self._shows = not rank or every_rank
+        self._enabled = not rank or every_rank
         self._level = logging.WARNING if quiet else logging.NOTSET
 
     def isEnabledFor(self, level: int) -> bool:
-        if not self._shows or level < self._level:
+        if not self._enabled or level < self._level:
             return False
         _ensure_handler()
         return super().isEnabledFor(level)
 
 
 def rank_log(rank: int, *, quiet: bool = False) -> Log:
-    """For a rank, which writes to stdout. Only rank 0 logs."""
+    """The logger of a rank, which writes to stdout. Only rank 0 logs."""
     return Log(rank, quiet=quiet, stream="stdout")
 
 
@@ -46,7 +46,7 @@ info, warning = _launcher.info, _launcher.warning
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to the standard streams as they are when a record arrives: ranks replace theirs, as does the bar."""
+    """Writes to the current sys.stdout or sys.stderr, which ranks and the progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=getattr(sys, getattr(record, "stream", "stderr")), flush=True)
@@ -57,9 +57,9 @@ class ConsoleHandler(logging.Handler):
 
 
 def _ensure_handler() -> None:
-    """The user's handlers and level come first."""
+    """Configure the logger, unless the user has set handlers or a level."""
     if not _LOGGER.handlers:
         _LOGGER.addHandler(ConsoleHandler())
         _LOGGER.propagate = False  # or a script that calls logging.basicConfig() would show every line twice
-    if _LOGGER.level == logging.NOTSET:  # or the root logger's WARNING would hold
+    if _LOGGER.level == logging.NOTSET:  # or the level of the root logger, WARNING, would apply
         _LOGGER.setLevel(logging.INFO)

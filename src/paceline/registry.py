@@ -1,12 +1,12 @@
-"""Components that a recipe picks by name: facts about each, and the code that builds it.
+"""Components that a recipe selects by name: facts about each, and the function that builds it.
 
-    OPTIMIZERS.declare("adamw", OptimizerFacts(…))      config/components.py, without torch
+    OPTIMIZERS.declare("adamw", OptimizerFacts(…))      config/components.py, which does not import torch
 
     @OPTIMIZERS.implement("adamw")                      optim/optimizers.py
     def adamw(params, settings, lr): …
 
-Models and datasets have no facts: `implement` alone registers them. The parameters of an implementation are the options
-that a recipe may set for it.
+Models and datasets have no facts, only implementations. The parameters of an implementation are the options that a
+recipe may set for it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
 class Registry(Generic[Facts, Built]):
-    """`kind` is what users call such a component, `own` how they register one, `load` imports the modules that
-    implement the built-in ones, and `passed` is the number of leading arguments that are not options of a recipe.
+    """`kind` and `hint` appear in errors: the kind of component and how users register one. `load` imports the modules
+    that implement the built-in ones, and `skip` is the number of leading parameters that are not options.
 
     `error` builds the exception of a failed lookup. Names of components with facts are validated when a recipe is
-    read, so that only code can look up a wrong one.
+    read, so for these a failed lookup is a bug.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Registry(Generic[Facts, Built]):
         kind: str,
         *,
         error: Callable[..., Exception] = lambda code, what, **rest: LookupError(what),
-        own: str = "",
+        hint: str = "",
         load: Callable[[], object] = lambda: None,
-        passed: int = 0,
+        skip: int = 0,
     ) -> None:
         self.kind = kind
-        self._error, self._own, self._load, self._passed = error, own, load, passed
+        self._error, self._hint, self._load, self._skip = error, hint, load, skip
         self._facts: dict[str, Facts] = {}
         self._builders: dict[str, Callable[..., Built]] = {}
 
@@ -56,7 +56,7 @@ class Registry(Generic[Facts, Built]):
 
     @property
     def declared(self) -> list[str]:
-        """Names with facts, in the order of their declaration."""
+        """Names with facts, in order of declaration."""
         return list(self._facts)
 
     @property
@@ -67,27 +67,27 @@ class Registry(Generic[Facts, Built]):
         return self._facts[name]
 
     def options(self, name: str) -> list[str] | None:
-        """The options that a recipe may set for a component; None: any."""
-        if name not in self._builders:  # declared, and implemented where torch is at hand
+        """The options that a recipe may set for a component; None: any option."""
+        if name not in self._builders:  # declared, but its implementation is not imported
             return []
-        parameters = list(inspect.signature(self._builders[name]).parameters.values())[self._passed :]
+        parameters = list(inspect.signature(self._builders[name]).parameters.values())[self._skip :]
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         return None if takes_any else [parameter.name for parameter in parameters]
 
     def find(self, name: str, options: Iterable[str] = ()) -> Callable[..., Built]:
-        """The implementation of that name, if it takes these options."""
+        """The implementation of that name; raises if it does not accept these options."""
         self._load()
         if name not in self._builders:
             raise self._error(
                 "unknown-name",
-                f"There is no {self.kind} named {name!r}: {did_you_mean(name, self._builders)}",
-                fix=f"register your own with {self._own}",
+                f"Unknown {self.kind} {name!r}: {did_you_mean(name, self._builders)}",
+                fix=f"register your own with {self._hint}",
             )
         for option in options:
             known = self.options(name)
             if known is not None and option not in known:
                 raise self._error(
                     "unknown-option",
-                    f"The {self.kind} {name!r} has no option {option!r}: {did_you_mean(option, known)}",
+                    f"Unknown option {option!r} for {self.kind} {name!r}: {did_you_mean(option, known)}",
                 )
         return self._builders[name]

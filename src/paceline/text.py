@@ -1,4 +1,4 @@
-"""Numbers, lists and tables as text, and the little text that is read back: `key=value,…`."""
+"""Formats numbers, lists and tables, and parses `key=value,…`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def format_count(number: int) -> str:
 
 
 def format_rate(value: float) -> str:
-    """`12.3k`, `123`, `4.5`: short, for a line with many numbers."""
+    """`12.3k`, `123`, `4.5`"""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}"
@@ -36,7 +36,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """The largest unit of which there is at least one: `3 d`, `7 h`, `12 min`, `4 s`"""
+    """In the largest unit that fits: `3 d`, `7 h`, `12 min`, `4 s`"""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
@@ -60,7 +60,7 @@ def numbered(thing: str, numbers: Sequence[int]) -> str:
 
 
 def columns(rows: Iterable[Iterable[str]]) -> str:
-    """A table whose cells are aligned on the left."""
+    """A table with left-aligned cells."""
     table = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
@@ -77,7 +77,7 @@ def parse_pairs(text: str) -> list[tuple[str, str | None]]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = False) -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}. A mapping that is empty is left out unless `keep_empty`."""
+    """{"a": {"b": 1}} as {"a.b": 1}. Empty mappings are omitted unless `keep_empty`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and (value or not keep_empty):

@@ -138,7 +138,7 @@ def test_rank_zeros_output_is_seen_in_the_cell_and_the_others_is_not(notebook: N
 def test_an_error_on_a_rank_is_the_cells_error_with_its_code(notebook: Notebook) -> None:
     cell = notebook.run(FAIL)
     assert cell.error == "ModelError"
-    assert cell.message.startswith("[model.unknown-name] There is no model named 'nonsense'")
+    assert cell.message.startswith("[model.unknown-name] Unknown model 'nonsense'")
 
 
 def test_the_stop_button_ends_the_ranks_and_the_next_launch_works(notebook: Notebook) -> None:

@@ -20,13 +20,13 @@ def planets(**options: Any) -> Registry[int, str]:
 
 
 def test_a_component_has_facts_and_an_implementation() -> None:
-    registry = planets(passed=1)
+    registry = planets(skip=1)
     assert registry.facts("mars") == 2
     assert registry.find("mars", ["red"])("sol", red=False) == "sol False"
 
 
 def test_an_unknown_name_or_option_offers_the_nearest() -> None:
-    registry = planets(error=DataError, own="register_planet")
+    registry = planets(error=DataError, hint="register_planet")
     with pytest.raises(DataError, match=r"(?s)unknown-name.*did you mean 'mars'.*register_planet"):
         registry.find("marz")
     with pytest.raises(DataError, match=r"unknown-option.*did you mean 'red'"):
@@ -37,7 +37,7 @@ def test_an_unknown_name_or_option_offers_the_nearest() -> None:
 
 def test_what_is_passed_by_the_library_is_no_option() -> None:
     assert planets().options("mars") == ["sun", "red"]
-    assert planets(passed=1).options("mars") == ["red"]
+    assert planets(skip=1).options("mars") == ["red"]
     registry = planets()
     registry.implement("venus")(lambda **anything: "hot")
     assert registry.options("venus") is None

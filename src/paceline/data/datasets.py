@@ -20,7 +20,7 @@ def _load_embedded() -> None:
 
 
 _registry: Registry[None, Pair] = Registry(
-    "dataset", error=DataError, own="paceline.register_data", load=_load_embedded
+    "dataset", error=DataError, hint="paceline.register_data", load=_load_embedded
 )
 register_data = _registry.implement
 find_data = _registry.find

@@ -27,7 +27,7 @@ def _load_embedded() -> None:
 
 
 _registry: Registry[None, nn.Module] = Registry(
-    "model", error=ModelError, own="@paceline.register_model", load=_load_embedded
+    "model", error=ModelError, hint="@paceline.register_model", load=_load_embedded
 )
 register_model = _registry.implement
 find_model = _registry.find

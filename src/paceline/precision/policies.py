@@ -1,11 +1,11 @@
-"""Which numbers a model computes in.
+"""Precision policies: the dtypes of weights and of matrix products.
 
 | precision | weights | matrix products                    | for                                                     |
 |-----------|---------|------------------------------------|---------------------------------------------------------|
 | fp32      | float32 | float32, or tf32 with `tf32: true` | the default                                             |
 | bf16      | float32 | bfloat16, by autocast              | GPUs since Ampere, new CPUs                             |
 | fp16      | float32 | float16, by autocast, loss scaled  | older GPUs                                              |
-| fp64      | float64 | float64                            | proofs: what differs only in float32 is rounding        |
+| fp64      | float64 | float64                            | tests: differences that vanish in float64 are rounding  |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.config.components import PRECISIONS
 @dataclass(frozen=True)
 class Precision:
     weights: torch.dtype = torch.float32
-    autocast: torch.dtype | None = None  # what matrix products are computed in, where that is not the weights' own
+    autocast: torch.dtype | None = None  # of matrix products, if not that of the weights
 
 
 @PRECISIONS.implement("fp32")
@@ -48,24 +48,24 @@ def fp64() -> Precision:
     return Precision(weights=torch.float64)
 
 
-def _named(precision: str) -> Precision:
+def _find(precision: str) -> Precision:
     found: Precision = PRECISIONS.find(precision)()
     return found
 
 
-def half(precision: str) -> torch.dtype | None:
-    """The half precision that weights are cast to for a matrix product, where there is one."""
-    return _named(precision).autocast
+def half_dtype(precision: str) -> torch.dtype | None:
+    """The half-precision dtype of matrix products, if any."""
+    return _find(precision).autocast
 
 
 def prepare_model(model: nn.Module, precision: str) -> None:
-    if _named(precision).weights is torch.float64:
+    if _find(precision).weights is torch.float64:
         model.double()
 
 
 def input_cast(precision: str) -> Callable[[Tensor], Tensor] | None:
-    """What turns an input into the model's numbers; None where it has them already. Whole numbers stay as they are."""
-    return _to_double if _named(precision).weights is torch.float64 else None
+    """Casts floating-point inputs to the dtype of the model; None if no cast is needed."""
+    return _to_double if _find(precision).weights is torch.float64 else None
 
 
 def _to_double(tensor: Tensor) -> Tensor:
@@ -73,20 +73,20 @@ def _to_double(tensor: Tensor) -> Tensor:
 
 
 def forward_context(precision: str, device: torch.device) -> AbstractContextManager[Any] | None:
-    """What a forward runs in; it may be entered again and again."""
-    chosen = _named(precision)
+    """The context of forward passes, if one is needed. It may be entered several times."""
+    chosen = _find(precision)
     if chosen.weights is torch.float64:
-        return _StayDouble()
+        return _KeepDouble()
     return None if chosen.autocast is None else torch.autocast(device.type, chosen.autocast)
 
 
-class _StayDouble(TorchFunctionMode):
-    """Models that widen to float32 by hand, for the sake of half precision, would narrow in float64: `logits.float()`
-    in a Hugging Face loss, `softmax(…, dtype=torch.float32)`. Here they keep what they have."""
+class _KeepDouble(TorchFunctionMode):
+    """Ignores explicit casts from float64 to float32, which models make for half precision: `logits.float()`
+    in a Hugging Face loss, `softmax(…, dtype=torch.float32)`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.float:  # whole numbers too: they meet the others in the next operation
+        if func is Tensor.float:  # integers too: the next operation combines them with float64
             return args[0].to(torch.float64)
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
             if kwargs.get("dtype") is torch.float32:
@@ -97,6 +97,6 @@ class _StayDouble(TorchFunctionMode):
 
 
 def allow_tf32(allowed: bool) -> None:
-    """torch's switch, for the whole process; convolutions have one of their own."""
+    """Set torch's global flags, for matrix products and for convolutions."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed

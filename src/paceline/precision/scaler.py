@@ -1,7 +1,7 @@
-"""fp16's loss scale: torch's GradScaler, which also knows which steps it skipped, and can keep its scale.
+"""Loss scaling for fp16: a GradScaler that also reports skipped steps and supports a static scale.
 
-Gradients of float16 products fall out of its range unless the loss is scaled up; a scale that is too high makes them
-infinite. Such a step is skipped and the scale goes down; after a while without any it goes up again.
+Without scaling, small gradients underflow in float16; with too large a scale they overflow. A step that overflows is
+skipped and the scale is reduced; after `growth_interval` steps without overflow it grows again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.config.sections import ScalerSection as Settings
 
 
 class Scaler(torch.amp.GradScaler):
-    """`overflowed` is the last step's flag, on the device: 1.0 where the step was skipped."""
+    """`overflowed` is a tensor on the device: 1.0 if the last step was skipped."""
 
     def __init__(
         self,
@@ -23,9 +23,9 @@ class Scaler(torch.amp.GradScaler):
         settings: Settings,
         *,
         enabled: bool,
-        agree: Callable[[Tensor], object] | None = None,
+        reduce_max: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """`agree` makes a flag the highest of all ranks': where each sees only its part of the gradients."""
+        """`reduce_max` reduces a flag across ranks, in place, if each rank sees only its shard of the gradients."""
         super().__init__(
             device.type,
             init_scale=settings.initial,
@@ -36,18 +36,18 @@ class Scaler(torch.amp.GradScaler):
         )
         self._static = settings.static
         self.overflowed: Tensor | None = None
-        self._agree = agree
+        self._reduce_max = reduce_max
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
-        if self._agree is not None and self.is_enabled():
+        if self._reduce_max is not None and self.is_enabled():
             for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                self._agree(flag)
+                self._reduce_max(flag)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         if not self.is_enabled():
             return
-        # Ranks that hold the same reduced gradients skip the same steps without asking each other.
+        # Ranks with the same reduced gradients skip the same steps, without communication.
         found = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]

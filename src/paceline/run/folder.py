@@ -125,17 +125,17 @@ class RunFolder:
         try:
             wanted.parent.mkdir(parents=True, exist_ok=True)
             if wanted.exists() and not wanted.is_dir():
-                raise _refusal(wanted, "there is a file of that name")
+                raise _not_created(wanted, "a file of that name exists")
             for number in count(1):
                 path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-                # Somebody made an empty folder of that name for this run; a new one is claimed by creating it.
-                if _is_empty_folder(path) or _made(path):
+                # An empty folder was created for this run; creating a new one claims it.
+                if _is_empty_folder(path) or _created_now(path):
                     folder = cls(path)
                     folder.logs.mkdir()
                     return folder
         except OSError as error:
-            raise _refusal(wanted, error.strerror or str(error)) from None
-        raise AssertionError("counting never ends")
+            raise _not_created(wanted, error.strerror or str(error)) from None
+        raise AssertionError("unreachable")
 
     @classmethod
     def at(cls, path: str) -> RunFolder | None:
@@ -161,7 +161,7 @@ def require_exists(path: str) -> None:
         runs = [
             short(each) for each in (Path(path).absolute().parent, ROOT) if each.is_dir() for each in each.iterdir()
         ]
-        raise CheckpointError("missing", f"resume: there is nothing at {path}.", fix=did_you_mean(path, runs))
+        raise CheckpointError("missing", f"Nothing to resume: {path} does not exist.", fix=did_you_mean(path, runs))
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
@@ -178,7 +178,7 @@ def short(path: str | Path) -> str:
 def _path(name: str) -> Path:
     path = Path(name)
     if path.name in ("", ".."):
-        raise _refusal(path, "that is no name for a folder")
+        raise _not_created(path, "invalid name")
     # Absolute, because a script may change its working directory while it runs.
     return (path if os.sep in name else ROOT / path).absolute()
 
@@ -194,15 +194,15 @@ def _last(name: str, folders: list[RunFolder]) -> RunFolder | None:
     return max(folders, key=lambda folder: int(folder.path.name[length + 1 :] or 1), default=None)
 
 
-def _refusal(folder: Path, reason: str) -> LaunchError:
+def _not_created(folder: Path, reason: str) -> LaunchError:
     return LaunchError(
         "run-folder",
-        f"The run folder {folder} can't be made: {reason}.",
-        fix="set run: to a path that can be written, or run: false to write nothing",
+        f"The run folder {folder} can't be created: {reason}.",
+        fix="set run: to a writable path, or run: false to write nothing",
     )
 
 
-def _made(folder: Path) -> bool:
+def _created_now(folder: Path) -> bool:
     try:
         folder.mkdir()
     except FileExistsError:

@@ -68,9 +68,9 @@ def events(folder: RunFolder) -> list[dict[str, Any]]:
 
 def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        whole = line[max(0, line.rfind('{"time"')) :]  # after the partial line of a killed writer
+        text = line[max(0, line.rfind('{"time"')) :]  # after the partial line of a killed writer
         with suppress(ValueError):
-            event = json.loads(whole)
+            event = json.loads(text)
             if isinstance(event, dict) and isinstance(event.get("time"), (int, float)) and "event" in event:
                 yield event
 

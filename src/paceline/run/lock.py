@@ -42,15 +42,15 @@ class RunLock:
         """Raise `checkpoint.run-in-use` if another job holds the lock."""
         mark = (os.getpid(), self._folder.path)
         if mark in _held:
-            raise _in_use(self._folder, _here(), "this very process: another Trainer in it")
+            raise _in_use(self._folder, _here(), "another Trainer in this process")
         try:
             descriptor = _lock(self._folder)
         except OSError as error:
             raise CheckpointError(
                 "no-lock",
                 f"The run folder {self._folder} can't be locked: {error.strerror}.",
-                why="without a lock two jobs could write into one run",
-                fix=f"check the rights of the folder and of the file {self._folder.lock.name} in it",
+                why="without a lock two jobs could write to the same run",
+                fix=f"check the permissions of the folder and of {self._folder.lock.name} in it",
             ) from None
         if descriptor is not None:
             text = json.dumps(_here()).encode()
@@ -90,7 +90,7 @@ def _lock(folder: RunFolder) -> int | None:
         if error.errno not in _NO_LOCKS:
             raise
         rank_log(0).warning(
-            f"the disk of {folder} knows no locks ({error.strerror}): take care that no other job uses this run folder"
+            f"the filesystem of {folder} does not support locks ({error.strerror}): make sure no other job uses it"
         )
         return None
 
@@ -118,5 +118,5 @@ def _in_use(folder: RunFolder, holder: dict[str, object], who: str = "") -> Chec
         "run-in-use",
         f"The run folder {folder} is in use by {who or where}.",
         why="two jobs in one run folder would mix their checkpoints and metrics",
-        fix="wait for that job or end it, or give this one another run folder (run: NAME)",
+        fix="wait for that job or stop it, or set another run folder (run: NAME)",
     )

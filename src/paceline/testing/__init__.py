@@ -1,4 +1,4 @@
-"""For tests of distributed code, ours and yours.
+"""Tests of distributed code on several ranks.
 
 from paceline.testing import ranks
 

@@ -1,15 +1,15 @@
-"""Does this model mean the same on every layout? Each layout on CPU ranks, against one process, side by side.
+"""Parity: trains a model under several layouts on CPU ranks and compares the results with a single process.
 
     report = paceline.testing.parity("recipe.yaml", layouts=["ddp:3", "fsdp:2", "shard=2 tensor=2"])
     print(report)
     assert report.holds
 
-In place of a recipe, a function that makes a Trainer of yours, and its data:
+Instead of a recipe, pass a function that builds a Trainer, and the data:
 
     report = paceline.testing.parity(lambda **settings: Trainer(Net(), criterion=loss, **settings), data)
 
-The default precision is float64: there, what differs is algebra, not rounding. A layout that the model or the recipe
-can't have is listed with the code that it is refused with.
+The default precision is float64, in which differences are not due to rounding. A layout that the model or the recipe
+does not support is listed with the code of its error.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from paceline.text import parse_pairs
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
-EVALUATED = 37  # samples; a number that no layout divides
+EVALUATION_SAMPLES = 37  # not divisible by the degrees of a layout
 
-# Makes a Trainer from settings: the recipe's top-level keys.
-Maker = Callable[..., Any]
+# Builds a Trainer from settings: the top-level keys of a recipe.
+TrainerFactory = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class ParityLayout:
-    """One way to share a model: `fsdp:3`, a strategy on a number of ranks, or `shard=2 tensor=2`."""
+    """A layout to compare: `fsdp:3`, a strategy and a number of ranks, or degrees such as `shard=2 tensor=2`."""
 
     text: str
     ranks: int
@@ -62,33 +62,33 @@ class ParityLayout:
         except ValueError:
             raise ConfigError(
                 "bad-layout",
-                f"{text!r} is no layout.",
-                fix="write a strategy and a number of ranks (fsdp:2), or degrees: "
+                f"Invalid layout: {text!r}.",
+                fix="use a strategy and a number of ranks (fsdp:2), or degrees: "
                 + " ".join(f"{name}=2" for name in AXIS_NAMES),
             ) from None
 
 
 @dataclass(frozen=True)
 class ParityRun:
-    """What one training gave."""
+    """The result of one training run."""
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
-    evaluation: dict[str, float] = field(default_factory=dict)  # the last one's numbers, by name
+    evaluation: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
 
 
 @dataclass(frozen=True)
 class ParityRow:
-    """A layout beside one process: the largest relative differences over all steps, and of the weights at the end."""
+    """The largest relative differences between a layout and a single process: over all steps, and of final weights."""
 
     layout: str
     loss: float = 0.0
     norm: float = 0.0
     weights: float = 0.0
-    evaluation: float | None = None  # None: nothing was evaluated
-    parameter: str | None = None  # the first one, in the model's order, that differs by more than the bound
-    refused: str | None = None  # a code, where this model can't have this layout
+    evaluation: float | None = None  # None: no evaluation
+    parameter: str | None = None  # the first one that differs by more than the bound
+    refused: str | None = None  # error code, if the model does not support this layout
     bound: float = 0.0
 
     @property
@@ -107,7 +107,7 @@ class ParityReport:
 
     @property
     def holds(self) -> bool:
-        """Whether every layout that was not refused agrees; and at least one was not."""
+        """Whether all supported layouts agree, and at least one is supported."""
         return all(row.holds for row in self.rows) and any(row.refused is None for row in self.rows)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class ParityReport:
 
 
 def parity(
-    what: str | Path | Mapping[str, Any] | Config | Maker,
+    what: str | Path | Mapping[str, Any] | Config | TrainerFactory,
     data: Any = None,
     val: Any = None,
     *,
@@ -130,45 +130,43 @@ def parity(
     precision: str = "fp64",
     bound: float | None = None,
 ) -> ParityReport:
-    """Train `steps` steps in one process and under each layout, and compare."""
-    import paceline.train.trainer  # noqa: F401  # once, before ranks are forked
+    """Train for `steps` steps in one process and under each layout, and compare."""
+    import paceline.train.trainer  # noqa: F401  # before ranks are forked, so that it is imported once
     from paceline.train import factory
 
-    make, recipe_settings = _maker(what)
+    build, recipe_settings = _factory_for(what)
     if recipe_settings and data is None:
         data, val = factory.build_data(Config.from_dict(recipe_settings))
-    val = _first_of(val)
+    val = _limit(val)
     wanted = [ParityLayout.read(text) for text in layouts]
     fixed = {**recipe_settings, "precision": precision, "device": "cpu"}
-    reference = train_on(1, [{**fixed, "strategy": "single"}], make, data, val, steps)[0]
+    reference = train_on(1, [{**fixed, "strategy": "single"}], build, data, val, steps)[0]
     if isinstance(reference, str):
-        raise ConfigError("bad-layout", f"One process can't train this:\n{reference}")
+        raise ConfigError("bad-layout", f"Training in a single process failed:\n{reference}")
     bound = PRECISIONS.facts(precision).parity_bound if bound is None else bound
     rows: dict[str, ParityRow] = {}
     for ranks in sorted({layout.ranks for layout in wanted}):
         same = [layout for layout in wanted if layout.ranks == ranks]
-        runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], make, data, val, steps)
+        runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], build, data, val, steps)
         for layout, run in zip(same, runs, strict=True):
             rows[layout.text] = compare(layout.text, reference, run, bound)
     return ParityReport([rows[layout.text] for layout in wanted], reference, precision)
 
 
-def _maker(what: Any) -> tuple[Maker, dict[str, Any]]:
-    """What makes a Trainer, and the recipe's own settings, over which those of the comparison go."""
+def _factory_for(what: Any) -> tuple[TrainerFactory, dict[str, Any]]:
+    """A function that builds a Trainer, and the settings of the recipe, which the comparison overrides."""
     if callable(what):
         return what, {}
-    config = what if isinstance(what, Config) else None
-    if config is None:
-        config = Config.from_dict(what) if isinstance(what, Mapping) else Config.from_file(what)
-    recipe = {key: value for key, value in config.to_dict().items() if key != "layout"}
-    return _from_recipe, recipe
+    if not isinstance(what, Config):
+        what = Config.from_dict(what) if isinstance(what, Mapping) else Config.from_file(what)
+    return _from_recipe, {key: value for key, value in what.to_dict().items() if key != "layout"}
 
 
-def _first_of(val: Any) -> Any:
-    """Enough samples to see a difference, where it can be asked for some."""
-    if not (hasattr(val, "__len__") and hasattr(val, "__getitem__")) or len(val) <= EVALUATED:
+def _limit(val: Any) -> Any:
+    """The first samples of a map-style dataset: enough to detect a difference."""
+    if not (hasattr(val, "__len__") and hasattr(val, "__getitem__")) or len(val) <= EVALUATION_SAMPLES:
         return val
-    return Subset(val, range(EVALUATED))
+    return Subset(val, range(EVALUATION_SAMPLES))
 
 
 def _from_recipe(**settings: Any) -> Any:
@@ -178,75 +176,75 @@ def _from_recipe(**settings: Any) -> Any:
 
 
 def train_on(
-    ranks: int, settings: Sequence[Mapping[str, Any]], make: Maker, data: Any, val: Any, steps: int
+    ranks: int, settings: Sequence[Mapping[str, Any]], build: TrainerFactory, data: Any, val: Any, steps: int
 ) -> list[ParityRun | str]:
-    """One training after the other in one world: what each gave, or the text that it was refused with."""
-    results = launch(_train_all, ranks=ranks, settings=settings, make=make, data=data, val=val, steps=steps)
+    """Train once per settings, with the same ranks; each result is a run or the text of a LayoutError."""
+    results = launch(_train_all, ranks=ranks, settings=settings, build=build, data=data, val=val, steps=steps)
     return [result if isinstance(result, str) else ParityRun(**result) for result in results]
 
 
 def _train_all(
-    settings: Sequence[Mapping[str, Any]], make: Maker, data: Any, val: Any, steps: int
+    settings: Sequence[Mapping[str, Any]], build: TrainerFactory, data: Any, val: Any, steps: int
 ) -> list[dict[str, Any] | str]:
-    return [_train(own, make, data, val, steps) for own in settings]
+    return [_train(each, build, data, val, steps) for each in settings]
 
 
-def _train(settings: Mapping[str, Any], make: Maker, data: Any, val: Any, steps: int) -> dict[str, Any] | str:
-    # A bound that nothing reaches: the gradient's norm is then worked out, and recorded.
+def _train(settings: Mapping[str, Any], build: TrainerFactory, data: Any, val: Any, steps: int) -> dict[str, Any] | str:
+    # Gradient norms are recorded only if they are clipped, so clip at a bound that is never reached.
     clip = settings.get("clip_norm") or 1e30
     try:
-        trainer = _made(make, {**settings, "run": False, "quiet": True, "clip_norm": clip})
+        trainer = _build(build, {**settings, "run": False, "quiet": True, "clip_norm": clip})
         history = trainer.train(data, val, max_steps=steps)
-    except LayoutError as error:  # the same on every rank; others are nobody's intention
+    except LayoutError as error:  # raised on every rank
         return str(error)
     last = dict(history.evaluations[-1]) if history.evaluations else {}
     norms = [record["grad_norm"] for record in history.steps]
     return {"losses": history.losses, "norms": norms, "weights": trainer.state_dict(), "evaluation": last}
 
 
-def _made(make: Maker, settings: dict[str, Any]) -> Any:
+def _build(build: TrainerFactory, settings: dict[str, Any]) -> Any:
     try:
-        trainer = make(**settings)
+        trainer = build(**settings)
     except TypeError as error:
         if "multiple values for" not in str(error):
             raise
-        raise _own_settings(str(error)) from None
+        raise _bad_settings(str(error)) from None
     if trainer.config.clip_norm != settings["clip_norm"] or trainer.config.precision != settings["precision"]:
-        raise _own_settings("the Trainer that was made has other settings than it was asked for")
+        raise _bad_settings("the Trainer has different settings than requested")
     return trainer
 
 
-def _own_settings(what: str) -> ConfigError:
+def _bad_settings(what: str) -> ConfigError:
     return ConfigError(
         "parity-settings",
-        f"The comparison sets {', '.join(SETS)} and the layout: {what}.",
-        fix="hand **settings on to the Trainer, and set none of these beside them",
+        f"parity() sets {', '.join(SETS)} and the layout: {what}.",
+        fix="pass **settings to the Trainer, and set none of these yourself",
     )
 
 
 def compare(layout: str, reference: ParityRun, other: ParityRun | str, bound: float) -> ParityRow:
-    """`bound` is relative, for losses and norms; for a weight, its difference's norm over the weight's own."""
+    """`bound` is the largest relative difference of losses and gradient norms, and of a weight in norm."""
     if isinstance(other, str):
         return ParityRow(layout, refused=other.partition("]")[0].lstrip("["))
     parameter = None
     difference = size = 0.0
-    for name, whole in reference.weights.items():
-        theirs = other.weights.get(name)
-        if theirs is None or theirs.shape != whole.shape:
+    for name, expected in reference.weights.items():
+        actual = other.weights.get(name)
+        if actual is None or actual.shape != expected.shape:
             return ParityRow(layout, weights=inf, parameter=name, bound=bound)
-        apart, norm = float((theirs.double() - whole.double()).norm()), float(whole.double().norm())
-        difference, size = difference + apart**2, size + norm**2
-        # Biases that begin at zero are small still: they are measured against a weight of ordinary size.
-        if parameter is None and not apart <= bound * max(norm, whole.numel() ** 0.5 * 1e-2):
+        error, norm = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
+        difference, size = difference + error**2, size + norm**2
+        # Biases are initialized to zero and still small: compare them with a weight of typical size.
+        if parameter is None and not error <= bound * max(norm, expected.numel() ** 0.5 * 1e-2):
             parameter = name
     names = sorted({*reference.evaluation, *other.evaluation})
-    ours, theirs_too = ([run.evaluation.get(name, inf) for name in names] for run in (reference, other))
+    expected_metrics, metrics = ([run.evaluation.get(name, inf) for name in names] for run in (reference, other))
     return ParityRow(
         layout,
         loss=_largest(reference.losses, other.losses),
         norm=_largest(reference.norms, other.norms),
         weights=(difference / size) ** 0.5 if size else difference,
-        evaluation=_largest(ours, theirs_too) if names else None,
+        evaluation=_largest(expected_metrics, metrics) if names else None,
         parameter=parameter,
         bound=bound,
     )

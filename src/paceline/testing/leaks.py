@@ -1,4 +1,4 @@
-"""What a test must not leave behind: a process, a listening port, an environment variable, a process group."""
+"""Detects resources that a test leaks: processes, listening ports, environment variables, a process group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# pytest sets these itself while a test runs.
-_NOT_THE_TESTS = {"PYTEST_CURRENT_TEST"}
+_IGNORED = {"PYTEST_CURRENT_TEST"}  # set by pytest
 _LISTENING = "0A"
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What this process has at one moment."""
+class Resources:
+    """The resources of this process at one moment."""
 
     children: frozenset[int]
     ports: frozenset[int]
@@ -23,19 +22,19 @@ class Holdings:
     group_open: bool
 
 
-def take() -> Holdings:
-    return Holdings(_children(), _listening_ports(), _environment(), _group_open())
+def snapshot() -> Resources:
+    return Resources(_children(), _listening_ports(), _environment(), _group_open())
 
 
-def find(before: Holdings, patience: float = 2.0) -> list[str]:
-    """What is here now and was not before, in words. A process on its way out gets a moment."""
-    deadline = time.monotonic() + patience
-    while (left := _difference(before, take())) and time.monotonic() < deadline:
+def find(before: Resources, timeout: float = 2.0) -> list[str]:
+    """Descriptions of the resources acquired since `before`. Processes that are exiting get some time."""
+    deadline = time.monotonic() + timeout
+    while (left := _difference(before, snapshot())) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
 
-def _difference(before: Holdings, after: Holdings) -> list[str]:
+def _difference(before: Resources, after: Resources) -> list[str]:
     left = [f"process {process} is still running" for process in sorted(after.children - before.children)]
     left += [f"port {port} is still open" for port in sorted(after.ports - before.ports)]
     had, has = dict(before.environment), dict(after.environment)
@@ -55,16 +54,16 @@ def _children() -> frozenset[int]:
         try:
             found.update(int(child) for child in path.read_text().split())
         except OSError:
-            continue  # the thread ended while we looked
+            continue  # the thread has exited
     return frozenset(found)
 
 
 def _listening_ports() -> frozenset[int]:
-    """Ports on which this process listens: the kernel's tables, narrowed to sockets that are ours."""
-    own = set()
+    """The ports on which this process listens, from the tables of the kernel."""
+    sockets = set()
     for path in Path("/proc/self/fd").iterdir():
         try:
-            own.add(str(path.readlink()))
+            sockets.add(str(path.readlink()))
         except OSError:
             continue
     ports = set()
@@ -73,13 +72,13 @@ def _listening_ports() -> frozenset[int]:
             continue
         for line in table.read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in own:
+            if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
                 ports.add(int(fields[1].rsplit(":", 1)[1], 16))
     return frozenset(ports)
 
 
 def _environment() -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, value) for name, value in os.environ.items() if name not in _NOT_THE_TESTS))
+    return tuple(sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED))
 
 
 def _group_open() -> bool:

@@ -1,7 +1,4 @@
-"""A pytest plugin, found by pytest where paceline is installed: `--no-leaks` fails a test that leaves things behind.
-
-Our own tests switch it on in their conftest; it does nothing for anybody who did not ask.
-"""
+"""A pytest plugin, loaded by pytest if paceline is installed. It does nothing without `--no-leaks`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-leaks",
         action="store_true",
-        help="fail a test that leaves a process, a port, an environment variable or a process group behind",
+        help="fail tests that leak a process, a port, an environment variable or a process group",
     )
 
 
@@ -25,8 +22,8 @@ def paceline_no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     from paceline.testing import leaks
 
-    before = leaks.take()
+    before = leaks.snapshot()
     yield
-    left = leaks.find(before)
-    if left:
-        pytest.fail("the test left something behind: " + "; ".join(left), pytrace=False)
+    leaked = leaks.find(before)
+    if leaked:
+        pytest.fail("the test leaked resources: " + "; ".join(leaked), pytrace=False)

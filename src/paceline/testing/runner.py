@@ -1,7 +1,7 @@
-"""The rank runner: a test on several gloo ranks, in a tenth of a second.
+"""Runs a test on several gloo ranks, in a tenth of a second.
 
-Ranks are forked from the test process, which has torch imported already, and meet through a file: no port, no
-launcher, no second import. What a rank prints is shown only if the test fails.
+Ranks are forked from the test process, which has imported torch already, and their store is a file: no port, no
+launcher, no second import. The output of ranks is shown only if the test fails.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 class RankFailure(AssertionError):
-    """A test that failed on some rank; its text holds every rank's traceback and output."""
+    """A test failed on some rank. The text contains the traceback and the output of every rank."""
 
 
 def ranks(number: int, *, timeout: float = 60.0) -> Callable[[Test], Test]:
-    """Run the decorated test on `number` ranks. Fixtures are made once, in the parent, and seen by all ranks."""
+    """Run the decorated test on `number` ranks. Fixtures are created once, in the parent process."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -49,7 +49,7 @@ def ranks(number: int, *, timeout: float = 60.0) -> Callable[[Test], Test]:
 
 
 def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0) -> None:
-    """Run `body` on that many ranks in one process group; raise RankFailure unless it passes on all."""
+    """Run `body` on `number` ranks in one process group; raise RankFailure if it fails on any rank."""
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
         folder = Path(name)
         processes = {rank: _fork(rank, number, body, folder) for rank in range(number)}
@@ -65,19 +65,19 @@ def _fork(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:
     if process == 0:
         code = 1
         try:
-            code = _be_rank(rank, number, body, folder)
+            code = _run_rank(rank, number, body, folder)
         finally:
-            # Whatever happens, this copy of the test process must not go on running tests.
+            # This copy of the test process must not continue with the next test.
             os._exit(code)
     return process
 
 
-def _be_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:
+def _run_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:
     output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(1), "wb", 0), write_through=True)
-    # The parent may have run a threaded operation, whose pool does not exist in this process.
+    # The thread pool of the parent does not exist in this process.
     torch.set_num_threads(1)
     os.environ.update(environment.variables(environment.RankInfo(rank, number, rank, number)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -87,7 +87,7 @@ def _be_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> i
         collectives.debug(True)
         body()
         if not torch_dist.is_initialized():
-            raise AssertionError("the test closed a process group that it did not open")
+            raise AssertionError("the test destroyed a process group that it did not initialize")
         torch_dist.destroy_process_group()
         return 0
     except BaseException:
@@ -96,7 +96,7 @@ def _be_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> i
 
 
 def _wait(processes: dict[int, int], timeout: float) -> dict[int, int | None]:
-    """Each rank's exit code, None for one that had to be ended. When one fails, the others get a moment to end."""
+    """The exit code of each rank; None if it was killed. After a failure the other ranks get 5 s to exit."""
     codes: dict[int, int | None] = {}
     deadline = time.monotonic() + timeout
     try:
@@ -108,7 +108,7 @@ def _wait(processes: dict[int, int], timeout: float) -> dict[int, int | None]:
                     if codes[rank]:
                         deadline = min(deadline, time.monotonic() + 5.0)
             time.sleep(0.002)
-    finally:  # also when pytest's own timeout interrupts the waiting
+    finally:  # also if the timeout of pytest interrupts the loop
         for rank in processes.keys() - codes.keys():
             os.kill(processes[rank], signal.SIGKILL)
             os.waitpid(processes[rank], 0)
@@ -125,16 +125,16 @@ def _report(codes: dict[int, int | None], folder: Path, timeout: float) -> str:
         elif failed.exists():
             parts.append(f"=== rank {rank}: failed\n{failed.read_text().partition(chr(10))[2].rstrip()}")
         elif code is None:
-            parts.append(f"=== rank {rank}: still running when it was ended (timeout {timeout:g} s)")
+            parts.append(f"=== rank {rank}: still running, killed (timeout {timeout:g} s)")
         else:
-            parts.append(f"=== rank {rank}: ended with exit code {code}")
+            parts.append(f"=== rank {rank}: exited with code {code}")
         text = output.read_text(errors="replace").rstrip() if output.exists() else ""
         if text:
-            parts.append(f"--- its output:\n{text}")
+            parts.append(f"--- output:\n{text}")
     return "\n".join(parts)
 
 
 def _failure_time(folder: Path, rank: int) -> float:
-    """The first failure is shown first: the later ones are often its consequence."""
+    """For sorting: later failures are often consequences of the first one."""
     path = folder / f"{rank}.failed"
     return float(path.read_text().partition("\n")[0]) if path.exists() else float("inf")

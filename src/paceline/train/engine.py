@@ -113,7 +113,7 @@ class Engine:
             self.log,
             convert=partial(policies.prepare_model, precision=config.precision),
             autocast=partial(policies.forward_context, config.precision),
-            gather_dtype=policies.half(config.precision),
+            gather_dtype=policies.half_dtype(config.precision),
             build_step=build_loss_module,
         )
         self._subject = compose.Subject(self.model, config.blocks)
@@ -162,7 +162,7 @@ class Engine:
             self.world.device,
             config.scaler,
             enabled=PRECISIONS.facts(config.precision).loss_scaling,
-            agree=None if self.sharded is None else partial(collectives.all_reduce, op="max"),
+            reduce_max=None if self.sharded is None else partial(collectives.all_reduce, op="max"),
         )
 
     def _build_step(self) -> None:

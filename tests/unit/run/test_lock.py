@@ -86,7 +86,7 @@ def test_a_released_one_can_be_taken_by_another_process(tmp_path: Path) -> None:
 def test_one_process_can_not_take_it_twice(tmp_path: Path) -> None:
     lock = RunLock(RunFolder(tmp_path))
     lock.take()
-    with pytest.raises(CheckpointError, match="this very process"):
+    with pytest.raises(CheckpointError, match="another Trainer in this process"):
         RunLock(RunFolder(tmp_path / ".." / tmp_path.name)).take()
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stderr=subprocess.PIPE, text=True) as other:
         assert "run-in-use" in other.communicate(timeout=60)[1]  # the refusal has not given it up
@@ -107,5 +107,5 @@ def test_a_disk_without_locks_is_a_warning(
     monkeypatch.setattr("fcntl.lockf", no_locks)
     lock = RunLock(RunFolder(tmp_path))
     lock.take()
-    assert "knows no locks" in capsys.readouterr().out
+    assert "does not support locks" in capsys.readouterr().out
     lock.release()

@@ -39,5 +39,5 @@ def test_a_rank_that_hangs_is_ended() -> None:
 
 
 def test_a_rank_that_dies_is_named() -> None:
-    with pytest.raises(RankFailure, match="rank 0: ended with exit code 9"):
+    with pytest.raises(RankFailure, match="rank 0: exited with code 9"):
         run_on_ranks(1, lambda: os._exit(9))

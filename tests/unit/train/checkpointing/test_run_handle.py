@@ -35,7 +35,7 @@ def test_a_second_trainer_of_a_process_goes_on_when_the_first_has_ended(tmp_path
     first = tiny.classifier_trainer(run=str(tmp_path / "r"))
     first.train(tiny.blobs(), max_steps=2)
     second = tiny.classifier_trainer(run=str(tmp_path / "r"), resume="auto")
-    with pytest.raises(CheckpointError, match=r"checkpoint.run-in-use.*this very process"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.run-in-use.*another Trainer in this process"):
         first.train(tiny.blobs(), max_steps=4)
     assert second.train(tiny.blobs(), max_steps=4).run == str(tmp_path / "r")
     assert len(first.train(tiny.blobs(), max_steps=3).steps) == 1
