@@ -78,8 +78,8 @@ class SampleStream:
 class _EpochSlices(IterableDataset[MicroBatch]):
     """One epoch, as a dataset for torch's loader."""
 
-    def __init__(self, cuts: Callable[[int, int, int], Iterator[MicroBatch]], *where: int) -> None:
-        self._slices, self._where = cuts, where
+    def __init__(self, slices: Callable[[int, int, int], Iterator[MicroBatch]], *where: int) -> None:
+        self._slices, self._where = slices, where
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self._slices(*self._where)

@@ -38,7 +38,7 @@ class BatchSlice:
         return (self.start, self.stop) if self.samples else (self.group_start, self.group_start + 1)
 
 
-def cut(length: int, parts: int, part: int) -> tuple[int, int]:
+def slice_bounds(length: int, parts: int, part: int) -> tuple[int, int]:
     """Bounds of slice `part` of `parts`; the sizes differ by at most one."""
     return length * part // parts, length * (part + 1) // parts
 
@@ -50,6 +50,6 @@ def slices_of(samples: int, batch: int, groups: int, rank: int, ranks: int) -> I
     """
     groups = max(1, -(-samples * groups // batch))
     for group in range(groups):
-        group_start, group_stop = cut(samples, groups, group)
-        start, stop = cut(group_stop - group_start, ranks, rank)
+        group_start, group_stop = slice_bounds(samples, groups, group)
+        start, stop = slice_bounds(group_stop - group_start, ranks, rank)
         yield BatchSlice(group, groups, group_start, group_stop, group_start + start, group_start + stop)

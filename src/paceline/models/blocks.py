@@ -1,8 +1,8 @@
-"""The blocks of a model: the like layers that most of it is made of.
+"""The blocks of a model: its repeated layers.
 
-Sharding gathers one block's weights at a time, recomputation drops one block's activations, compilation compiles one
-block once. Which modules these are is named in the recipe, or declared by the model (`ModelSpec.blocks`, Hugging Face's
-`_no_split_modules`), or found: the modules of the kind that stands most often in the model's lists.
+They are the unit of sharding, activation checkpointing and compilation. The recipe lists them, or the model declares
+them (`ModelSpec.blocks`, `_no_split_modules` of Hugging Face), or they are detected: the most frequent class in the
+module lists of the model.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paceline.models.spec import spec_of
 Named = tuple[str, nn.Module]
 
 
-def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> list[Named]:
-    """Blocks with their names, in the model's order; none of them lies within another."""
-    if wanted is not None:
-        return _named(model, wanted)
+def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> list[Named]:
+    """Names and modules of the blocks, in the order of the model. Blocks are never nested."""
+    if patterns is not None:
+        return _matching(model, patterns)
     declared = spec_of(model).blocks
-    return _named(model, declared) if declared else _outermost(_most_frequent(model))
+    return _matching(model, declared) if declared else _outermost(_most_frequent(model))
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[Named]:
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[Named]:
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -35,27 +35,26 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[Named]:
         if not names:
             raise LayoutError(
                 "no-such-block",
-                f"blocks names {pattern!r}, but the model {type(model).__name__} has no such module: "
+                f"blocks: no module of {type(model).__name__} matches {pattern!r}; "
                 f"{did_you_mean(pattern, [name for name in modules if name])}",
-                fix="use names of model.named_modules(); * stands for any part: blocks.*",
+                fix="use names from model.named_modules(); * matches any part: blocks.*",
             )
         found |= {name: modules[name] for name in names}
     return _outermost([(name, module) for name, module in modules.items() if name in found])
 
 
 def _most_frequent(model: nn.Module) -> list[Named]:
-    """Members of lists, by kind. Layers made of layers are preferred: a list of bare linear layers is a model's last
-    resort."""
-    made_of_layers: dict[type, list[Named]] = defaultdict(list)
-    bare: dict[type, list[Named]] = defaultdict(list)
+    """The most frequent class in module lists. Modules with submodules are preferred to plain layers."""
+    composite: dict[type, list[Named]] = defaultdict(list)
+    plain: dict[type, list[Named]] = defaultdict(list)
     for name, parent in model.named_modules():
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
             for key, child in parent.named_children():
                 if any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.Sequential)):
-                    kinds = made_of_layers if any(True for _ in child.children()) else bare
-                    kinds[type(child)].append((f"{name}.{key}" if name else key, child))
-    for kinds in (made_of_layers, bare):
-        most = max(kinds.values(), key=len, default=[])
+                    classes = composite if any(True for _ in child.children()) else plain
+                    classes[type(child)].append((f"{name}.{key}" if name else key, child))
+    for classes in (composite, plain):
+        most = max(classes.values(), key=len, default=[])
         if len(most) > 1:
             return most
     return []

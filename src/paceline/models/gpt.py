@@ -1,4 +1,4 @@
-"""`gpt`: a decoder-only transformer of GPT-2's shape."""
+"""`gpt`: a decoder-only transformer with the GPT-2 architecture."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STD = 0.02  # GPT-2's
 
 
 class Linear(nn.Linear):
-    """Begins with small normals; smaller ones where a layer writes into the residual."""
+    """Initialized from a normal distribution; layers that write to the residual stream use a smaller `std`."""
 
     def __init__(self, inputs: int, outputs: int, std: float = STD, bias: bool = True) -> None:
-        self.std = std  # torch resets the parameters while it makes the layer
+        self.std = std  # nn.Linear.__init__ calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -37,7 +37,7 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Each head's query, key and value lie together, so that heads can be sharded."""
+    """Causal self-attention. Query, key and value are interleaved by head, so that heads can be sharded."""
 
     def __init__(self, width: int, heads: int, dropout: float, std: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and around a residual."""
+    """Attention and a feed-forward layer, each with pre-norm and a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float, std: float) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class Block(nn.Module):
 
 @register_model("gpt")
 class GPT(nn.Module):
-    """Tokens in; with targets, the mean cross-entropy; without, the logits. The head shares the embedding's weight.
+    """Returns the mean cross-entropy, or logits if called without targets. The head is tied to the token embedding.
 
-    With `ignore_index`, targets of that value count nothing and the loss is a sum with the number of others as its
-    weight, which stays exact however padding falls on ranks.
+    With `ignore_index`, such targets are ignored, and the loss is a sum weighted by the number of the others, which is
+    exact for any distribution of padding across ranks.
     """
 
     model_spec = ModelSpec(
@@ -105,7 +105,7 @@ class GPT(nn.Module):
             last_modules=("norm", "head"),
         ),
         deferred_init=True,
-        compile_methods=("finish",),  # logits and their loss are as much work as several blocks
+        compile_methods=("finish",),  # logits and loss cost as much as several blocks
     )
 
     def __init__(
@@ -122,8 +122,8 @@ class GPT(nn.Module):
         if width % heads:
             raise ModelError(
                 "bad-shape",
-                f"gpt's width {width} is not divisible by its {heads} heads.",
-                fix="choose a width that is a multiple of heads",
+                f"The width of gpt ({width}) must be divisible by heads ({heads}).",
+                fix="use a width that is a multiple of heads",
             )
         self.context, self.heads, self.ignore_index = context, heads, ignore_index
         self.model_spec = replace(self.model_spec, heads={"heads": heads})
@@ -151,7 +151,7 @@ class GPT(nn.Module):
         if length > self.context:
             raise ModelError(
                 "too-long",
-                f"gpt got {length} tokens, but its context is {self.context}.",
+                f"Got {length} tokens, but the context of gpt is {self.context}.",
                 fix="raise model.context, or shorten the samples (data.context)",
             )
         positions = torch.arange(length, device=inputs.device)
@@ -170,7 +170,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, length: int, temperature: float = 0.8) -> Tensor:
-        """`length` further tokens behind each prompt, drawn from the model."""
+        """Sample `length` tokens after each prompt."""
         was_training = self.training
         self.eval()
         tokens = prompt

@@ -1,7 +1,7 @@
-"""`gpt` in the names, the order and the config that Hugging Face's GPT-2 has.
+"""Exports `gpt` to the format of Hugging Face's GPT-2.
 
-Both compute the same. There a linear layer's weight lies transposed, and queries, keys and values of all heads follow
-each other, where ours keeps each head's together. The head shares the embedding's weight in both, so it is left out.
+The models are equivalent. GPT-2 transposes the weights of linear layers, and stores the queries of all heads, then
+keys, then values; `gpt` interleaves them by head. The head is tied to the embedding in both and not exported.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SHARED = "head.weight"
 
 
 def weights(own: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """A `gpt`'s state dict as GPT2LMHeadModel has it."""
+    """The state_dict of a `gpt`, converted to GPT2LMHeadModel."""
     _require_shape(own, heads)
     return dict(_renamed(name, tensor, heads) for name, tensor in own.items() if name != _SHARED)
 
 
 def config(own: Mapping[str, Tensor], heads: int, dropout: float) -> dict[str, Any]:
-    """What transformers reads as config.json."""
+    """The config.json for transformers."""
     vocabulary, width = own["tokens.weight"].shape
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -43,7 +43,7 @@ def config(own: Mapping[str, Tensor], heads: int, dropout: float) -> dict[str, A
         "embd_pdrop": dropout,
         "resid_pdrop": dropout,
         "tie_word_embeddings": True,
-        "bos_token_id": None,  # GPT-2's own ones lie outside of other vocabularies
+        "bos_token_id": None,  # the defaults of GPT-2 are outside smaller vocabularies
         "eos_token_id": None,
         "torch_dtype": str(own["tokens.weight"].dtype).removeprefix("torch."),
     }
@@ -54,16 +54,16 @@ def _layers(own: Mapping[str, Tensor]) -> int:
 
 
 def _require_shape(own: Mapping[str, Tensor], heads: int) -> None:
-    """Every weight that a GPT-2 of this size has, and no other."""
+    """Require exactly the parameters of a GPT-2 of this size."""
     blocks = [f"blocks.{number}.{part}" for number in range(_layers(own)) for part in (*_LINEAR, *_NORMS)]
     expected = {f"{part}.{kind}" for part in (*blocks, "norm") for kind in ("weight", "bias")}
     expected |= {"tokens.weight", "positions.weight"}
     differing = expected.symmetric_difference(name for name in own if name != _SHARED)
     if differing:
-        raise _not_gpt2(f"{min(differing)} is {'missing' if min(differing) in expected else 'unknown to it'}")
+        raise _not_gpt2(f"{min(differing)} is {'missing' if min(differing) in expected else 'unexpected'}")
     head = own.get(_SHARED)
     if head is not None and head is not own["tokens.weight"] and not head.equal(own["tokens.weight"]):
-        raise _not_gpt2("its head has weights of its own, instead of the embedding's")
+        raise _not_gpt2("its head is not tied to the token embedding")
     if own["tokens.weight"].shape[1] % heads:
         raise _not_gpt2(f"its width {own['tokens.weight'].shape[1]} is not divisible by {heads} heads")
 
@@ -71,8 +71,8 @@ def _require_shape(own: Mapping[str, Tensor], heads: int) -> None:
 def _not_gpt2(reason: str) -> ModelError:
     return ModelError(
         "not-gpt2",
-        f"The model can't be written as a GPT-2: {reason}.",
-        fix="export it with --to safetensors or --to torch, which keep its own names",
+        f"The model can't be exported as GPT-2: {reason}.",
+        fix="export it with --to safetensors or --to torch, which keep its parameter names",
     )
 
 
@@ -89,6 +89,6 @@ def _renamed(name: str, tensor: Tensor, heads: int) -> tuple[str, Tensor]:
 
 
 def _heads_apart(tensor: Tensor, heads: int) -> Tensor:
-    """From query, key and value of each head to the queries of all heads, their keys, their values."""
+    """Reorder from (query, key, value) per head to all queries, all keys, all values."""
     each = tensor.view(heads, 3, tensor.shape[0] // (3 * heads), -1)
     return each.transpose(0, 1).reshape(tensor.shape)

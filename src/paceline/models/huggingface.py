@@ -1,6 +1,6 @@
-"""What Hugging Face models declare: their blocks, tensor plan, weight initialisation, key-value cache and loss.
+"""What Hugging Face models declare: blocks, tensor plan, weight initialization, key-value cache and loss.
 
-Their attributes are private to transformers and change between its versions, so only this module reads them.
+These attributes are private and change between versions of transformers, so only this module reads them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-# `gathered` is a column layer whose outputs are gathered; the parameters of a `summed` module are replicated, and each
-# rank uses them on other heads: neither is needed in a plan of one's own.
-_PLAN_WORDS = {
+# Two styles exist for these models only: `gathered` is `column` with gathered outputs; `summed` replicates parameters
+# that each rank applies to different heads, and all-reduces their gradients.
+_STYLES = {
     "colwise": "column",
     "rowwise": "row",
     "embedding_rowwise": "vocabulary",
@@ -26,22 +26,22 @@ _PLAN_WORDS = {
 
 
 def block_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules whose class the model wants kept on one device."""
+    """Names of the modules that must not be split."""
     classes = getattr(model, "_no_split_modules", None) or ()
     return tuple(name for name, module in model.named_modules() if name and type(module).__name__ in classes)
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own plan in the words of `tensor_plan.py`; a word without a counterpart stays as it is."""
+    """The plan of the model in the styles of `tensor_plan.py`; unsupported styles are returned unchanged."""
     config: Any = getattr(model, "config", None)
     base_plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not base_plan:
         return {}
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and hasattr(model, base) else ""
-    words = {f"{prefix}{name}": word for name, word in base_plan.items()}
-    words |= getattr(model, "_tp_plan", None) or {}  # what this model adds to its base
-    return {name: _PLAN_WORDS.get(word, word) for name, word in words.items()}
+    plan = {f"{prefix}{name}": style for name, style in base_plan.items()}
+    plan |= getattr(model, "_tp_plan", None) or {}  # additions to the base model
+    return {name: _STYLES.get(style, style) for name, style in plan.items()}
 
 
 def attention_heads(model: nn.Module) -> dict[str, int]:
@@ -51,7 +51,7 @@ def attention_heads(model: nn.Module) -> dict[str, int]:
 
 
 def initializer(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None:
-    """What initialises one module of the model, whose first weights are not those of torch's layers."""
+    """The initializer for one module of the model, or None."""
     if not hasattr(model, "_init_weights"):
         return None
     initialize: Callable[[nn.Module], Any] = model._init_weights  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def initializer(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None
 
 
 def disable_cache(model: nn.Module) -> bool:
-    """Switch the key-value cache off: a recomputed block would append to it twice. Returns whether it was on."""
+    """Disable the key-value cache: a recomputed block would append to it twice. Returns whether it was enabled."""
     config: Any = getattr(model, "config", None)
     if not getattr(config, "use_cache", False):
         return False
@@ -68,7 +68,7 @@ def disable_cache(model: nn.Module) -> bool:
 
 
 def first_counted_label(model: nn.Module) -> int | None:
-    """For a model whose loss is a mean over tokens: 1 where it shifts the labels by one, else 0; None for others."""
+    """If the loss is a mean over tokens: 1 if the model shifts the labels, otherwise 0. None for other models."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         return None

@@ -1,13 +1,12 @@
 """A loss is a sum and a weight.
 
-The gradient of a step is Σsum / Σweight over every rank and micro-batch, so any split of the same batch gives the same
-step. A model may return a plain mean, from which the sum is made with the number of samples; where samples weigh
-differently (padding tokens), it returns a `Loss`.
+The gradient of a step is Σsum / Σweight over all ranks and micro-batches, so it does not depend on how the batch is
+sliced. A model may return a plain mean, which is weighted by the number of samples; if samples have different weights
+(padding tokens), it returns a `Loss`.
 
-`cross_entropy` takes logits that may be sharded over the vocabulary. Plain logits take torch's own function. Of sharded
-ones (a DTensor, which the tensor axis leaves behind a `vocabulary` head) no rank ever holds a full row: the ranks
-exchange each row's highest logit, its sum of exponentials and its target's logit, and each computes the gradient of
-its own shard.
+`cross_entropy` also supports logits sharded over the vocabulary (a DTensor, the output of a `vocabulary` head). Full
+rows are never gathered: ranks exchange the maximum, the sum of exponentials and the target logit of each row, and
+compute the gradient of their own shard.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-IGNORE_INDEX = -100  # torch's own: targets of that value do not count
+IGNORE_INDEX = -100  # the default of torch
 
 
 class Loss(NamedTuple):
-    """The sum of a loss over what it was computed on, and how much that weighs (samples, tokens, …)."""
+    """The sum of a loss, and the weight to divide it by: the number of samples or tokens."""
 
     sum: Tensor
     weight: Tensor | float
@@ -33,7 +32,8 @@ class Loss(NamedTuple):
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE_INDEX, reduction: str = "mean"
 ) -> Tensor:
-    """Over the last dim of `logits`; `reduction` is mean or sum, over targets that are not `ignore_index`."""
+    """Cross-entropy over the last dim of `logits`. `reduction` is "mean" or "sum" over targets not equal to
+    `ignore_index`."""
     wanted = targets.flatten()
     if not isinstance(logits, DTensor):
         return functional.cross_entropy(logits.flatten(0, -2), wanted, ignore_index=ignore_index, reduction=reduction)
@@ -48,7 +48,7 @@ def cross_entropy(
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """The loss of each row. `targets` are counted from this rank's first column: those of others are out of range."""
+    """The loss of each row. `targets` are relative to the first local column; those of other ranks are out of range."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, targets: Tensor, counted: Tensor, group: Any) -> Tensor:

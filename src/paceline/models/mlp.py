@@ -1,4 +1,4 @@
-"""`mlp`: a plain multi-layer classifier."""
+"""`mlp`: a multi-layer perceptron for classification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.models.zoo import register_model
 
 @register_model("mlp")
 class MLP(nn.Module):
-    """Flattens its input; `hidden` layers of `width` units."""
+    """Flattens its input, followed by `hidden` layers of `width` units."""
 
     model_spec = ModelSpec(
         pipeline=PipelineSpec(first="flatten", blocks="layers", last="read_out", loss="loss"),
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         return inputs.flatten(1)
 
     def read_out(self, hidden: Tensor) -> Tensor:
-        return hidden  # the last layer's outputs are the logits
+        return hidden  # the last layer already returns logits
 
     def loss(self, logits: Tensor, targets: Tensor) -> Any:
         return {"loss": functional.cross_entropy(logits, targets)}

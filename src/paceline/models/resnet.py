@@ -1,4 +1,4 @@
-"""`resnet18`, `resnet50` as published for ImageNet, and `resnet20`, the small one for CIFAR."""
+"""`resnet18` and `resnet50` for ImageNet, and `resnet20` for CIFAR."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _conv(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> 
 
 
 def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
-    """The identity where shapes agree, else a 1 × 1 convolution."""
+    """The identity if shapes match, otherwise a 1 × 1 convolution."""
     if stride == 1 and channels_in == channels_out:
         return nn.Identity()
     return nn.Sequential(_conv(channels_in, channels_out, 1, stride), nn.BatchNorm2d(channels_out))
@@ -42,7 +42,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 × 1 down, 3 × 3, 1 × 1 up; the stride sits on the 3 × 3, as in what is called v1.5."""
+    """1 × 1, 3 × 3 and 1 × 1 convolutions; the stride is on the 3 × 3, as in ResNet v1.5."""
 
     expansion = 4
 
@@ -66,7 +66,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, stages of blocks of which each but the first halves the image, and a linear classifier."""
+    """A stem, stages of blocks, and a linear classifier. Each stage but the first halves the resolution."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How large a model is, and into what it can be partitioned: what `plan/memory.py` derives a layout from."""
+"""The size of a model and its possible partitions, from which `plan/memory.py` derives a layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.plan.memory import ModelSize
 
 
 def size_of(model: nn.Module, blocks: Sequence[str] | None = None, degrees: Sequence[int] = ()) -> ModelSize:
-    """`degrees` are the tensor degrees that the model was found to allow. Shared parameters count once."""
+    """`degrees` are the tensor degrees that the model supports. Tied parameters count once."""
     found = [module for _, module in find_blocks(model, blocks)]
     inside = {id(parameter) for block in found for parameter in block.parameters()}
     rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)

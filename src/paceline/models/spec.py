@@ -1,4 +1,4 @@
-"""What a model declares, as data, for the passes that change it.
+"""What a model declares about its structure, as data.
 
     class GPT(nn.Module):
         model_spec = paceline.ModelSpec(
@@ -9,8 +9,8 @@
             ),
         )
 
-A class attribute, or an attribute of the instance where it depends on the arguments of `__init__`. For a model that
-declares none, what Hugging Face models declare is read instead (`huggingface.py`).
+`model_spec` is a class attribute, or an attribute of the instance if it depends on the arguments of `__init__`. For a
+model without one, the attributes of Hugging Face models are read (`huggingface.py`).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from paceline.models import huggingface
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """How a model is partitioned into stages: forward must be first, every block, last, loss, and nothing else."""
+    """How a model is partitioned into stages. `forward` must consist of first, all blocks, last and loss."""
 
-    first: str  # method: from the batch's inputs to hidden values
-    blocks: str  # name of an nn.ModuleList whose members map hidden values to hidden values
-    last: str  # method: from hidden values to outputs
-    loss: str  # method: from outputs and targets to the loss
+    first: str  # method that maps the inputs of a batch to hidden states
+    blocks: str  # name of an nn.ModuleList of layers that map hidden states to hidden states
+    last: str  # method that maps hidden states to outputs
+    loss: str  # method that maps outputs and targets to the loss
     first_modules: tuple[str, ...] = ()  # modules that `first` uses
     last_modules: tuple[str, ...] = ()  # modules that `last` uses
-    targets: str = "targets"  # name of the batch's entry that the loss is computed from
+    targets: str = "targets"  # key of the targets in a batch
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model declares about itself; a recipe's own settings take precedence."""
+    """What a model declares about its structure; settings of the recipe take precedence."""
 
-    blocks: tuple[str, ...] | None = None  # names or patterns of the repeated layers; None: they are found
-    tensor_plan: Mapping[str, str] | None = None  # names or patterns → words of `tensor_plan.py`
+    blocks: tuple[str, ...] | None = None  # names or patterns of the repeated layers; None: detected
+    tensor_plan: Mapping[str, str] | None = None  # names or patterns → styles (`tensor_plan.py`)
     pipeline: PipelineSpec | None = None
-    heads: Mapping[str, int] = field(default_factory=dict)  # numbers that the tensor degree must divide, by name
-    deferred_init: bool = False  # reset_parameters() sets every value, so the model may be built on the meta device
-    compile_methods: tuple[str, ...] = ()  # methods that `compile: true` compiles beside the blocks
+    heads: Mapping[str, int] = field(default_factory=dict)  # names and numbers that the tensor degree must divide
+    deferred_init: bool = False  # reset_parameters() sets every value, so the meta device can be used
+    compile_methods: tuple[str, ...] = ()  # methods that `compile: true` compiles in addition to blocks
 
 
 @runtime_checkable
@@ -55,14 +55,14 @@ class DeclaresSpec(Protocol):
 
 
 def declared_spec(owner: object) -> ModelSpec | None:
-    """The spec that a model, or a function that builds one, declares itself."""
+    """The spec declared by a model or by a function that builds one."""
     if isinstance(owner, DeclaresSpec) and isinstance(owner.model_spec, ModelSpec):
         return owner.model_spec
     return None
 
 
 def spec_of(model: nn.Module) -> ModelSpec:
-    """The declared spec, else Hugging Face's, else an empty one."""
+    """The declared spec, otherwise that of a Hugging Face model, otherwise an empty one."""
     return declared_spec(model) or ModelSpec(
         blocks=huggingface.block_names(model) or None,
         tensor_plan=huggingface.tensor_plan(model) or None,

@@ -1,18 +1,18 @@
-"""How a model's layers are sharded over the ranks of the tensor axis: a word for each, declared as data.
+"""The tensor plan: a parallel style for each layer, declared as data.
 
     class GPT(nn.Module):
         model_spec = paceline.ModelSpec(tensor_plan={"tokens": "vocabulary", "blocks.*.up": "column", …})
 
-| word       | of           | each rank holds                | and computes                                          |
+| style      | module       | each rank holds                | and computes                                          |
 |------------|--------------|--------------------------------|-------------------------------------------------------|
-| column     | nn.Linear    | some of the outputs            | those outputs, of full inputs                         |
-| row        | nn.Linear    | some of the inputs             | its partial sum over inputs; these are reduced        |
-| vocabulary | nn.Embedding | some of the tokens             | those tokens' values; these are reduced               |
-|            | nn.Linear    | some of the outputs            | those logits, which stay sharded: `models/losses.py`  |
-| sequence   | any module   | all of it                      | its slice of the tokens                               |
+| column     | nn.Linear    | some of the outputs            | these outputs, from the full inputs                   |
+| row        | nn.Linear    | some of the inputs             | a partial sum over its inputs, which is reduced       |
+| vocabulary | nn.Embedding | some of the tokens             | the embeddings of these tokens, which are reduced     |
+|            | nn.Linear    | some of the outputs            | these logits, which stay sharded (`losses.py`)        |
+| sequence   | any module   | all parameters                 | its slice of the tokens                               |
 
-`*` stands for one part of a name. The numbers in `ModelSpec.heads` must be divisible by the degree. A Hugging Face
-model's plan is understood in its own words (`huggingface.py`, which also says what `gathered` and `summed` are).
+`*` matches one part of a name. The numbers in `ModelSpec.heads` must be divisible by the tensor degree. The plans of
+Hugging Face models are translated (`huggingface.py`, which also explains `gathered` and `summed`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import nn
 from paceline.errors import LayoutError, did_you_mean
 from paceline.models.spec import spec_of
 
-WORDS = ("column", "row", "vocabulary", "sequence", "gathered", "summed")
-_FITTING: dict[str, tuple[type[nn.Module], ...]] = {
+STYLES = ("column", "row", "vocabulary", "sequence", "gathered", "summed")
+_MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
     "gathered": (nn.Linear,),
@@ -35,42 +35,42 @@ _FITTING: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Names with their words: the recipe's, or the model's."""
+    """The tensor plan of the recipe, otherwise that of the model."""
     plan = given if given is not None else spec_of(model).tensor_plan
     if not plan:
         raise LayoutError(
             "no-tensor-plan",
-            f"The layout has a tensor axis, but {type(model).__name__} does not say how its layers are cut.",
-            why="which layers are cut by outputs and which by inputs follows from what the model computes",
-            fix='say it: tensor.plan: {"layers.0": column, "layers.2": row} in the recipe, or in the model, '
+            f"The layout has a tensor axis, but {type(model).__name__} declares no tensor plan.",
+            why="whether a layer is sharded over its outputs or its inputs depends on what the model computes",
+            fix='set tensor.plan: {"layers.0": column, "layers.2": row} in the recipe, or on the model, '
             "model_spec = paceline.ModelSpec(tensor_plan=…); or use strategy: fsdp",
         )
-    unknown = sorted(set(plan.values()) - set(WORDS))
+    unknown = sorted(set(plan.values()) - set(STYLES))
     if unknown:
         raise LayoutError(
             "tensor-plan-word",
-            f"{type(model).__name__}'s own tensor plan says {', '.join(unknown)}, which is not understood here.",
-            fix="give a plan of your own in tensor.plan (column, row, sequence, vocabulary), or use strategy: fsdp",
+            f"The tensor plan of {type(model).__name__} uses unsupported styles: {', '.join(unknown)}.",
+            fix="set tensor.plan (column, row, sequence, vocabulary), or use strategy: fsdp",
         )
     return plan
 
 
-def words_of_modules(model: nn.Module, plan: Mapping[str, str], *, full: bool = True) -> dict[str, str]:
-    """The word for each module by its full name. Of a `full` model (not one stage of it), every name must exist."""
+def styles_of_modules(model: nn.Module, plan: Mapping[str, str], *, full: bool = True) -> dict[str, str]:
+    """The style of each module by name. In a `full` model (not one pipeline stage), every pattern must match."""
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, str] = {}
-    for pattern, word in plan.items():
+    for pattern, style in plan.items():
         names = [name for name in modules if _matches(name, pattern)]
         if not names and full:
             raise LayoutError(
                 "no-such-module",
-                f"The tensor plan names {pattern!r}, but the model {type(model).__name__} has no such module: "
+                f"tensor plan: no module of {type(model).__name__} matches {pattern!r}; "
                 f"{did_you_mean(pattern, modules)}",
-                fix="use names of model.named_modules(); * stands for one part of a name: blocks.*.up",
+                fix="use names from model.named_modules(); * matches one part of a name: blocks.*.up",
             )
         for name in names:
-            _require_fitting(name, modules[name], word)
-        found |= dict.fromkeys(names, word)
+            _require_applicable(name, modules[name], style)
+        found |= dict.fromkeys(names, style)
     return found
 
 
@@ -79,20 +79,20 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _require_fitting(name: str, module: nn.Module, word: str) -> None:
-    kinds = _FITTING.get(word)
-    if kinds is None:
+def _require_applicable(name: str, module: nn.Module, style: str) -> None:
+    classes = _MODULES.get(style)
+    if classes is None:
         is_leaf = not any(True for child in module.children() for _ in child.parameters())
         if is_leaf:
             return
-        expected = "a layer that is not made of others"
+        expected = "layers without submodules"
     else:
-        if isinstance(module, kinds) and getattr(module, "max_norm", None) is None:
+        if isinstance(module, classes) and getattr(module, "max_norm", None) is None:
             return
-        expected = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
+        expected = " or ".join(f"nn.{each.__name__}" for each in classes)
     raise LayoutError(
         "tensor-plan-kind",
-        f"The tensor plan says {word!r} of {name}, which is a {type(module).__name__}.",
-        why=f"{word} is for {expected}" + (" without max_norm" if word == "vocabulary" else ""),
-        fix="name the layers inside it, or another word; `paceline explain layout.tensor-plan-kind` has them all",
+        f"Tensor plan style {style!r} does not apply to {name}, a {type(module).__name__}.",
+        why=f"{style} is for {expected}" + (" without max_norm" if style == "vocabulary" else ""),
+        fix="list the layers inside it, or use another style: `paceline explain layout.tensor-plan-kind`",
     )

@@ -1,6 +1,6 @@
 """`vae`: a variational autoencoder for small images.
 
-Its noise comes from `paceline.noise`, so that it is the same on any split of a batch over ranks.
+Its noise comes from `paceline.noise`, so it does not depend on how a batch is sliced across ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.runtime.noise import noise
 
 @register_model("vae")
 class VAE(nn.Module):
-    """Images in [0, 1] of `channels` × `size` × `size`, through a latent vector and back."""
+    """Encodes images in [0, 1] of `channels` × `size` × `size` to a latent vector and decodes them."""
 
     def __init__(
         self, size: int = 32, channels: int = 3, width: int = 256, latent: int = 16, beta: float = 1.0
@@ -30,7 +30,7 @@ class VAE(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(latent, width), nn.GELU(), nn.Linear(width, pixels))
 
     def forward(self, inputs: Tensor) -> dict[str, Any]:
-        """The negative evidence bound, as a mean over samples of a sum over pixels and latents."""
+        """The negative ELBO: a mean over samples of a sum over pixels and latents."""
         mean, log_variance = self.encoder(inputs.flatten(1)).chunk(2, dim=1)
         latent = mean + torch.exp(0.5 * log_variance) * noise(mean)
         logits = self.decoder(latent)
@@ -40,5 +40,5 @@ class VAE(nn.Module):
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:
-        """Images for latent vectors."""
+        """Decode latent vectors to images."""
         return torch.sigmoid(self.decoder(latent)).view(-1, *self.shape)

@@ -1,4 +1,4 @@
-"""Models by name.
+"""The model registry.
 
     @register_model("mine")
     class Mine(torch.nn.Module):
@@ -7,7 +7,7 @@
     model = get_model("mine")(config)      # config.model holds the options
     model = get_model("mine")(width=32)
 
-The parameters of a model's `__init__` are the options that a recipe's `model:` section may give.
+The options in the `model:` section of a recipe are the parameters of `__init__`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ find_model = _registry.find
 
 
 def get_model(name: str) -> Callable[..., nn.Module]:
-    """A builder for the model of that name: call it with a Config, or with the model's own options."""
+    """A builder for a registered model. Call it with a Config, or with the options of the model."""
     find_model(name, {})
 
     def build(config: Config | None = None, **options: Any) -> nn.Module:
@@ -50,8 +50,8 @@ def _from_config(name: str, config: Config | None) -> dict[str, Any]:
     if config.model.name != name:
         raise ModelError(
             "other-model",
-            f"The model {name!r} was asked for, but the recipe describes {config.model.name!r}.",
-            why="the recipe's options belong to another model",
+            f"Model {name!r} was requested, but the recipe configures {config.model.name!r}.",
+            why="the options of the recipe belong to another model",
             fix=f"use get_model({config.model.name!r}), or set model.name={name}",
         )
     return config.model.options()

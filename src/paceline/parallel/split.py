@@ -1,15 +1,13 @@
-"""`strategy: split`: one process, a model's layers over its devices. For a model that is too large for one of them.
+"""`strategy: split`: one process, with the layers of a model placed on several devices.
 
-Layers are taken in the order in which they stand in the model: what comes before the blocks, the blocks, what comes
-after. A device begins at a block (or behind the last one): before a layer runs, hooks move what it is given to its
-device. What the last layer gives comes back to the first device, where the batch lies and the loss is computed; so
-does what an nn.Sequential inside the model gives, since the model's own code goes on with it. A weight that two layers
-share stays where the first of them is, and the other one computes there.
+Layers keep the order of the model: modules before the blocks, the blocks, modules after them. Each device holds
+consecutive blocks. Hooks move the inputs of a layer to its device, and the output of the last layer back to the first
+device, which holds the batch and computes the loss. Outputs of an nn.Sequential inside the model are moved back too, as
+custom code may use them. Layers that share a parameter are placed on the device of the first one.
 
-With `split.microbatches: m` a micro-batch goes through in m parts, one after the other, so that the first device works
-on the next part while the second is busy with this one. GPUs do so because they work on their own once they were told
-what to do; layers on the CPU are computed by the process itself, which tells nobody anything meanwhile: there it saves
-no time. Parts are weighed as the loss contract says, so the gradient is the same.
+With `split.microbatches: m`, a micro-batch is sliced in m, so that the first device can run the next slice while the
+second runs this one. This relies on asynchronous GPU kernels; on a CPU it saves no time. Slices are weighted so that
+the gradient is unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.config.sections import SplitSection
 from paceline.data.batches import apply, rows_of, samples_in
-from paceline.data.slicing import cut
+from paceline.data.slicing import slice_bounds
 from paceline.errors import LayoutError, did_you_mean
 from paceline.models.blocks import find_blocks
 from paceline.parallel.loss_parts import LossPart, combine_losses, combine_metrics
@@ -35,22 +33,22 @@ from paceline.runtime import noise
 from paceline.text import format_bytes
 
 Named = tuple[str, nn.Module]
-Place = tuple[Named, int]  # a layer, and the number of its device
+Place = tuple[Named, int]  # a layer and the index of its device
 
 
 def devices_of(settings: SplitSection) -> list[torch.device]:
-    """Those that are named, else all GPUs."""
+    """The devices of the recipe, otherwise all GPUs."""
     names = settings.devices or [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if len(names) < 2:
         raise LayoutError(
             "one-device",
-            f"strategy: split has {len(names) or 'no'} device to place layers on.",
-            fix="name at least two: split: {devices: [cuda:0, cpu]}, or use strategy: single",
+            f"strategy: split needs at least two devices, got {len(names)}.",
+            fix="list the devices, split: {devices: [cuda:0, cpu]}, or use strategy: single",
         )
-    return [_existing(name) for name in names]
+    return [_parse_device(name) for name in names]
 
 
-def _existing(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     count = torch.cuda.device_count()
     try:
         device = torch.device(name)
@@ -63,50 +61,50 @@ def _existing(name: str) -> torch.device:
     available = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
     raise LayoutError(
         "no-such-device",
-        f"split.devices names {name!r}, which this machine does not have: there is {available}.",
-        fix="name devices that are there, or check CUDA_VISIBLE_DEVICES",
+        f"split.devices: device {name!r} is not available. Available: {available}.",
+        fix="list available devices, or check CUDA_VISIBLE_DEVICES",
     )
 
 
-def split(model: nn.Module, settings: SplitSection, wanted: Sequence[str] | None = None) -> str:
-    """Place the model's layers, in place; says where they went."""
+def split(model: nn.Module, settings: SplitSection, names: Sequence[str] | None = None) -> str:
+    """Place the layers of the model on the devices. Returns a summary for the log."""
     devices = devices_of(settings)
-    _refuse_parts_of_statistics(model, settings)
-    before, blocks, after = _layers(model, wanted)
+    _require_no_batchnorm(model, settings)
+    before, blocks, after = _layers(model, names)
     lengths = _partition(blocks, _sizes(before, blocks, after), len(devices), settings.balance)
     numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
-    places = [
+    places: list[Place] = [
         *((layer, 0) for layer in before),
         *zip(blocks, numbers, strict=True),
         *((layer, len(devices) - 1) for layer in after),
     ]
-    places = _with_shared_weights(places)
+    places = _colocate_tied(places)
     _place(model, places, devices)
     return "split: " + "; ".join(
-        f"{device} has {lengths[number]} of {len(blocks)} layers, {format_bytes(_bytes_on(places, number))}"
+        f"{lengths[number]} of {len(blocks)} layers on {device}, {format_bytes(_bytes_on(places, number))}"
         for number, device in enumerate(devices)
     )
 
 
-def _refuse_parts_of_statistics(model: nn.Module, settings: SplitSection) -> None:
+def _require_no_batchnorm(model: nn.Module, settings: SplitSection) -> None:
     norms = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
     if settings.microbatches > 1 and norms:
         raise LayoutError(
             "microbatches-and-batchnorm",
-            f"split.microbatches is {settings.microbatches}, and the model has batch norms: {', '.join(norms[:3])}.",
-            why="each would normalise with a part of the micro-batch, and train another model",
-            fix="set split.microbatches: 1, or use a norm that looks at one sample (GroupNorm)",
+            f"split.microbatches is {settings.microbatches}, but the model has batch norms: {', '.join(norms[:3])}.",
+            why="batch norm would normalize each slice with its own statistics, which changes the model",
+            fix="set split.microbatches: 1, or use a norm that is independent of the batch, such as GroupNorm",
         )
 
 
-def _layers(model: nn.Module, wanted: Sequence[str] | None) -> tuple[list[Named], list[Named], list[Named]]:
-    """Layers before the blocks, the blocks, layers after them, as they stand in the model."""
-    names = {name for name, _ in find_blocks(model, wanted)}
-    found = list(_walk("", model, names))
-    numbers = [number for number, (name, _) in enumerate(found) if name in names]
-    if not numbers:  # no blocks: every layer counts as one
+def _layers(model: nn.Module, names: Sequence[str] | None) -> tuple[list[Named], list[Named], list[Named]]:
+    """Layers before the blocks, the blocks, and layers after them."""
+    blocks = {name for name, _ in find_blocks(model, names)}
+    found = list(_walk("", model, blocks))
+    numbers = [number for number, (name, _) in enumerate(found) if name in blocks]
+    if not numbers:  # no blocks: treat every layer as one
         return [], found, []
-    # What stands between blocks (a GELU between linear layers) goes with the block before it.
+    # Layers between blocks (a GELU between linear layers) belong to the block before them.
     first, last = numbers[0], numbers[-1]
     return found[:first], found[first : last + 1], found[last + 1 :]
 
@@ -122,7 +120,7 @@ def _walk(name: str, module: nn.Module, blocks: set[str]) -> Iterable[Named]:
 
 
 def _sizes(before: list[Named], blocks: list[Named], after: list[Named]) -> list[int]:
-    """Bytes of the parameters of each block, those before the first and after the last added to it."""
+    """Parameter bytes per block; layers before and after the blocks count for the first and last one."""
     seen: set[int] = set()
 
     def size(layers: list[Named]) -> int:
@@ -136,12 +134,12 @@ def _sizes(before: list[Named], blocks: list[Named], after: list[Named]) -> list
 
 
 def _partition(blocks: list[Named], sizes: list[int], devices: int, balance: list[int] | list[str] | None) -> list[int]:
-    """How many of the blocks each device holds."""
+    """Number of blocks per device."""
     if len(blocks) < devices:
         raise LayoutError(
             "fewer-layers-than-devices",
-            f"The model has {len(blocks)} layers that can be placed, for {devices} devices.",
-            fix="name fewer devices in split.devices, or smaller blocks in blocks",
+            f"The model has {len(blocks)} layers to place on {devices} devices.",
+            fix="list fewer devices in split.devices, or smaller modules in blocks",
         )
     if balance is None:
         return balanced_partition(sizes, devices)
@@ -151,25 +149,21 @@ def _partition(blocks: list[Named], sizes: list[int], devices: int, balance: lis
     except UnknownLayerError as unknown:
         raise LayoutError(
             "no-such-layer",
-            f"split.balance names {unknown.name!r}, at which no device can begin: {did_you_mean(unknown.name, known)}",
-            fix=f"use the names of layers, from {known[0]} to {known[-1]}",
+            f"split.balance: unknown layer {unknown.name!r}; {did_you_mean(unknown.name, known)}",
+            fix=f"use layers from {known[0]} to {known[-1]}",
         ) from None
     except BalanceError as error:
-        given = f"{balance}, which is {sum(error.lengths)} layers on {len(error.lengths)} devices"
-        raise _not_adding_up(given if isinstance(balance[0], int) else str(balance), blocks, devices) from None
+        total = f" ({sum(error.lengths)} layers)" if isinstance(balance[0], int) else ""
+        raise LayoutError(
+            "split-balance",
+            f"split.balance is {balance}{total}, but the model has {len(blocks)} layers, from {known[0]} to "
+            f"{known[-1]}, for {devices} devices.",
+            fix="set the number of layers per device, or the first layer of each device, in order",
+        ) from None
 
 
-def _not_adding_up(given: str, blocks: list[Named], devices: int) -> LayoutError:
-    return LayoutError(
-        "split-balance",
-        f"split.balance is {given}; the model has {len(blocks)} layers, from {blocks[0][0]} to {blocks[-1][0]}, for "
-        f"{devices} devices.",
-        fix="give the number of layers of each device, or the names at which devices begin, in their order",
-    )
-
-
-def _with_shared_weights(places: list[Place]) -> list[Place]:
-    """A layer whose weight another one has too goes where that one is."""
+def _colocate_tied(places: list[Place]) -> list[Place]:
+    """Place layers that share a parameter on the device of the first one."""
     of_weight: dict[int, int] = {}
     changed = []
     for (name, layer), number in places:
@@ -181,19 +175,19 @@ def _with_shared_weights(places: list[Place]) -> list[Place]:
 
 
 def _place(model: nn.Module, places: list[Place], devices: list[torch.device]) -> None:
-    """Move each layer, and have what it is given moved to it. What belongs to no layer lies on the first device."""
-    home = devices[0]
+    """Move the layers and register hooks that move their inputs. Everything else is placed on the first device."""
+    first = devices[0]
     for (_, layer), number in places:
         layer.to(devices[number])
         layer.register_forward_pre_hook(partial(_move_inputs, devices[number]), with_kwargs=True)
     placed = {id(part) for (_, layer), _ in places for part in layer.modules()}
     for part in model.modules():
         if id(part) not in placed:
-            _move_own(part, home)
-    with_weights = [layer for (_, layer), _ in places if any(True for _ in layer.parameters())]
+            _move_own(part, first)
+    parametrized = [layer for (_, layer), _ in places if any(True for _ in layer.parameters())]
     ends = [part for part in model.modules() if isinstance(part, nn.Sequential) and id(part) not in placed]
-    for end in [*ends, *with_weights[-1:]]:
-        end.register_forward_hook(partial(_move_output, home))
+    for end in [*ends, *parametrized[-1:]]:
+        end.register_forward_hook(partial(_move_output, first))
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:
@@ -219,7 +213,7 @@ def _move_output(device: torch.device, layer: nn.Module, args: Any, output: Any)
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
-    # Into a GPU it may arrive later, in the GPU's own order; the CPU has to wait for what it reads.
+    # A copy to a GPU is ordered by its stream; a copy to the CPU must be complete before it is read.
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
@@ -229,13 +223,13 @@ def _bytes_on(places: list[Place], number: int) -> int:
 
 
 def spans_devices(model: nn.Module) -> bool:
-    """Whether the model's layers lie on several devices. Where the user put them there, they stay."""
+    """Whether the model is on several devices. If the user placed it there, it is not moved."""
     found = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     return len({device for device in found if device.type != "meta"}) > 1
 
 
 class MultiContext:
-    """Contexts that hold for one kind of device each (autocast), together."""
+    """Enters several contexts at once: autocast applies to a single device type."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any] | None]) -> None:
         self._contexts = [context for context in contexts if context is not None]
@@ -251,7 +245,7 @@ class MultiContext:
 
 @dataclass
 class MicroBatched:
-    """From a batch to (mean or sum, weight or None), computed in `count` parts that follow each other."""
+    """Maps a batch to (mean or sum, weight or None), computed in `count` consecutive slices."""
 
     step: Any  # a LossModule
     count: int
@@ -265,7 +259,7 @@ class MicroBatched:
         draw = noise.current()
         results, metrics, samples = [], [], []
         for number in range(parts):
-            start, stop = cut(total, parts, number)
+            start, stop = slice_bounds(total, parts, number)
             with nullcontext() if draw is None else draw.select(start, stop - start):
                 results.append(self.step.forward(rows_of(batch, start, stop)))
             samples.append(stop - start)

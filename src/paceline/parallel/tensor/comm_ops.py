@@ -1,4 +1,4 @@
-"""Differentiable collectives over the ranks of the tensor axis; each has a conjugate in the backward.
+"""Differentiable collectives over the tensor axis.
 
 | function                  | forward                              | backward                              |
 |---------------------------|--------------------------------------|---------------------------------------|
@@ -8,8 +8,8 @@
 | `all_gather_sequence`     | all-gather along the tokens          | reduce-scatter of the gradients       |
 | `reduce_scatter_sequence` | reduce-scatter along the tokens      | all-gather of the gradients           |
 
-torch's collectives directly, and not DTensor's: those run in Python at every call, and over gloo on a GPU (torch 2.11)
-an all-gather of theirs ends the process.
+They call torch.distributed directly. DTensor adds Python overhead to every call, and its all-gather crashes the process
+with gloo on a GPU (torch 2.11).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 Group = Any
-CommOp = Callable[[Tensor, int, Group], Tensor]  # of values, the dim that is sharded, and the ranks
+CommOp = Callable[[Tensor, int, Group], Tensor]  # takes a tensor, the sharded dim and the group
 
-# torch 2.13 has new names for these, and warns about the old ones.
+# Renamed in torch 2.13; the old names are deprecated.
 _all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
@@ -55,12 +55,12 @@ def _reduce_scatter(full: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _scatter(full: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's slice of values that every rank has."""
+    """The slice of this rank; no communication."""
     return full.chunk(torch_dist.get_world_size(group), dim)[torch_dist.get_rank(group)].contiguous()
 
 
 class _CommFunction(torch.autograd.Function):
-    """One operation in the forward, its conjugate in the backward."""
+    """Runs one operation in the forward and its conjugate in the backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, op: CommOp, conjugate: CommOp, dim: int, group: Group) -> Tensor:
@@ -73,7 +73,7 @@ class _CommFunction(torch.autograd.Function):
 
 
 def copy_to_group(values: Tensor, group: Group) -> Tensor:
-    """Equal values, which each rank uses differently."""
+    """For replicated values that each rank uses differently."""
     result: Tensor = _CommFunction.apply(values, _identity, _all_reduce, 0, group)
     return result
 
@@ -84,13 +84,13 @@ def reduce_from_group(partial: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_group(shard: Tensor, dim: int, group: Group) -> Tensor:
-    """Full values, which all ranks use in the same way."""
+    """For results that all ranks use in the same way."""
     result: Tensor = _CommFunction.apply(shard, _all_gather, _scatter, dim, group)
     return result
 
 
 def all_gather_sequence(shard: Tensor, dim: int, group: Group) -> Tensor:
-    """Full values, which each rank uses differently."""
+    """For results that each rank uses differently."""
     result: Tensor = _CommFunction.apply(shard, _all_gather, _reduce_scatter, dim, group)
     return result
 

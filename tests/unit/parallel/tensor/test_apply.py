@@ -13,7 +13,7 @@ from paceline.config.recipe import Config
 from paceline.config.sections import TensorSection
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
-from paceline.models.tensor_plan import plan_of, words_of_modules
+from paceline.models.tensor_plan import plan_of, styles_of_modules
 from paceline.parallel.tensor.apply import check_plan
 from paceline.train import factory
 
@@ -61,10 +61,10 @@ def test_a_plan_that_can_not_be_is_named(model: nn.Module, degree: int, settings
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
-    words = words_of_modules(on_meta(), {"blocks.*.up": "column"})
-    assert words == {"blocks.0.up": "column", "blocks.1.up": "column"}
+    styles = styles_of_modules(on_meta(), {"blocks.*.up": "column"})
+    assert styles == {"blocks.0.up": "column", "blocks.1.up": "column"}
     with pytest.raises(LayoutError, match=r"did you mean 'blocks\.0\.up'"):
-        words_of_modules(on_meta(), {"block.0.up": "column"})
+        styles_of_modules(on_meta(), {"block.0.up": "column"})
 
 
 def test_the_recipes_plan_stands_before_the_models() -> None:
