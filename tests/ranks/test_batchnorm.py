@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import dist
 from paceline.errors import TrainError
-from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
+from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, unconverted
 from paceline.runtime import noise
 from paceline.testing import ranks, run_on_ranks
 
@@ -256,7 +256,7 @@ def test_layers_change_their_class_and_nothing_else() -> None:
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     after = model.state_dict(keep_vars=True)
     assert list(after) == list(state) and all(after[name] is state[name] for name in state)
-    assert isinstance(model[1][0], nn.BatchNorm2d) and type(model[1][1]) is Mine and left_alone(model) == ["1.1"]
+    assert isinstance(model[1][0], nn.BatchNorm2d) and type(model[1][1]) is Mine and unconverted(model) == ["1.1"]
     model[0](torch.randn(3, 2))
     assert seen == ["hook"]
     with pytest.raises(ValueError, match="4D"):

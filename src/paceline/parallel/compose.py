@@ -1,7 +1,7 @@
-"""Executes the passes of a layout, in the order of `plan/passes.py`, which also has the reasons for it.
+"""Applies the passes of a layout, in the order defined and explained in `plan/passes.py`.
 
-Each pass is one function of another module, and none of them knows another. What belongs to a higher layer or to a
-sibling (dtypes, the forward's context, the module that computes the loss) is passed in with the `Composition`.
+Each pass is a function of another module, independent of the other passes. The `Composition` provides what belongs to
+other layers: dtypes, the context of the forward, the module that computes the loss.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from paceline.parallel.pipeline.stage_partition import StagePartition, partition
 from paceline.parallel.recompute import recompute
 from paceline.parallel.shards import broadcast_weights
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
-from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, left_alone
+from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, unconverted
 from paceline.parallel.tensor.apply import apply_tensor_parallel
 from paceline.plan.passes import Pass, passes_for
 from paceline.runtime.mesh import Mesh
+from paceline.text import plural
 
 ForwardContext = AbstractContextManager[Any]
 NoSync = Callable[[], AbstractContextManager[None]]
@@ -41,55 +42,55 @@ NoSync = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Composition:
-    """What the passes of one run need to know."""
+    """Input of the passes."""
 
     config: Config
     mesh: Mesh
     log: Log
-    convert: Callable[[nn.Module], None]  # a module's weights, to the dtype in which they are trained
-    autocast: Callable[[torch.device], ForwardContext | None]  # what a forward on that device runs in
-    gather_dtype: torch.dtype | None  # in which FSDP2 gathers weights; None: as they are
-    build_step: Callable[[Subject, ForwardContext | None], nn.Module]  # the module that computes a batch's loss
+    convert: Callable[[nn.Module], None]  # casts the parameters to the dtype they are trained in
+    autocast: Callable[[torch.device], ForwardContext | None]  # the context of a forward on that device
+    gather_dtype: torch.dtype | None  # dtype in which FSDP2 gathers parameters; None: unchanged
+    build_step: Callable[[Subject, ForwardContext | None], nn.Module]  # the module that computes the loss
 
 
 @dataclass
 class Subject:
-    """What the passes change."""
+    """The state that the passes modify."""
 
     model: nn.Module
-    blocks: list[str] | None  # names of the blocks, where they are not found by themselves
+    blocks: list[str] | None  # names of the blocks; None: detected
     autocast: Callable[[torch.device], ForwardContext | None] | None = None
-    partition: StagePartition | None = None  # of a pipeline
+    partition: StagePartition | None = None  # with a pipeline axis
     runner: PipelineRunner | None = None
-    step: nn.Module | None = None  # None until the passes on the model are done
-    forward: Callable[[Any], Any] | None = None  # the step, with what is wrapped around it
+    step: nn.Module | None = None  # None until the passes on the model have run
+    forward: Callable[[Any], Any] | None = None  # the step with its wrappers
     no_sync: NoSync | None = None
 
 
 @dataclass(frozen=True)
 class Wrapped:
-    """How a step is run, once the layout stands around it."""
+    """The result: how to run a step."""
 
     forward: Callable[[Any], Any]
     no_sync: NoSync | None = None
 
 
 def compose(subject: Subject, context: Composition) -> Wrapped:
-    """Execute the passes on the model, build the step around it, and execute the passes on the step."""
+    """Apply the passes on the model, build the step, and apply the passes on the step."""
     passes = passes_for(context.config, context.mesh.degrees)
     _execute([each for each in passes if each.target == "model"], subject, context)
     subject.step = _build_step(subject, context)
-    # Unless something hooks into the step, it need not go through torch's machinery for hooks.
+    # Without hooks on the step, calling forward directly skips the overhead of Module.__call__.
     subject.forward = subject.step.forward
     _execute([each for each in passes if each.target == "step"], subject, context)
     return Wrapped(subject.forward, subject.no_sync)
 
 
-def recompute_from_now(subject: Subject, context: Composition) -> None:
-    """Change the kind of recomputation of a composed model to that of the config."""
+def change_recompute(subject: Subject, context: Composition) -> None:
+    """Switch a composed model to the `recompute` of the config."""
     context.log.info(recompute(subject.model, context.config.recompute, subject.blocks))
     if context.config.compile:
-        torch.compiler.reset()  # what was compiled holds the old kind
+        torch.compiler.reset()  # compiled graphs contain the previous setting
         context.log.info(_compile(subject, context))
 
 
@@ -110,13 +111,13 @@ def _build_step(subject: Subject, context: Composition) -> nn.Module:
 
 
 def _forward_context(subject: Subject, device: torch.device) -> ForwardContext | None:
-    """What the model computes within, for each kind of device that it is on."""
+    """The context of the forward, for each type of device that holds parameters."""
     if subject.autocast is None:
         return None
     if not spans_devices(subject.model):
         return subject.autocast(device)
-    kinds = dict.fromkeys(parameter.device.type for parameter in subject.model.parameters())
-    return MultiContext([subject.autocast(torch.device(kind)) for kind in kinds])
+    types = dict.fromkeys(parameter.device.type for parameter in subject.model.parameters())
+    return MultiContext([subject.autocast(torch.device(each)) for each in types])
 
 
 def _precision(subject: Subject, context: Composition) -> None:
@@ -129,7 +130,7 @@ def _place(subject: Subject, context: Composition) -> str | None:
     if is_meta(subject.model):
         materialize(subject.model, subject.model, device, context.config.seed)
     if spans_devices(subject.model):
-        return _ALREADY_SPREAD
+        return _ALREADY_PLACED
     subject.model.to(device)
     return None
 
@@ -138,11 +139,11 @@ def _split(subject: Subject, context: Composition) -> str:
     if is_meta(subject.model):
         materialize(subject.model, subject.model, torch.device("cpu"), context.config.seed)
     if spans_devices(subject.model):
-        return _ALREADY_SPREAD
+        return _ALREADY_PLACED
     return split(subject.model, context.config.split, subject.blocks)
 
 
-_ALREADY_SPREAD = "model: its layers lie on several devices already, and stay there"
+_ALREADY_PLACED = "placement: unchanged, the model is already on several devices"
 
 
 def _broadcast(subject: Subject, context: Composition) -> None:
@@ -150,30 +151,30 @@ def _broadcast(subject: Subject, context: Composition) -> None:
 
 
 def _pipeline(subject: Subject, context: Composition) -> str:
-    """Partition the model and leave only this rank's stages in it."""
+    """Partition the model and remove the stages of other ranks."""
     model, config, mesh = subject.model, context.config, context.mesh
     partition = partition_model(model, config.pipeline, mesh.degrees.pipeline)
     blocks = [name for name, _ in find_blocks(model, subject.blocks)]
     remove_other_stages(model, partition, mesh.coords["pipeline"])
     here = dict(model.named_modules())
-    # What was a list of like layers may be a single one on this rank, which later passes would not find.
+    # Blocks must be found before: on this rank, the list of layers may have a single member left.
     subject.blocks = [name for name in blocks if name in here] if blocks else None
     subject.partition = partition
     if not is_meta(model) and mesh.data_ranks == 1 and not config.fsdp.offload:
-        model.to(mesh.device)  # else sharding moves it, block by block
+        model.to(mesh.device)  # otherwise FSDP moves it, block by block
     return f"pipeline: {len(partition.stages)} stages, layers: {partition}"
 
 
 def _sync_batchnorm(subject: Subject, context: Composition) -> str | None:
     changed = convert_sync_batchnorm(subject.model, context.mesh.data_group)
-    others = left_alone(subject.model)
+    others = unconverted(subject.model)
     if others:
         context.log.warning(
-            f"{', '.join(others[:4])}: a batch norm with a forward of its own counts each rank's samples only"
+            f"sync_batchnorm: {', '.join(others[:4])} not converted: custom forward; statistics stay per rank"
         )
     if not changed:
         return None
-    return f"batch norm: {len(changed)} layers count the samples of all ranks (sync_batchnorm)"
+    return f"sync_batchnorm: {plural(len(changed), 'layer')}, statistics over all ranks"
 
 
 def _tensor(subject: Subject, context: Composition) -> str:
@@ -206,8 +207,8 @@ def _fsdp(subject: Subject, context: Composition) -> None:
 
 
 def _shard_stages(stages: list[Stage], context: Composition) -> list[FSDPModule]:
-    """Each stage is sharded on its own, as a schedule runs it on its own. Its weights stay gathered from its first
-    micro-batch to the last, rather than being gathered for each."""
+    """Shard each stage separately, as the schedule runs them separately. Parameters stay gathered over all
+    micro-batches of a step."""
     settings = context.config.fsdp.model_copy(update={"reshard": False})
     for stage in stages:
         blocks = [block for block in stage.blocks if any(True for _ in block.parameters())]
@@ -236,11 +237,9 @@ def _data_parallel(subject: Subject, context: Composition) -> str:
     found = gpus()
     if len(found) > 1:
         subject.forward = DataParallel(subject.step, found)
-        return f"dp: one process, {len(found)} GPUs; `paceline launch` with strategy: ddp is faster"
-    return (
-        f"dp: {'one GPU' if found else 'no GPU'}, so the model runs on {context.mesh.device} as it is; for several, "
-        "each with its own Python: paceline launch -n 2 with strategy: ddp"
-    )
+        return f"dp: one process, {len(found)} GPUs; strategy: ddp with `paceline launch` is faster"
+    count = "one GPU" if found else "no GPU"
+    return f"dp: {count}, running on {context.mesh.device}; for several ranks: paceline launch -n 2, strategy: ddp"
 
 
 def _microbatches(subject: Subject, context: Composition) -> None:
@@ -259,7 +258,7 @@ def _tied_parameters(subject: Subject, context: Composition) -> None:
     subject.runner.broadcast_tied(subject.model.get_parameter)
 
 
-# The passes of `plan/passes.py`, by name. Each returns a line for the reader, or None.
+# The passes of `plan/passes.py`, by name. Each returns a line to log, or None.
 APPLY: Mapping[str, Callable[[Subject, Composition], str | None]] = {
     "precision": _precision,
     "placement": _place,

@@ -1,4 +1,4 @@
-"""Data parallel: every rank holds the whole model; gradients are averaged while the backward runs (torch's DDP)."""
+"""Data parallelism: every rank holds a replica; gradients are averaged during the backward (torch's DDP)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from paceline.runtime.mesh import Mesh, broadcast_from_first
 def replicate(
     step: nn.Module, ranks: int, device: torch.device, settings: DdpSection, *, allow_unused: bool = False
 ) -> nn.Module:
-    """The step, with its gradients averaged over `ranks`; one rank needs no wrapping."""
+    """Wrap the step in DDP; with a single rank, return it unchanged."""
     if ranks == 1:
         return step
-    kinds = sorted({parameter.device.type for parameter in step.parameters()})
-    if len(kinds) > 1:
+    types = sorted({parameter.device.type for parameter in step.parameters()})
+    if len(types) > 1:
         raise LayoutError(
             "copies-on-mixed-devices",
-            f"The model's layers lie on {' and '.join(kinds)}, and there are {ranks} ranks.",
-            why="torch's DDP averages gradients of one kind of device",
-            fix="place all layers on GPUs, or train it in one process",
+            f"The model has layers on {' and '.join(types)}, but there are {ranks} ranks.",
+            why="DDP reduces gradients of a single device type only",
+            fix="place all layers on GPUs, or train in one process",
         )
-    # A model whose layers the user put on several GPUs has no one device.
-    alone = len({parameter.device for parameter in step.parameters()}) == 1
-    options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" and alone else {}
+    # device_ids must be omitted for a model on several GPUs.
+    one_device = len({parameter.device for parameter in step.parameters()}) == 1
+    options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" and one_device else {}
     if settings.bucket_mb is not None:
-        # Said aloud, torch makes the first bucket as large as the others, and the reduction begins later.
+        # An explicit size also applies to the first bucket, which torch keeps small to start the reduction early.
         options["bucket_cap_mb"] = settings.bucket_mb
     if not settings.broadcast_buffers:
-        # torch 2.13 renamed it, and warns about the old name.
+        # Renamed in torch 2.13; the old name is deprecated.
         new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         options["forward_sync_buffers" if new else "broadcast_buffers"] = False
     return DistributedDataParallel(
@@ -48,15 +48,15 @@ def replicate(
 
 
 def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """The first rank's buffers (a BatchNorm's running statistics) on every rank that reads other data: DDP does that
-    before a forward, not after the last one, and an evaluation has to be of one model."""
+    """Broadcast buffers (running statistics) over the data ranks. DDP does so before each forward but not after the
+    last one, and all ranks must evaluate the same model."""
     if mesh.data_ranks > 1:
         for buffer in model.buffers():
             broadcast_from_first(buffer, mesh.data_group)
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
-    """The user's own module out of DataParallel or DDP, and the name of what was taken off."""
+    """The module inside DataParallel or DDP, and the name of the removed wrapper."""
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         return model.module, type(model).__name__
     return model, None

@@ -1,13 +1,13 @@
-"""Sharding: weights, gradients and optimizer state are sharded over ranks, and gathered block by block (torch's FSDP2).
+"""Sharding of parameters, gradients and optimizer state across ranks, gathered block by block (torch's FSDP2).
 
-| FSDP1's name   | here                                             |
+| FSDP1          | paceline                                         |
 |----------------|--------------------------------------------------|
 | FULL_SHARD     | `strategy: fsdp`                                 |
 | SHARD_GRAD_OP  | `strategy: fsdp` with `fsdp: {reshard: false}`   |
 | HYBRID_SHARD   | `strategy: hsdp`, or `layout: {replicate, shard}` |
 | NO_SHARD       | `strategy: ddp`                                  |
 
-Beside a tensor or pipeline axis FSDP2 also replicates, with shards of degree 1: DDP does not take DTensors.
+With a tensor or pipeline axis, FSDP2 also does the replication (shard degree 1): DDP does not support DTensors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,35 +36,33 @@ def shard(
     settings: FsdpSection,
     gather_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard the parameters of `root`, in place: each block's together, then what is left.
+    """Shard `root` in place: each block is a group, and the remaining parameters are another.
 
-    `gather_dtype` is the precision's own dtype, in which weights are gathered; gradients are summed in float32. Neither
-    inputs nor outputs are cast: what a layer computes in is autocast's affair, in this layout as in all others.
+    Parameters are gathered in `gather_dtype`, and gradients are reduced in float32. Inputs and outputs are not cast:
+    autocast determines the dtype of each operation, as in every other layout.
     """
     if settings.offload:
         require_gpu(mesh.device)
     _require_dims(root)
-    several = mesh.degrees.replicate > 1
+    axes = ("replicate", "shard") if mesh.degrees.replicate > 1 else ("shard",)
     param = DTYPES[settings.param_dtype] if settings.param_dtype else gather_dtype
     reduce = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else (torch.float32 if param else None)
     options: dict[str, Any] = {
-        "mesh": mesh.axes("replicate", "shard") if several else mesh.axes("shard"),
+        "mesh": mesh.axes(*axes),
         "offload_policy": CPUOffloadPolicy() if settings.offload else OffloadPolicy(),
     }
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
     output = DTYPES[settings.output_dtype] if settings.output_dtype else None
-    of_blocks = MixedPrecisionPolicy(
-        param_dtype=param, reduce_dtype=reduce, output_dtype=output, cast_forward_inputs=False
-    )
-    # Shards of degree 1 are full already: resharding would only copy.
+    block_policy = replace(policy, output_dtype=output)
+    # With degree 1, shards are full tensors and resharding only copies.
     reshard = settings.reshard and mesh.degrees.shard > 1
     _cast_buffers(root, settings)
     sharded: list[FSDPModule] = [
-        fully_shard(block, reshard_after_forward=reshard, mp_policy=of_blocks, **options)
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=block_policy, **options)
         for block in _self_contained(root, blocks)
     ]
     fully_shard(root, reshard_after_forward=False, mp_policy=policy, **options)
-    if settings.prefetch > 1:  # one is torch's own way
+    if settings.prefetch > 1:  # 1 is the default of torch
         _prefetch(sharded, settings.prefetch)
     _guard(root)
 
@@ -73,21 +72,21 @@ def _require_dims(root: nn.Module) -> None:
     if scalars:
         raise LayoutError(
             "scalar-parameter",
-            f"{', '.join(scalars[:4])}: a parameter without dimensions can't be cut over ranks.",
-            why="torch cuts parameters along their first dimension",
-            fix="give it one element instead: nn.Parameter(torch.ones(1)); or use strategy: ddp",
+            f"Scalar parameters can't be sharded: {', '.join(scalars[:4])}.",
+            why="FSDP shards parameters along their first dim",
+            fix="give it one dim, nn.Parameter(torch.ones(1)), or use strategy: ddp",
         )
 
 
 def _self_contained(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Blocks that share no parameter with the rest: one that is shared has to be gathered and reduced by the root."""
+    """Blocks that share no parameter with other modules. The root gathers and reduces shared parameters."""
     uses = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     within = [Counter(id(parameter) for _, parameter in b.named_parameters(remove_duplicate=False)) for b in blocks]
     return [block for block, own in zip(blocks, within, strict=True) if all(uses[key] == own[key] for key in own)]
 
 
 def _guard(root: nn.Module) -> None:
-    """The model's weights are gathered only while `root` runs: called by itself it would fail somewhere inside."""
+    """Parameters are gathered only while `root` runs, so a direct call of the model would fail obscurely."""
     model = getattr(root, "model", None)
     if not isinstance(model, nn.Module) or model._compiled_call_impl is not None:
         return
@@ -103,10 +102,10 @@ def _guard(root: nn.Module) -> None:
         if not running[0]:
             raise LayoutError(
                 "called-by-itself",
-                f"The model {type(module).__name__} was called by itself, but its weights are cut over ranks.",
-                why="all ranks have to come together to gather them, which the Trainer's own calls see to",
-                fix="call trainer.predict(data) or trainer.evaluate(data) on all ranks; in a loop of your own "
-                "trainer.forward(batch); or take the whole weights from trainer.state_dict() on rank 0",
+                f"{type(module).__name__} was called directly, but its parameters are sharded across ranks.",
+                why="gathering them is a collective operation, which only the methods of the Trainer perform",
+                fix="call trainer.predict(data), trainer.evaluate(data) or trainer.forward(batch) on every rank; or "
+                "load trainer.state_dict() (rank 0) into an unsharded model",
             )
 
     root.register_forward_pre_hook(begin)
@@ -118,9 +117,9 @@ def require_gpu(device: torch.device) -> None:
     if device.type != "cuda":
         raise LayoutError(
             "offload-needs-gpu",
-            f"fsdp.offload is set, but this rank computes on {device}.",
-            why="offloading moves what a GPU has no room for into the CPU's memory; here it is there already",
-            fix="leave fsdp.offload out",
+            f"fsdp.offload needs a GPU, but this rank runs on {device}.",
+            why="offloading moves parameters from GPU memory to CPU memory",
+            fix="remove fsdp.offload",
         )
 
 
@@ -134,7 +133,7 @@ def _cast_buffers(root: nn.Module, settings: FsdpSection) -> None:
 
 
 def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
-    """Gather the weights of the next `depth` blocks while this one computes: more memory, less waiting."""
+    """All-gather the next `depth` blocks while a block computes: uses more memory, hides more communication."""
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + depth])
         block.set_modules_to_backward_prefetch(blocks[max(0, number - depth) : number][::-1])
@@ -142,7 +141,7 @@ def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
 
 @contextmanager
 def without_all_reduce(root: FSDPModule) -> Iterator[None]:
-    """Backwards in here do not all-reduce over replicas: the last one of a step reduces their sum."""
+    """Skip the all-reduce across replicas; the last backward of a step reduces the accumulated gradients."""
     root.set_requires_all_reduce(False)
     try:
         yield
@@ -151,19 +150,19 @@ def without_all_reduce(root: FSDPModule) -> Iterator[None]:
 
 
 def reduce_unused(root: FSDPModule) -> None:
-    """A parameter that this rank's loss does not use goes into the reduction as zeros: other ranks may use it."""
+    """Reduce unused parameters as zeros, because other ranks may use them."""
     if not hasattr(root, "set_reduce_scatter_unused_params"):
         raise LayoutError(
             "unused-needs-newer-torch",
-            f"unused_parameters: allow is set, which FSDP2 of torch {torch.__version__} can't do.",
-            why="ranks that use different parameters would reduce their gradients into each other",
-            fix="update torch, freeze the unused parameters, or use strategy: ddp",
+            f"unused_parameters: allow is not supported by FSDP2 in torch {torch.__version__}.",
+            why="ranks that use different parameters would reduce mismatched gradients",
+            fix="upgrade torch, freeze the unused parameters, or use strategy: ddp",
         )
     root.set_reduce_scatter_unused_params(True)
 
 
 def discard_gradients(root: nn.Module) -> None:
-    """Also what backwards under `without_all_reduce` have left, which torch keeps beside the gradients."""
+    """Also drop what backwards under `without_all_reduce` accumulated, which torch stores apart from `.grad`."""
     root.zero_grad(set_to_none=True)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -173,7 +172,7 @@ def discard_gradients(root: nn.Module) -> None:
 
 
 def reshard_all(root: nn.Module) -> None:
-    """Only this rank's shards stay: a forward without a backward leaves the root's weights gathered."""
+    """Free gathered parameters: after a forward without a backward, the root keeps them."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,5 +1,5 @@
-"""The loss of a batch from the losses of its parts, as the loss contract says: a mean is weighed by samples, a sum by
-the weight that the model returned with it."""
+"""Combines the losses of slices into the loss of a batch: means are weighted by their number of samples, sums by the
+weight that the model returned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LossPart = tuple[Tensor, Tensor | float | None]  # (mean, None) or (sum, weight)
 
 
 def combine_losses(parts: Sequence[LossPart], samples: Sequence[int]) -> LossPart:
-    """`samples` are the numbers of samples in the parts; all values are on one device."""
+    """`samples` holds the number of samples of each slice; all values are on one device."""
     if parts[0][1] is None:
         total = sum(samples)
         shares = [value * (count / total) for (value, _), count in zip(parts, samples, strict=True)]
@@ -23,7 +23,7 @@ def combine_losses(parts: Sequence[LossPart], samples: Sequence[int]) -> LossPar
 
 
 def combine_metrics(parts: Sequence[Mapping[str, Any] | None], weights: Sequence[Any]) -> dict[str, Any] | None:
-    """Each metric is the mean over its part."""
+    """The weighted mean of each metric."""
     found = [part for part in parts if part is not None]
     if not found:
         return None

@@ -1,7 +1,7 @@
-"""Weights for a model that was built without any, on torch's `meta` device: because it does not fit one rank.
+"""Initialization of models built on the meta device because they do not fit on one rank.
 
-Each module is given its first weights by its own `reset_parameters`, one after the other: full for a moment, of which
-each rank keeps its shard. Random numbers belong to the module's name, so the weights are the same in every layout.
+Modules are initialized one at a time by their `reset_parameters`, in full, and each rank keeps its shard. Random
+numbers are seeded by the name of the module, so the weights are the same in every layout.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def materialize(root: nn.Module, model: nn.Module, device: torch.device, seed: int) -> None:
-    """Memory for what of `root` (the model, or what was put around it) is on meta, and then the values."""
+    """Allocate and initialize everything in `root` (the model, possibly wrapped) that is on the meta device."""
     tied = tied_parameters(model)
     empty = [(name, module, _reset_of(module, model)) for name, module in model.named_modules() if _owns_meta(module)]
     missing = [f"{name} ({type(module).__name__})" for name, module, reset in empty if reset is None]
     if missing:
         raise LayoutError(
             "meta-without-reset",
-            f"{', '.join(missing[:4])} lies on the meta device and has no reset_parameters().",
-            why="a module without values is filled by its own reset_parameters, which sets parameters and buffers",
-            fix="add reset_parameters() to it, or build the model on the CPU",
+            f"Modules on the meta device without reset_parameters(): {', '.join(missing[:4])}.",
+            why="a module on the meta device is initialized by its own reset_parameters()",
+            fix="add reset_parameters(), or build the model on the CPU",
         )
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     retie(model, tied)
     with preserve_rng_state():
-        filled: set[int] = set()
+        initialized: set[int] = set()
         for name, module, reset in empty:
             assert reset is not None
-            _fill(f"{name} ({type(module).__name__})", module, reset, derive_seed(seed, crc32(name.encode())), filled)
+            own_seed = derive_seed(seed, crc32(name.encode()))
+            _initialize(f"{name} ({type(module).__name__})", module, reset, own_seed, initialized)
 
 
 def _owns_meta(module: nn.Module) -> bool:
@@ -50,35 +51,35 @@ def _owns_meta(module: nn.Module) -> bool:
 
 
 def _reset_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """The model's own initialisation, else torch's convention."""
+    """The initializer of a Hugging Face model, otherwise `reset_parameters`."""
     return huggingface.initializer(model, module) or getattr(module, "reset_parameters", None)
 
 
 @torch.no_grad()
-def _fill(name: str, module: nn.Module, reset: Callable[[], Any], seed: int, filled: set[int]) -> None:
-    """On the CPU, where every rank draws the same numbers. A parameter that two modules share is the first one's."""
-    kept: dict[str, nn.Parameter] = {key: p for key, p in module._parameters.items() if p is not None}
+def _initialize(name: str, module: nn.Module, reset: Callable[[], Any], seed: int, initialized: set[int]) -> None:
+    """Initialize on the CPU, where all ranks draw the same numbers. The first module initializes a tied parameter."""
+    parameters: dict[str, nn.Parameter] = {key: p for key, p in module._parameters.items() if p is not None}
     buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
-    for key, parameter in kept.items():
-        module._parameters[key] = nn.Parameter(_blank(parameter), requires_grad=parameter.requires_grad)
+    for key, parameter in parameters.items():
+        module._parameters[key] = nn.Parameter(_sentinel(parameter), requires_grad=parameter.requires_grad)
     for key, buffer in buffers.items():
-        module._buffers[key] = _blank(buffer)
+        module._buffers[key] = _sentinel(buffer)
     seed_cpu(seed >> 1)
     reset()
-    _require_values(name, {key: _of(module._parameters, key) for key in kept})
-    _require_values(name, {key: _of(module._buffers, key) for key in buffers})
-    for key, parameter in kept.items():
-        if id(parameter) not in filled:
-            copy_shard_(parameter, _of(module._parameters, key))
-            filled.add(id(parameter))
+    _require_initialized(name, {key: _get(module._parameters, key) for key in parameters})
+    _require_initialized(name, {key: _get(module._buffers, key) for key in buffers})
+    for key, parameter in parameters.items():
+        if id(parameter) not in initialized:
+            copy_shard_(parameter, _get(module._parameters, key))
+            initialized.add(id(parameter))
         module._parameters[key] = parameter
     for key, buffer in buffers.items():
-        buffer.copy_(_of(module._buffers, key))
+        buffer.copy_(_get(module._buffers, key))
         module._buffers[key] = buffer
 
 
-def _blank(like: Tensor) -> Tensor:
-    """A full tensor of values that no reset would leave, so that one which was forgotten can be told."""
+def _sentinel(like: Tensor) -> Tensor:
+    """A full tensor of a value that no initializer uses, to detect uninitialized tensors."""
     if like.is_floating_point():
         return torch.full(like.shape, math.nan, dtype=like.dtype)
     if like.dtype in _INTEGERS:
@@ -89,23 +90,23 @@ def _blank(like: Tensor) -> Tensor:
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _require_values(name: str, tensors: dict[str, Tensor]) -> None:
+def _require_initialized(name: str, tensors: dict[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         if tensor.is_floating_point():
-            blank = tensor.isnan()
+            unset = tensor.isnan()
         elif tensor.dtype in _INTEGERS:
-            blank = tensor == torch.iinfo(tensor.dtype).min
+            unset = tensor == torch.iinfo(tensor.dtype).min
         else:
             continue
-        if blank.any():
+        if unset.any():
             raise LayoutError(
                 "meta-not-filled",
-                f"{name} was built on the meta device, and resetting it gives {key!r} no values.",
-                why="what a module holds there has a shape only; its reset has to set every parameter and buffer",
-                fix="set it in the module's reset_parameters(), or build the model on the CPU",
+                f"{name} was built on the meta device, and {key!r} is still uninitialized after reset_parameters().",
+                why="the initializer of a module must set every parameter and buffer",
+                fix="initialize it in reset_parameters(), or build the model on the CPU",
             )
 
 
-def _of(tensors: Any, key: str) -> Tensor:
+def _get(tensors: Any, key: str) -> Tensor:
     tensor: Tensor = tensors[key]
     return tensor

@@ -1,7 +1,7 @@
-"""An optimizer that was built on the plain model, bound to what a layout made of it.
+"""Rebinds an optimizer, built from the plain model, to the parameters of the composed model.
 
-Groups and settings stay; each parameter is replaced by the one that has its name now. Optimizers that work element by
-element get this rank's shards as plain tensors; others get the DTensors themselves, where torch can compute on them.
+Parameter groups and settings are kept; parameters are replaced by name. Elementwise optimizers receive the local shards
+as plain tensors, others receive DTensors.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from paceline.parallel.shards import as_dtensor_like, local_shard, shard_of
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Which name each parameter object has, before a layout replaces them."""
+    """Names of the parameters by id, recorded before a layout replaces the parameters."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def bind(
     optimizer: optim.Optimizer, names: Mapping[int, str], model: nn.Module, facts: OptimizerFacts | None = None
 ) -> dict[Tensor, Tensor]:
-    """Replace the parameters in `optimizer`; returns what it now holds in place of each sharded parameter of the model.
+    """Replace the parameters of `optimizer`. Returns the tensor it now holds for each sharded parameter.
 
-    Parameters that this rank no longer holds (they are another stage's) leave the optimizer. `facts` are those of the
-    recipe's optimizer; without them, the class of the optimizer tells.
+    Parameters of other pipeline stages are removed. Without `facts`, they are looked up by the class of the optimizer.
     """
     if facts is None:
         facts = optimizer_facts([(each.__module__, each.__name__) for each in type(optimizer).__mro__])
@@ -38,74 +37,74 @@ def bind(
     if sharded and (facts.needs_full or getattr(optimizer, "needs_whole_weights", False)):
         raise LayoutError(
             "optimizer-needs-whole-weights",
-            f"{type(optimizer).__name__} can't work on weights that are cut over ranks.",
-            why="it computes with whole matrices (their rows, columns or directions), of which each rank holds a part",
-            fix="use adamw, adam, sgd or adagrad; or strategy: ddp",
+            f"{type(optimizer).__name__} does not support sharded parameters.",
+            why="it computes statistics of full matrices, but each rank holds only a shard",
+            fix="use adamw, adam, sgd or adagrad, or strategy: ddp",
         )
     as_local_shards = not sharded or facts.elementwise
     held: dict[Tensor, Tensor] = {}
     state = dict(optimizer.state)
-    optimizer.state.clear()  # in place, as its parts may share it
+    optimizer.state.clear()  # in place: the optimizers inside a combined one may share it
     for group in optimizer.param_groups:
         kept: list[Tensor] = []
         for old in group["params"]:
             new = now.get(names[id(old)])
             if new is None:
                 continue
-            mine = local_shard(new) if as_local_shards and isinstance(new, DTensor) else new
-            kept.append(mine)
-            if mine is not new:
-                held[new] = mine
+            local = local_shard(new) if as_local_shards and isinstance(new, DTensor) else new
+            kept.append(local)
+            if local is not new:
+                held[new] = local
             if old in state:
-                optimizer.state[mine] = _moved(state[old], old, new, names[id(old)], as_local_shards)
+                optimizer.state[local] = _reshard(state[old], old, new, names[id(old)], as_local_shards)
         group["params"] = kept
     return held
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    """Not where it is a DTensor along axes of one rank, or a copy."""
+    """Whether each rank holds only a part. False for DTensors that are replicated or on a single rank."""
     if not isinstance(parameter, DTensor):
         return False
     sizes = parameter.device_mesh.shape
     return any(n > 1 and not place.is_replicate() for n, place in zip(sizes, parameter.placements, strict=True))
 
 
-def _moved(state: Mapping[str, Any], old: Tensor, new: Tensor, name: str, as_local_shards: bool) -> dict[str, Any]:
-    """What the optimizer remembers of a parameter, sharded as the parameter is."""
-    moved: dict[str, Any] = {}
+def _reshard(state: Mapping[str, Any], old: Tensor, new: Tensor, name: str, as_local_shards: bool) -> dict[str, Any]:
+    """The optimizer state of a parameter, sharded like the parameter."""
+    resharded: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor) or not value.dim() or not isinstance(new, DTensor):
-            moved[key] = value
+            resharded[key] = value
         elif value.shape == old.shape:
-            mine = shard_of(value, new).to(local_shard(new).device, copy=True)
-            moved[key] = mine if as_local_shards else as_dtensor_like(new, mine)
+            local = shard_of(value, new).to(local_shard(new).device, copy=True)
+            resharded[key] = local if as_local_shards else as_dtensor_like(new, local)
         else:
             raise LayoutError(
                 "optimizer-state-not-cut",
-                f"The optimizer has taken steps, and its {key!r} of {name} (shape {tuple(value.shape)}) can't be cut "
-                f"as the weight (shape {tuple(old.shape)}) is.",
-                fix="give an optimizer that has not stepped yet, or load its state with load_checkpoint",
+                f"The optimizer has already taken steps, and its {key!r} of {name} (shape {tuple(value.shape)}) can't "
+                f"be sharded like the parameter (shape {tuple(old.shape)}).",
+                fix="pass an optimizer that has not stepped yet, or load its state with load_checkpoint",
             )
-    return moved
+    return resharded
 
 
-def refuse_mixed(error: RuntimeError, optimizer: optim.Optimizer) -> None:
-    """Say it in our words where an optimizer of the user's mixes plain tensors with DTensors."""
+def raise_on_mixed_tensors(error: RuntimeError, optimizer: optim.Optimizer) -> None:
+    """Replace torch's error when a custom optimizer mixes plain tensors and DTensors."""
     if "mixed torch.Tensor and DTensor" in str(error):
         raise LayoutError(
             "optimizer-mixes-tensors",
-            f"{type(optimizer).__name__} computes with plain tensors beside weights that are cut over ranks.",
-            why="an optimizer that is not torch's gets the cut weights (DTensors), as it may need norms of whole ones",
-            fix="make its state with torch.zeros_like(parameter) rather than torch.zeros(shape); or use strategy: ddp",
+            f"{type(optimizer).__name__} mixes plain tensors with sharded parameters (DTensors).",
+            why="optimizers from outside torch receive DTensors, so that norms are computed over the full parameter",
+            fix="create its state with torch.zeros_like(parameter), not torch.zeros(shape); or use strategy: ddp",
         ) from error
 
 
 @torch.no_grad()
 def assign_shard_gradients(held: Mapping[Tensor, Tensor]) -> bool:
-    """This rank's shard of each gradient, to the plain tensor that the optimizer holds; whether there were all."""
+    """Assign local gradient shards to the tensors of the optimizer. Returns whether no gradient was missing."""
     complete = True
-    for parameter, mine in held.items():
+    for parameter, local in held.items():
         gradient = parameter.grad
-        mine.grad = None if gradient is None else local_shard(gradient)
+        local.grad = None if gradient is None else local_shard(gradient)
         complete &= gradient is not None or not parameter.requires_grad
     return complete

@@ -1,18 +1,17 @@
-"""Recomputation: a block's activations are dropped after its forward and computed again in the backward.
+"""Activation checkpointing: activations of a block are dropped after its forward and recomputed in the backward.
 
-| kind      | what is kept of a block                                                                   |
-|-----------|-------------------------------------------------------------------------------------------|
-| full      | its input                                                                                 |
-| every-N   | its input, for every Nth block (from the first); all of the others                        |
-| selective | results of matrix products, convolutions and attention; the cheap rest is computed again  |
+| kind      | saved activations of a block                                                      |
+|-----------|-----------------------------------------------------------------------------------|
+| full      | its input                                                                         |
+| every-N   | its input, for every Nth block, starting with the first; everything of the others |
+| selective | outputs of matrix products, convolutions and attention                            |
 
-It is torch's checkpoint around a block's forward, in place: no module is put around a block, so names stay. The second
-forward gives the same bits as the first: dropout and `paceline.noise` draw again what they drew, and batch norms
-leave their running statistics alone.
+The forward of each block is wrapped in torch's checkpoint, in place, so module names are unchanged. The second forward
+is bitwise identical to the first: dropout and `paceline.noise` draw the same numbers, and running statistics of batch
+norms are not updated again.
 
-A block that is compiled as well runs compiled both times. Under `compile: model`, and where a `selective` block is
-compiled, the compiler does it inside its graph, where nothing of Python can step in: a block that draws
-`paceline.noise` has no place there.
+A compiled block runs compiled both times. With `compile: model`, and for compiled `selective` blocks, recomputation
+happens inside the graph, where `paceline.noise` is not supported.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from paceline.models.blocks import find_blocks
 from paceline.runtime import noise
 
 _ATEN = torch.ops.aten
-# What costs much to compute for the memory it takes.
-_KEPT = {
+# Expensive to recompute relative to the memory of their outputs.
+_SAVED_OPS = {
     _ATEN.mm.default,
     _ATEN.addmm.default,
     _ATEN.bmm.default,
@@ -51,8 +50,8 @@ _KEPT = {
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-class Recomputed:
-    """Stands in for a block's forward. `forward` is what it stands for."""
+class RecomputedForward:
+    """Replaces the forward of a block, which is kept as `forward`."""
 
     def __init__(self, forward: Callable[..., Any], block: nn.Module, *, selective: bool) -> None:
         self.forward, self.selective = forward, selective
@@ -68,66 +67,65 @@ class Recomputed:
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
     def _contexts(self) -> Contexts:
-        """For the forward, and for the second one, which has to find the world as the first one did."""
+        """Contexts of the first and the second forward; the second restores the state that the first one saw."""
         first, second = _selective() if self.selective else (nullcontext(), nullcontext())
         draw, modes = noise.current(), _get_current_function_mode_stack()
-        return first, _again(None if draw is None else draw.copy(), modes, self._norms, second)
+        return first, _second_forward(None if draw is None else draw.copy(), modes, self._norms, second)
 
 
-def recompute(model: nn.Module, kind: str, wanted: list[str] | None = None) -> str:
-    """Change the model's blocks in place, to `kind` from whatever it was; says what was done."""
-    blocks = find_blocks(model, wanted)
-    if wanted == []:
+def recompute(model: nn.Module, kind: str, names: list[str] | None = None) -> str:
+    """Set the kind of recomputation of the blocks, in place. Returns a summary for the log."""
+    blocks = find_blocks(model, names)
+    if names == []:
         return f"recompute: {kind}, no blocks on this rank"
     if not blocks:
         raise LayoutError(
             "no-blocks",
-            f"recompute is {kind}, but no blocks were found in the model {type(model).__name__}.",
-            why="it goes by blocks: like layers in a list, of which each is computed again on its own",
-            fix="name the modules: blocks: [encoder.layers.*], or leave recompute off",
+            f"recompute is {kind}, but {type(model).__name__} has no blocks.",
+            why="recomputation is applied per block: a list of identical layers",
+            fix="list the modules, blocks: [encoder.layers.*], or remove recompute",
         )
     every = _every(kind)
     count = 0
     for number, (_, block) in enumerate(blocks):
         _restore(block)
         if every and number % every == 0:
-            block.forward = Recomputed(block.forward, block, selective=kind == "selective")
+            block.forward = RecomputedForward(block.forward, block, selective=kind == "selective")
             count += 1
     summary = f"recompute: {kind}, {count} of {len(blocks)} blocks"
     cached = count > 0 and huggingface.disable_cache(model)
-    return f"{summary}; the model's use_cache is off" if cached else summary
+    return f"{summary}; disabled use_cache" if cached else summary
 
 
 def _every(kind: str) -> int:
-    """Of how many blocks one is recomputed; 0: none."""
+    """N, if every Nth block is recomputed; 0 if none is."""
     found = re.fullmatch(r"every-(\d+)", kind)
     return int(found.group(1)) if found else int(kind != "off")
 
 
 def _restore(block: nn.Module) -> None:
-    if isinstance(block.forward, Recomputed):
+    if isinstance(block.forward, RecomputedForward):
         original = block.forward.forward
-        del block.forward  # an attribute of this block, before its class's own
+        del block.forward  # the attribute of the instance, which shadows that of the class
         if original != block.forward:
             block.forward = original
 
 
-def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_selective = partial(create_selective_checkpoint_contexts, _keep)
+_selective = partial(create_selective_checkpoint_contexts, _policy)
 
 
 @contextmanager
-def _again(
+def _second_forward(
     draw: noise.NoiseContext | None,
     modes: Sequence[TorchFunctionMode],
     norms: Sequence[nn.Module],
     inner: AbstractContextManager[Any],
 ) -> Iterator[None]:
-    """The backward runs when the forward's contexts were left, on a GPU in a thread that never saw them. (Autocast is
-    looked after by torch.)"""
+    """The backward runs outside the contexts of the forward, on a GPU in another thread. torch restores autocast."""
     with ExitStack() as stack:
         if draw is not None:
             stack.enter_context(draw)
@@ -135,14 +133,14 @@ def _again(
         for mode in modes:
             if mode not in active:
                 stack.enter_context(mode)
-        stack.enter_context(_untracked(norms))
+        stack.enter_context(_without_tracking(norms))
         stack.enter_context(inner)
         yield
 
 
 @contextmanager
-def _untracked(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Batch norms track into copies of their running statistics: the forward has counted these samples already."""
+def _without_tracking(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Let batch norms update copies of their running statistics: the first forward already counted these samples."""
     kept = [(norm, dict(norm._buffers)) for norm in norms]
     for norm, buffers in kept:
         norm._buffers.update({key: None if buffer is None else buffer.clone() for key, buffer in buffers.items()})

@@ -1,8 +1,7 @@
-"""This rank's shards of a model as plain tensors; and back to full tensors.
+"""Local shards of DTensors as plain tensors, and full tensors from shards.
 
-torch's DTensor knows how a tensor is sharded, but every operation on one goes through Python. What happens after the
-backward is elementwise (scaling, clipping, the optimizer, moving averages), and gives the same on local shards: faster,
-and with every fused kernel. Only a norm must be reduced over the ranks.
+Operations on DTensors are dispatched in Python. Everything after the backward is elementwise (scaling, clipping, the
+optimizer, moving averages) and runs on local shards instead, with fused kernels. Only norms are reduced over ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from paceline.runtime.mesh import Mesh
 
 @torch.no_grad()
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of it; the same memory."""
+    """The shard of this rank, sharing memory with `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
-    """Whether this rank's shard goes into a sum over all ranks: of copies, only the first one does."""
+    """Whether this rank contributes its shard to a sum over all ranks: of several replicas, only the first does."""
     place = mesh.coords_in_stage
     if isinstance(parameter, DTensor):
         for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
@@ -37,7 +36,7 @@ def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """The shard of `full` that this rank holds of `like`. The tensor axis, the last, is sharded first."""
+    """The local part of `full` if it is sharded like `like`. The tensor axis, the last one, is sharded first."""
     if not isinstance(like, DTensor):
         return full
     mesh = like.device_mesh
@@ -58,7 +57,7 @@ def copy_shard_(tensor: Tensor, full: Tensor) -> None:
 
 
 def as_dtensor_like(parameter: Tensor, own: Tensor) -> Tensor:
-    """`own`, this rank's shard of something that is sharded like the parameter, as a DTensor."""
+    """The local shard `own` as a DTensor that is sharded like `parameter`."""
     if isinstance(own, DTensor) or not isinstance(parameter, DTensor) or own.shape != local_shard(parameter).shape:
         return own
     return DTensor.from_local(
@@ -67,31 +66,29 @@ def as_dtensor_like(parameter: Tensor, own: Tensor) -> Tensor:
 
 
 def gather_full_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Full tensors on the CPU of rank 0, those of other stages included; nothing elsewhere. Collective: must be called
-    on every rank, with the same names along every axis but `pipeline`."""
+    """Full tensors of all stages, on the CPU of rank 0; empty on other ranks. Collective: must be called on every rank,
+    with the same names along every axis but `pipeline`."""
     is_primary = not any(mesh.coords_in_stage.values())
     own: dict[str, Tensor] = {}
-    with _quiet_gathering():
+    with _without_gather_warning():
         for name, tensor in tensors.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if is_primary:
                 own[name] = full.detach().cpu() if isinstance(tensor, DTensor) else full.detach()
     if mesh.degrees.pipeline == 1:
         return own
-    return _over_stages(own, mesh, is_primary)
+    return _gather_stages(own, mesh, is_primary)
 
 
-def _over_stages(own: dict[str, Tensor], mesh: Mesh, is_primary: bool) -> dict[str, Tensor]:
-    """To rank 0, from the rank of each other stage that has its tensors."""
-    kinds = (
-        [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()] if is_primary else []
-    )
-    stages = collectives.all_gather_object(kinds)
+def _gather_stages(own: dict[str, Tensor], mesh: Mesh, is_primary: bool) -> dict[str, Tensor]:
+    """Send the full tensors of the other stages to rank 0."""
+    sent = own if is_primary else {}
+    metadata = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sent.items()]
+    stages = collectives.all_gather_object(metadata)
     rank = collectives.rank()
-    if rank and is_primary:
-        for tensor in own.values():
-            torch_dist.send(tensor.to(mesh.device).contiguous(), 0)
     if rank:
+        for tensor in sent.values():
+            torch_dist.send(tensor.to(mesh.device).contiguous(), 0)
         return {}
     for source, tensors in enumerate(stages):
         if source:
@@ -103,8 +100,8 @@ def _over_stages(own: dict[str, Tensor], mesh: Mesh, is_primary: bool) -> dict[s
 
 
 @contextmanager
-def _quiet_gathering() -> Iterator[None]:
-    """torch warns that a tensor which is sharded twice takes two collectives to gather; here there is no other way."""
+def _without_gather_warning() -> Iterator[None]:
+    """Silence the warning that gathering a tensor sharded along two axes takes two collectives: it has to."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -119,7 +116,7 @@ def has_dtensors(parameters: Iterable[Tensor]) -> bool:
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same tensor."""
+    """Groups of names that refer to the same parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -127,7 +124,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
-    """Make the parameters of each group the group's first again, after something has replaced them one by one."""
+    """Tie the parameters of each group to its first again, after each was replaced separately."""
     for first, *others in groups:
         parameter = model.get_parameter(first)
         for name in others:
@@ -136,7 +133,7 @@ def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
 
 
 def broadcast_weights(model: nn.Module, device: torch.device) -> None:
-    """Rank 0's weights and buffers on every rank, one tensor after the other, as DDP does at its start."""
+    """Broadcast parameters and buffers from rank 0, as DDP does when it is constructed."""
     if collectives.world() == 1:
         return
     for tensor in [*model.parameters(), *model.buffers()]:

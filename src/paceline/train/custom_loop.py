@@ -99,7 +99,7 @@ class CustomLoop:
         if self.engine.stepper.losses and not self.engine.stepper.means:  # in a pipeline only the last stage has losses
             loss = loss / self.engine.stepper.losses[-1][1]
         if isinstance(self.engine.module, PipelineLossModule):
-            [value] = self.engine.module.pipeline.from_last([float(loss)])
+            [value] = self.engine.module.pipeline.broadcast_from_last([float(loss)])
             loss = torch.tensor(value, dtype=torch.float64, device=loss.device)
         if micro.last:
             self._finish(micro)

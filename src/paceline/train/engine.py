@@ -254,7 +254,7 @@ class Engine:
         config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
         require_allowed(config, self.layout)
         self._composition = replace(self._composition, config=config)
-        compose.recompute_from_now(self._subject, self._composition)
+        compose.change_recompute(self._subject, self._composition)
         self.config = config
 
     @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
-from paceline.parallel.optimizer_binding import refuse_mixed
+from paceline.parallel.optimizer_binding import raise_on_mixed_tensors
 from paceline.parallel.shards import local_shard
 from paceline.precision.scaler import Scaler
 from paceline.train.nonfinite import NonfiniteGuard, is_fused
@@ -106,7 +106,7 @@ class Updater:
                 return
             self._scaler.step(self.optimizer)
         except RuntimeError as error:
-            refuse_mixed(error, self.optimizer)
+            raise_on_mixed_tensors(error, self.optimizer)
             raise
         self._scaler.update()
         self.skipped = self._scaler.overflowed

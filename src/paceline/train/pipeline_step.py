@@ -150,7 +150,7 @@ class PipelineStepper(Stepper):
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
         self._draw.samples = None
         if self._counts_samples is None:
-            self._counts_samples = bool(self._pipeline.from_last([float(self._last_is_mean)])[0])
+            self._counts_samples = bool(self._pipeline.broadcast_from_last([float(self._last_is_mean)])[0])
 
     def _choose_microbatches(self, samples: int) -> None:
         """How many parts there are is the same for all ranks, whatever each of them has in the first batch."""

@@ -11,7 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
-from paceline.parallel.compile import compile_model, keep_cache, require_compiler
+from paceline.parallel.compile import compile_model, require_compiler, set_cache_dir
 from paceline.parallel.recompute import recompute
 
 
@@ -32,9 +32,9 @@ def test_blocks_or_the_model_are_compiled(how: bool | str, count: int, no_real_c
     assert len(no_real_compiler) == count and list(model.state_dict()) == names
 
 
-def test_a_model_without_blocks_is_compiled_as_a_whole(no_real_compiler: list[Any]) -> None:
+def test_a_model_without_blocks_is_compiled_in_full(no_real_compiler: list[Any]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert "as a whole" in compile_model(model, True)
+    assert "full model" in compile_model(model, True)
     assert [function.__self__ for function in no_real_compiler] == [model]
 
 
@@ -61,11 +61,11 @@ def test_no_compiler_is_found_before_anything_is_compiled(monkeypatch: pytest.Mo
 
 def test_the_cache_is_the_users_own_folder_unless_one_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
-    assert keep_cache() == "/nowhere"
+    assert set_cache_dir() == "/nowhere"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # which torch sets by itself
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert keep_cache() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "paceline" / "inductor")
+    assert set_cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "paceline" / "inductor")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert keep_cache() == str(tmp_path / ".cache" / "paceline" / "inductor")
+    assert set_cache_dir() == str(tmp_path / ".cache" / "paceline" / "inductor")

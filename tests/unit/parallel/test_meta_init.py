@@ -79,7 +79,7 @@ def test_a_tied_weight_stays_one() -> None:
 
 
 def test_a_reset_that_forgets_a_buffer_is_named() -> None:
-    with pytest.raises(LayoutError, match="'table' no values") as caught:
+    with pytest.raises(LayoutError, match="'table' is still uninitialized") as caught:
         filled(lambda: nn.Sequential(Waves(forgets=True)))
     assert caught.value.code == "layout.meta-not-filled"
 

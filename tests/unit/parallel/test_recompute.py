@@ -10,7 +10,7 @@ from torch.nn import functional
 import paceline
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
-from paceline.parallel.recompute import Recomputed, recompute
+from paceline.parallel.recompute import RecomputedForward, recompute
 from paceline.runtime.noise import NoiseContext
 from saved import Saved, formula, measure
 
@@ -90,7 +90,7 @@ def test_names_stay_and_a_second_call_replaces_the_first() -> None:
     assert [line.split(", ")[1] for line in said] == ["6 of 6 blocks", "3 of 6 blocks", "0 of 6 blocks"]
     assert list(model.state_dict()) == names and "forward" not in vars(model.blocks[0])
     recompute(model, "every-3")
-    assert [isinstance(block.forward, Recomputed) for block in model.blocks] == [True, False, False] * 2
+    assert [isinstance(block.forward, RecomputedForward) for block in model.blocks] == [True, False, False] * 2
 
 
 def test_a_model_without_blocks_says_how_to_name_them() -> None:

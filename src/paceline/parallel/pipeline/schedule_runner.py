@@ -1,8 +1,8 @@
-"""Running the stages of a pipeline: torch's schedules for training, a plain relay for everything else.
+"""Runs the stages of a pipeline: torch's schedules for training, stage after stage for everything else.
 
-Every rank of a pipeline reads the same samples. They are sliced into micro-batches of one length, the last one padded
-by repeating a row, as torch's schedules need; the loss looks at the real rows only. Between stages goes one tensor,
-whose shape (but for the rows) is learnt from a first pass without gradients.
+All ranks of a pipeline read the same samples, sliced into micro-batches. torch's schedules need micro-batches of equal
+size, so the last one is padded by repeating a row, which the loss ignores. Stages exchange a single tensor, whose shape
+is inferred by a forward without gradients.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ SCHEDULES: dict[str, Any] = {
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 10  # numbers that announce a tensor: its dtype, its dims, their sizes
+_HEADER = 10  # length of the header sent before a tensor: dtype, number of dims, shape
 
-LossOf = Callable[[Tensor, int], Tensor]  # from a micro-batch's outputs and its number
+LossOf = Callable[[Tensor, int], Tensor]  # takes the outputs of a micro-batch and its index
 
 
-class Kind(NamedTuple):
-    """What goes in and out of a stage, without the rows."""
+class SampleMeta(NamedTuple):
+    """Shape, without the batch dim, and dtype of an input or output of a stage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def like(self, rows: int) -> Tensor:
+    def empty(self, rows: int) -> Tensor:
         return torch.empty((rows, *self.shape), dtype=self.dtype, device="meta", requires_grad=self.dtype in _DTYPES)
 
 
 class PipelineRunner:
-    """This rank's stages and how they are run."""
+    """The stages of this rank, and how to run them."""
 
     def __init__(self, stages: Sequence[Stage], partition: StagePartition, mesh: Mesh, settings: Settings) -> None:
         axis = mesh.axis("pipeline")
@@ -57,9 +57,9 @@ class PipelineRunner:
         self.rank, self.ranks, self._total = mesh.coords["pipeline"], partition.ranks, len(partition.stages)
         self._alone = mesh.data_ranks == 1
         self._settings = settings
-        self.microbatches = settings.microbatches or 2 * partition.ranks  # until the first batch is seen
-        self._kinds: dict[int, tuple[Kind, Kind]] = {}
-        self._entering: Kind | None = None  # what the kinds were learnt from
+        self.microbatches = settings.microbatches or 2 * partition.ranks  # until the first batch is known
+        self._metas: dict[int, tuple[SampleMeta, SampleMeta]] = {}  # input and output of each stage
+        self._inferred_from: SampleMeta | None = None
         self._rows = 0
         self._schedule: Any = None
         self._loss: LossOf | None = None
@@ -72,84 +72,77 @@ class PipelineRunner:
         return [(self.rank + place * self.ranks, stage) for place, stage in enumerate(self.stages)]
 
     def train(self, inputs: Tensor, loss: LossOf) -> None:
-        """Forward and backward of all micro-batches; gradients are added up, and averaged over the data ranks."""
+        """Forward and backward of all micro-batches. Gradients are accumulated, and averaged over the data ranks."""
         self._loss = loss
         rows = -(-len(inputs) // self.microbatches)
         self._prepare(inputs, max(rows, self._rows))
-        arguments = (padded(inputs, self.microbatches * self._rows),) if self.rank == 0 else ()
-        # In place of targets the number of each micro-batch: the loss knows where its rows are.
+        arguments = (_pad(inputs, self.microbatches * self._rows),) if self.rank == 0 else ()
+        # Pass the index of each micro-batch as its target: the loss looks up the targets by index.
         targets = torch.arange(self.microbatches) if self.is_last else None
         self._schedule.step(*arguments, target=targets, return_outputs=False)
         self._loss = None
 
     def _prepare(self, inputs: Tensor, rows: int) -> None:
-        entering = Kind(tuple(inputs.shape[1:]), inputs.dtype)
-        if self._entering != entering:
-            if self._entering is not None and not self._alone:
+        meta = _meta_of(inputs)
+        if self._inferred_from != meta:
+            if self._inferred_from is not None and not self._alone:
                 raise LayoutError(
                     "pipeline-shape",
-                    f"Samples of shape {self._entering.shape} are followed by ones of {entering.shape}.",
-                    why="between stages tensors have one shape, and ranks that share weights learn it at the same time",
+                    f"The shape of the samples changed from {self._inferred_from.shape} to {meta.shape}.",
+                    why="stages that are replicated or sharded must exchange tensors of a fixed shape",
                     fix="pad the samples to one shape, or use a pipeline without replicate and shard",
                 )
-            self._learn(inputs)
-            self._entering = entering
+            self._infer_shapes(inputs)
+            self._inferred_from = meta
         elif rows == self._rows:
             return
         self._rows = rows
         self._schedule = self._build(rows)
 
-    def _learn(self, inputs: Tensor) -> None:
+    def _infer_shapes(self, inputs: Tensor) -> None:
         with preserve_rng_state(), torch.no_grad():
-            self.forward(inputs[: self.microbatches], learning=True)
+            self.forward(inputs[: self.microbatches], record_shapes=True)
         for stage in self.stages:
             reshard_all(stage)
 
     def _build(self, rows: int) -> Any:
         built = []
         for number, stage in self._numbered():
-            entering, leaving = self._kinds[number]
+            input_meta, output_meta = self._metas[number]
+            shapes: dict[str, Any] = {"input_args": input_meta.empty(rows), "output_args": output_meta.empty(rows)}
             built.append(
-                pipelining.PipelineStage(
-                    stage,
-                    number,
-                    self._total,
-                    self._device,
-                    input_args=entering.like(rows),
-                    output_args=leaving.like(rows),
-                    group=self._group,
-                )
+                pipelining.PipelineStage(stage, number, self._total, self._device, group=self._group, **shapes)
             )
-        kind = SCHEDULES[self._settings.schedule]
-        single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
-        return kind(built[0] if single else built, self.microbatches, loss_fn=self._loss_of, scale_grads=False)
+        schedule = SCHEDULES[self._settings.schedule]
+        single = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
+        return schedule(built[0] if single else built, self.microbatches, loss_fn=self._loss_of, scale_grads=False)
 
     def _loss_of(self, outputs: Tensor, number: Tensor) -> Tensor:
         assert self._loss is not None
         return self._loss(outputs, int(number))
 
-    def forward(self, inputs: Tensor, learning: bool = False) -> Any:
-        """The outputs, on the last stage; None elsewhere. Micro-batches follow each other without padding. Only a pass
-        that is there to learn them may note shapes: an evaluation's can be others than training's."""
+    def forward(self, inputs: Tensor, record_shapes: bool = False) -> Any:
+        """Outputs on the last stage, None elsewhere. Runs micro-batches one after the other, without padding. Shapes
+        are not recorded in evaluation, where they may differ from training."""
         rows = -(-len(inputs) // self.microbatches)
         outputs, sent = [], []
         for part in inputs.split(rows):
             for number, stage in self._numbered():
-                entering = part if stage.is_first else self._receive(number)
-                leaving = stage(entering)
-                if learning:
-                    self._kinds[number] = _kind_of(entering), _kind_of(leaving)
+                received = part if stage.is_first else self._receive(number)
+                result = stage(received)
+                if record_shapes:
+                    self._metas[number] = _meta_of(received), _meta_of(result)
                 if stage.is_last:
-                    outputs.append(leaving)
+                    outputs.append(result)
                 else:
-                    sent.append(self._send(leaving, number))
+                    sent.append(self._send(result, number))
         for works, _ in sent:
             for work in works:
                 work.wait()
         return torch.cat(outputs) if outputs else None
 
     def _send(self, tensor: Tensor, number: int) -> tuple[list[Any], list[Tensor]]:
-        """To the next stage, announced by its dtype and shape. The tensors are kept until they have arrived."""
+        """Send a header and the tensor to the next stage. The caller must keep both alive until they have been sent."""
         numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
         header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=self._device)
         peer = (number + 1) % self.ranks
@@ -165,15 +158,15 @@ class PipelineRunner:
         torch_dist.recv(tensor, group=self._group, group_src=peer)
         return tensor
 
-    def from_last(self, numbers: Sequence[float]) -> list[float]:
-        """The last stage's numbers, on every rank of the pipeline."""
+    def broadcast_from_last(self, numbers: Sequence[float]) -> list[float]:
+        """Broadcast numbers from the last stage to every rank of the pipeline."""
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         torch_dist.broadcast(tensor, group=self._group, group_src=self.ranks - 1)
         return tensor.tolist()
 
     @torch.no_grad()
     def broadcast_tied(self, tensors: Callable[[str], Tensor | None]) -> None:
-        """Every copy of a tied parameter takes the original's values. `tensors` finds them by name."""
+        """Copy the original of each tied parameter to its copies. `tensors` looks tensors up by name."""
         for tied, own in self._held(tensors):
             first, *others = tied.holders
             if self.rank == first:
@@ -184,7 +177,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def reduce_tied(self, tensors: Callable[[str], Tensor | None]) -> None:
-        """The sum over all copies, for each of them: gradients of tied parameters."""
+        """All-reduce (sum) over the copies of each tied parameter: used for their gradients."""
         for tied, own in self._held(tensors):
             first, *others = tied.holders
             if self.rank == first:
@@ -206,11 +199,11 @@ class PipelineRunner:
         return held
 
 
-def padded(inputs: Tensor, rows: int) -> Tensor:
-    """The last row again and again, up to that many."""
+def _pad(inputs: Tensor, rows: int) -> Tensor:
+    """Pad to `rows` rows by repeating the last one."""
     missing = rows - len(inputs)
     return inputs if not missing else torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])])
 
 
-def _kind_of(tensor: Any) -> Kind:
-    return Kind(tuple(tensor.shape[1:]), tensor.dtype)
+def _meta_of(tensor: Any) -> SampleMeta:
+    return SampleMeta(tuple(tensor.shape[1:]), tensor.dtype)

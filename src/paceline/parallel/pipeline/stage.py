@@ -1,5 +1,4 @@
-"""A stage of a pipeline: consecutive layers of the model, with what the model does before the first and after the
-last of them."""
+"""A pipeline stage: consecutive layers of the model, including its code before the first and after the last layer."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from paceline.parallel.pipeline.stage_partition import LayerSequence, StageParti
 
 
 class Stage(nn.Module):
-    """From the previous stage's output to the next one's input. Its layers are the model's own."""
+    """Maps the output of the previous stage to the input of the next one. Shares its layers with the model."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class Stage(nn.Module):
         self._after = getattr(model, spec.last) if spec and last else None
         self._context = context
         for key, block in zip(keys, self.blocks, strict=True):
-            self.add_module(f"layer {key}", block)  # sharding looks for parameters in children
+            self.add_module(f"layer {key}", block)  # FSDP looks for parameters in submodules
         for name in (*(sequence.first_modules if first else ()), *(sequence.last_modules if last else ())):
             self.add_module(name.replace(".", " "), model.get_submodule(name))
 
@@ -59,9 +58,9 @@ def _to_send(hidden: Any) -> Tensor:
     if not isinstance(hidden, Tensor):
         raise LayoutError(
             "stage-output",
-            f"A layer at the end of a stage returns a {type(hidden).__name__}.",
-            why="one tensor goes from stage to stage",
-            fix="cut elsewhere (pipeline.balance), or let the layer return a tensor",
+            f"The last layer of a stage must return a tensor, got {type(hidden).__name__}.",
+            why="stages exchange a single tensor",
+            fix="change pipeline.balance, or let the layer return a tensor",
         )
     return hidden.contiguous()
 
@@ -69,16 +68,11 @@ def _to_send(hidden: Any) -> Tensor:
 def build_stages(
     model: nn.Module, partition: StagePartition, rank: int, context: AbstractContextManager[Any] | None = None
 ) -> list[Stage]:
-    """This rank's stages, made of the layers as they are now."""
+    """The stages of this rank, built from the current layers of the model."""
     last = len(partition.stages) - 1
     return [
         Stage(
-            model,
-            partition.sequence,
-            partition.stages[number],
-            first=number == 0,
-            last=number == last,
-            context=context,
+            model, partition.sequence, partition.stages[number], first=number == 0, last=number == last, context=context
         )
         for number in partition.stages_on(rank)
     ]

@@ -1,9 +1,8 @@
-"""Partitioning a model into the stages of a pipeline.
+"""Partitions a model into the stages of a pipeline.
 
-What can be partitioned is a sequence of layers: a model that declares a `PipelineSpec`, or an `nn.Sequential`. The
-model object stays the user's own. What other ranks hold is removed from it, and the rest keeps its name (`blocks.3`
-stays `blocks.3`), so state-dict names mean the same on every rank, and a model on the meta device gets the same
-weights.
+The model must be a sequence of layers: it declares a `PipelineSpec`, or is an `nn.Sequential`. It is modified in place:
+layers of other ranks are removed, and the others keep their names (`blocks.3` stays `blocks.3`), so state_dict keys are
+consistent across ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from paceline.plan.pipeline_schedule import require_enough, require_runnable, st
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """A model as consecutive layers. The modules that `spec` names around them belong to the first and last ones."""
+    """A model as consecutive layers. The first and last stages also hold `first_modules` and `last_modules`."""
 
-    container: str  # the name of the list of layers; "" is the model itself
-    keys: tuple[str, ...]  # their names in it
+    container: str  # name of the module that contains the layers; "" is the model itself
+    keys: tuple[str, ...]  # their names in the container
     spec: PipelineSpec | None
 
     @property
@@ -49,18 +48,18 @@ class LayerSequence:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter with several names, held by more than one rank: each has a copy, and all stay equal."""
+    """A tied parameter that several ranks hold. Each has a copy, and all copies are kept equal."""
 
     names: tuple[str, ...]
-    holders: dict[int, str]  # rank on the pipeline axis → the name of its copy; the first holds the original
+    holders: dict[int, str]  # pipeline rank → name of its copy; the first holds the original
 
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Which layers belong to which stage. Stage s is on rank s % ranks, so the last one is on the last rank."""
+    """The layers of each stage. Stage s is on rank s % ranks, so the last stage is on the last rank."""
 
     sequence: LayerSequence
-    stages: tuple[tuple[str, ...], ...]  # keys of the layers of each
+    stages: tuple[tuple[str, ...], ...]  # keys of the layers of each stage
     ranks: int
     tied: tuple[TiedParameter, ...] = ()
 
@@ -68,7 +67,7 @@ class StagePartition:
         return list(range(rank, len(self.stages), self.ranks))
 
     def copies_on(self, rank: int) -> dict[str, str]:
-        """Copies on this rank of parameters whose original another rank holds, by name: the original's name."""
+        """Maps each copy on this rank of a parameter of another rank to the name of the original."""
         return {
             tied.holders[rank]: next(iter(tied.holders.values()))
             for tied in self.tied
@@ -76,7 +75,7 @@ class StagePartition:
         }
 
     def aliases_on(self, rank: int) -> dict[str, str]:
-        """Every name of a tied parameter that this rank holds: the name that it has on this rank."""
+        """Maps every name of a tied parameter on this rank to its name on this rank."""
         return {name: tied.holders[rank] for tied in self.tied if rank in tied.holders for name in tied.names}
 
     def __str__(self) -> str:
@@ -84,7 +83,7 @@ class StagePartition:
 
 
 def layer_sequence(model: nn.Module) -> LayerSequence:
-    """The model as a sequence of layers; an error if it is none."""
+    """The model as a sequence of layers. Raises LayoutError if it is not one."""
     spec = spec_of(model).pipeline
     if spec is not None:
         found = LayerSequence(spec.blocks, tuple(model.get_submodule(spec.blocks)._modules), spec)
@@ -94,39 +93,39 @@ def layer_sequence(model: nn.Module) -> LayerSequence:
     else:
         raise LayoutError(
             "no-pipeline-spec",
-            f"The model {type(model).__name__} can't be cut into stages.",
-            why="a pipeline needs a row of layers: an nn.Sequential (with a criterion), or a model that declares it",
-            fix="give the class model_spec = paceline.ModelSpec(pipeline=paceline.PipelineSpec(…)), or use "
+            f"{type(model).__name__} can't be partitioned into pipeline stages.",
+            why="a pipeline needs a sequence of layers: an nn.Sequential (with a criterion) or a PipelineSpec",
+            fix="set model_spec = paceline.ModelSpec(pipeline=paceline.PipelineSpec(…)) on the class, or use "
             "strategy: fsdp",
         )
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise LayoutError(
                 "pipeline-and-batchnorm",
-                f"{name} is a batch norm, which can't run in a pipeline.",
-                why="micro-batches are padded to one length, and the padding would enter its statistics",
-                fix="use a GroupNorm or LayerNorm; or strategy: ddp or fsdp",
+                f"Pipelines do not support batch norm: {name}.",
+                why="micro-batches are padded to equal size, and the padding would change the statistics",
+                fix="use GroupNorm or LayerNorm, or strategy: ddp or fsdp",
             )
     return found
 
 
 def _require_all_named(model: nn.Module, sequence: LayerSequence) -> None:
     known = (*sequence.first_modules, *sequence.last_modules, sequence.container)
-    lost = [
+    missing = [
         name for name, _ in model.named_parameters(remove_duplicate=False)
         if not any(name.startswith(f"{part}.") for part in known)
     ]  # fmt: skip
-    if lost:
+    if missing:
         raise LayoutError(
             "no-pipeline-spec",
-            f"{', '.join(lost[:4])} is in none of the parts that {type(model).__name__} declares.",
-            why="no stage would hold it",
-            fix="name its module in first_modules or last_modules of the PipelineSpec",
+            f"Parameters missing from the PipelineSpec of {type(model).__name__}: {', '.join(missing[:4])}.",
+            why="no stage would hold them",
+            fix="add their modules to first_modules or last_modules",
         )
 
 
 def partition_model(model: nn.Module, settings: PipelineSection, ranks: int) -> StagePartition:
-    """The partition of a full model; the model is not changed."""
+    """Compute the partition of a full model, without modifying it."""
     require_runnable(settings, ranks)
     sequence, count = layer_sequence(model), ranks * stages_per_rank(settings)
     layers = sequence.layers(model, sequence.keys)
@@ -146,9 +145,9 @@ def partition_model(model: nn.Module, settings: PipelineSection, ranks: int) -> 
             require_enough(sum(map(_has_weights, layers)), count)
             raise LayoutError(
                 "balance",
-                f"The stage of {', '.join(stages[-1])} has no weights.",
-                why="every stage needs a layer with weights",
-                fix="set pipeline.balance to other layers, or leave it out",
+                f"The stage with {', '.join(stages[-1])} has no parameters.",
+                why="every stage needs a layer with parameters",
+                fix="change pipeline.balance, or remove it",
             )
     partition = StagePartition(sequence, tuple(stages), ranks)
     return replace(partition, tied=tuple(_tied(model, partition)))
@@ -160,20 +159,19 @@ def _explicit(balance: Sequence[int] | Sequence[str], names: Sequence[str], stag
     except UnknownLayerError as unknown:
         raise LayoutError(
             "balance",
-            f"pipeline.balance names {unknown.name!r}, which is no layer: {did_you_mean(unknown.name, names)}",
+            f"pipeline.balance: unknown layer {unknown.name!r}; {did_you_mean(unknown.name, names)}",
         ) from None
     except BalanceError as error:
         raise LayoutError(
             "balance",
-            f"pipeline.balance makes stages of {error.lengths} layers; there are {stages} stages and {len(names)} "
-            "layers.",
-            fix=f"give {stages} numbers that add up to {len(names)}, or the {stages} layers at which stages begin",
+            f"pipeline.balance gives stages of {error.lengths} layers; expected {stages} stages, {len(names)} layers.",
+            fix=f"set {stages} numbers that sum to {len(names)}, or the name of the first layer of each stage",
         ) from None
 
 
 def _units(layers: Sequence[nn.Module]) -> list[int]:
-    """Lengths of runs that stay together: a layer with weights and those without that follow it. Those at the very
-    beginning (a Flatten) go with the first that has some."""
+    """Sizes of groups that stay in one stage: a layer with parameters and the following ones without. Leading layers
+    without parameters (a Flatten) belong to the first group."""
     units, seen = [0], False
     for layer in layers:
         has_weights = _has_weights(layer)
@@ -203,18 +201,11 @@ def _costs(
 
 
 def _cost(module: nn.Module, cost: str) -> float:
-    """Bytes of parameters; or, for time, the multiplications of a row: a weight each, but a lookup multiplies
-    nothing."""
+    """Parameter bytes; or, for time, multiplications per sample: one per parameter, none for embeddings."""
     if cost == "memory":
         return float(sum(p.numel() * p.element_size() for p in module.parameters()))
-    return float(
-        sum(
-            parameter.numel()
-            for part in module.modules()
-            if not isinstance(part, nn.Embedding)
-            for parameter in part.parameters(recurse=False)
-        )
-    )
+    parts = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
+    return float(sum(parameter.numel() for part in parts for parameter in part.parameters(recurse=False)))
 
 
 def _tied(model: nn.Module, partition: StagePartition) -> list[TiedParameter]:
@@ -229,7 +220,7 @@ def _tied(model: nn.Module, partition: StagePartition) -> list[TiedParameter]:
 
 
 def _rank_of(name: str, partition: StagePartition) -> int:
-    """The rank that holds a parameter."""
+    """The pipeline rank that holds a parameter."""
     sequence = partition.sequence
     if any(name.startswith(f"{part}.") for part in sequence.first_modules):
         return 0
@@ -240,15 +231,14 @@ def _rank_of(name: str, partition: StagePartition) -> int:
 
 
 def remove_other_stages(model: nn.Module, partition: StagePartition, rank: int) -> None:
-    """Leave in the model only what this rank holds."""
+    """Remove the modules of other ranks from the model."""
     sequence = partition.sequence
     kept = {key for number in partition.stages_on(rank) for key in partition.stages[number]}
     layers = model.get_submodule(sequence.container)
     for key in sequence.keys:
         if key not in kept:
             del layers._modules[key]
-    used: set[str] = set()
-    used |= set(sequence.first_modules if rank == 0 else ())
+    used = set(sequence.first_modules if rank == 0 else ())
     used |= set(sequence.last_modules if rank == partition.ranks - 1 else ())
     for name in {*sequence.first_modules, *sequence.last_modules} - used:
         parent, _, attribute = name.rpartition(".")
