@@ -48,12 +48,6 @@ def test_a_declared_block_that_does_not_exist_is_refused() -> None:
     assert caught.value.code == "layout.no-such-block"
 
 
-def test_an_unknown_word_in_a_plan_is_refused() -> None:
-    with pytest.raises(LayoutError) as caught:
-        plan_of(Declares(tensor_plan={"layers.0": "diagonal"}), None)
-    assert caught.value.code == "layout.tensor-plan-word"
-
-
 def test_a_model_without_declaration_has_an_empty_spec() -> None:
     model = nn.Linear(2, 2)
     assert declared_spec(model) is None
@@ -64,16 +58,3 @@ def test_an_attribute_of_that_name_which_is_no_spec_is_the_users_own() -> None:
     model = nn.Linear(2, 2)
     model.model_spec = "v2"  # type: ignore[assignment]
     assert spec_of(model) == ModelSpec()
-
-
-def test_hugging_face_models_are_read() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=32,
-    )  # fmt: skip
-    spec = spec_of(transformers.LlamaForCausalLM(config))
-    assert spec.blocks == ("model.layers.0", "model.layers.1")
-    assert spec.heads == {"num_attention_heads": 4, "num_key_value_heads": 2}
-    assert spec.tensor_plan is not None and spec.tensor_plan["model.layers.*.mlp.down_proj"] == "row"
-    assert spec.pipeline is None and not spec.deferred_init

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config.recipe import Config
+from paceline.errors import ConfigError
+
+
+def test_yaml_and_toml_give_the_same_config(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("batch: 8\noptimizer: {lr: 1e-3}\nmodel: {name: mlp, width: 16}\n")
+    (tmp_path / "a.toml").write_text('batch = 8\n[optimizer]\nlr = 1e-3\n[model]\nname = "mlp"\nwidth = 16\n')
+    assert Config.from_file(tmp_path / "a.yaml").to_dict() == Config.from_file(tmp_path / "a.toml").to_dict()
+
+
+def test_overrides_win_and_are_typed() -> None:
+    config = Config.from_dict({"batch": 8}, ["batch=16", "optimizer.lr=1e-3", "model.name=mlp", "quiet=true"])
+    assert (config.batch, config.optimizer.lr, config.model.name, config.quiet) == (16, 1e-3, "mlp", True)
+
+
+def test_override_of_a_whole_section() -> None:
+    config = Config.from_dict({"train": {"epochs": 3}}, ["train={max_steps: 5}"])
+    assert (config.train.epochs, config.train.max_steps) == (None, 5)
+
+
+@pytest.mark.parametrize("override", ["batch", "=3", "batch..x=3", "batch.size=3"])
+def test_an_invalid_override_has_a_code(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.bad-override"):
+        Config.from_dict({"batch": 8}, [override])
+
+
+def test_a_missing_file_has_a_code(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.missing-file"):
+        Config.from_file(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- a\n- b\n", "a: [1\n", "3: x\n", "a: !!python/object:os.system {}\n", "a: 1\na: 2\n"]
+)
+def test_a_malformed_file_has_a_code(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.malformed"):
+        Config.from_file(path)
+
+
+def test_a_malformed_toml_has_a_code(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("a = = 3")
+    with pytest.raises(ConfigError, match=r"config\.malformed"):
+        Config.from_file(path)
+
+
+@pytest.mark.parametrize("override", ["seed=2024-13-45", "batch=[1"])
+def test_an_override_that_is_not_yaml_has_a_code(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.malformed"):
+        Config.from_dict({}, [override])

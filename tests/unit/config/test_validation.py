@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from paceline.config.recipe import Config
+from paceline.errors import ConfigError
+
+
+def message_of(values: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(values)
+    return f"{caught.value.code}: {caught.value}"
+
+
+def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
+    assert "did you mean 'batch'?" in message_of({"bach": 8})
+    assert "did you mean 'epochs'?" in message_of({"train": {"epoch": 8}})
+    assert "config.unknown-key" in message_of({"optimizer": {"learning_rate": 1e-3}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"batch": "many"},
+        {"batch": True},
+        {"batch": 0},
+        {"batch": 3.5},
+        {"optimizer": {"name": "adams"}},
+        {"schedule": {"warmup": -1}},
+        {"schedule": 3},
+        {"schedule": {"warmup": 1.5}},
+        {"optimizer": {"lr": float("inf")}},
+        {"model": "gpt"},
+        {"env": {"A": True}},
+        {"port": 70000},
+    ],
+)
+def test_an_invalid_value_has_a_code_and_names_its_key(values: dict[str, object]) -> None:
+    text = message_of(values)
+    assert text.startswith("config.bad-value")
+    assert next(iter(values)) in text
+
+
+def test_a_bad_value_says_where_it_came_from_and_optional_sections_know_their_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"seed": "x"}, origin="my-recipe.yaml")
+    assert "my-recipe.yaml" in str(caught.value) and "default" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"early_stop": {"metrics": "loss"}})
+    assert "metric" in str(caught.value) and "did you mean" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"profile": 3})
+    assert "profile.steps" in str(caught.value)
