@@ -5,7 +5,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import LayoutError
-from paceline.models.tensor_plan import plan_of, words_of_modules
+from paceline.models.tensor_plan import plan_of, styles_of_modules
 
 
 class Block(nn.Module):
@@ -23,13 +23,13 @@ class Model(nn.Module):
 
 def code_of(plan: dict[str, str]) -> str:
     with pytest.raises(LayoutError) as caught:
-        words_of_modules(Model(), plan_of(Model(), plan))
+        styles_of_modules(Model(), plan_of(Model(), plan))
     return caught.value.code
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
     plan = {"tokens": "vocabulary", "blocks.*.up": "column", "blocks.*.down": "row", "blocks.0.norm": "sequence"}
-    assert words_of_modules(Model(), plan) == {
+    assert styles_of_modules(Model(), plan) == {
         "tokens": "vocabulary",
         "blocks.0.up": "column",
         "blocks.1.up": "column",
@@ -42,25 +42,25 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
 
 def test_names_that_a_stage_does_not_have_are_skipped() -> None:
     plan = {"tokens": "vocabulary", "head": "vocabulary"}
-    assert words_of_modules(Model(), plan, full=False) == {"tokens": "vocabulary"}
+    assert styles_of_modules(Model(), plan, full=False) == {"tokens": "vocabulary"}
     assert code_of(plan) == "layout.no-such-module"
 
 
 @pytest.mark.parametrize(
     "plan", [{"tokens": "column"}, {"blocks.0.norm": "row"}, {"blocks.0": "sequence"}, {"blocks.0.norm": "vocabulary"}]
 )
-def test_a_word_for_another_kind_of_layer_is_refused(plan: dict[str, str]) -> None:
+def test_a_style_for_another_kind_of_layer_is_refused(plan: dict[str, str]) -> None:
     assert code_of(plan) == "layout.tensor-plan-kind"
 
 
 def test_an_embedding_that_renormalizes_its_rows_can_not_be_sharded() -> None:
     model = nn.ModuleDict({"tokens": nn.Embedding(9, 4, max_norm=1.0)})
     with pytest.raises(LayoutError) as caught:
-        words_of_modules(model, {"tokens": "vocabulary"})
+        styles_of_modules(model, {"tokens": "vocabulary"})
     assert caught.value.code == "layout.tensor-plan-kind"
 
 
-def test_an_unknown_word_is_refused_also_in_a_declared_plan() -> None:
+def test_an_unknown_style_is_refused_also_in_a_declared_plan() -> None:
     assert code_of({"tokens": "diagonal"}) == "layout.tensor-plan-word"
     model = Model()
     model.model_spec = paceline.ModelSpec(tensor_plan={"tokens": "diagonal"})  # type: ignore[assignment]
