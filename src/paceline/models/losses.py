@@ -34,16 +34,18 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy over the last dim of `logits`. `reduction` is "mean" or "sum" over targets not equal to
     `ignore_index`."""
-    wanted = targets.flatten()
+    flat_targets = targets.flatten()
     if not isinstance(logits, DTensor):
-        return functional.cross_entropy(logits.flatten(0, -2), wanted, ignore_index=ignore_index, reduction=reduction)
+        return functional.cross_entropy(
+            logits.flatten(0, -2), flat_targets, ignore_index=ignore_index, reduction=reduction
+        )
     axis = logits.device_mesh
-    own = logits.to_local().flatten(0, -2)
-    if own.dtype in (torch.bfloat16, torch.float16):  # as autocast does
-        own = own.float()
-    counted = wanted != ignore_index
-    first = axis.get_local_rank() * own.shape[-1]
-    losses: Tensor = _VocabParallelCrossEntropy.apply(own, wanted - first, counted, axis.get_group())
+    local = logits.to_local().flatten(0, -2)
+    if local.dtype in (torch.bfloat16, torch.float16):  # as autocast does
+        local = local.float()
+    counted = flat_targets != ignore_index
+    first = axis.get_local_rank() * local.shape[-1]
+    losses: Tensor = _VocabParallelCrossEntropy.apply(local, flat_targets - first, counted, axis.get_group())
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
 
@@ -51,23 +53,23 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """The loss of each row. `targets` are relative to the first local column; those of other ranks are out of range."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, targets: Tensor, counted: Tensor, group: Any) -> Tensor:
-        highest = own.amax(-1)
-        torch_dist.all_reduce(highest, torch_dist.ReduceOp.MAX, group=group)
-        shifted = own - highest[:, None]
-        here = counted & (targets >= 0) & (targets < own.shape[-1])
-        columns = torch.where(here, targets, 0)
-        of_target = torch.where(here, shifted.gather(-1, columns[:, None])[:, 0], 0.0)
+    def forward(ctx: Any, local: Tensor, targets: Tensor, counted: Tensor, group: Any) -> Tensor:
+        maximum = local.amax(-1)
+        torch_dist.all_reduce(maximum, torch_dist.ReduceOp.MAX, group=group)
+        shifted = local - maximum[:, None]
+        is_local = counted & (targets >= 0) & (targets < local.shape[-1])
+        columns = torch.where(is_local, targets, 0)
+        target_logits = torch.where(is_local, shifted.gather(-1, columns[:, None])[:, 0], 0.0)
         exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(-1), of_target])
+        sums = torch.stack([exponentials.sum(-1), target_logits])
         torch_dist.all_reduce(sums, group=group)
-        total, of_target = sums
-        ctx.save_for_backward(exponentials.div_(total[:, None]), columns, here, counted)
-        return torch.where(counted, total.log() - of_target, 0.0)
+        total, target_logits = sums
+        ctx.save_for_backward(exponentials.div_(total[:, None]), columns, is_local, counted)
+        return torch.where(counted, total.log() - target_logits, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, columns, here, counted = ctx.saved_tensors
-        of_logits = probabilities.clone()
-        of_logits.scatter_add_(-1, columns[:, None], -here.to(of_logits.dtype)[:, None])
-        return of_logits.mul_(torch.where(counted, gradient, 0.0)[:, None]), None, None, None
+        probabilities, columns, is_local, counted = ctx.saved_tensors
+        grad_logits = probabilities.clone()
+        grad_logits.scatter_add_(-1, columns[:, None], -is_local.to(grad_logits.dtype)[:, None])
+        return grad_logits.mul_(torch.where(counted, gradient, 0.0)[:, None]), None, None, None

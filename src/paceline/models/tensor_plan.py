@@ -34,9 +34,9 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
-def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> Mapping[str, str]:
+def plan_of(model: nn.Module, override: Mapping[str, str] | None) -> Mapping[str, str]:
     """The tensor plan of the recipe, otherwise that of the model."""
-    plan = given if given is not None else spec_of(model).tensor_plan
+    plan = override if override is not None else spec_of(model).tensor_plan
     if not plan:
         raise LayoutError(
             "no-tensor-plan",
@@ -75,8 +75,8 @@ def styles_of_modules(model: nn.Module, plan: Mapping[str, str], *, full: bool =
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts, expected = name.split("."), pattern.split(".")
+    return len(parts) == len(expected) and all(map(fnmatchcase, parts, expected))
 
 
 def _require_applicable(name: str, module: nn.Module, style: str) -> None:

@@ -68,13 +68,13 @@ class _Synchronized(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         group = getattr(self, "process_group", None)
-        own = noise.local_samples()
+        samples = noise.local_samples()
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if not uses_batch or (_size(group) == 1 and own != 0):
+        if not uses_batch or (_size(group) == 1 and samples != 0):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         rows = _dense(input)
-        counts = own != 0 and rows.numel() > 0
+        counts = samples != 0 and rows.numel() > 0
         statistics = _statistics(rows.detach(), counts, self.eps, group)
         if self.training and self.track_running_stats and statistics.count is not None:
             self._track(statistics.mean, statistics.var, statistics.count)

@@ -131,7 +131,7 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
         rule = f"model({', '.join(f'{key}=…' for key in batch)})"
         labels = batch.get("labels")
         by_tokens = isinstance(labels, Tensor) and labels.dim() == 2
-        first = huggingface.first_counted_label(model) if by_tokens else None
+        first = huggingface.label_shift(model) if by_tokens else None
         if first is None:
             return rule, lambda model, batch: model(**batch)
         return f"{rule}; mean over tokens, weighted by counted labels", _token_mean(first)

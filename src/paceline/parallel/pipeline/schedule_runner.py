@@ -182,9 +182,9 @@ class PipelineRunner:
             first, *others = tied.holders
             if self.rank == first:
                 for rank in others:
-                    theirs = torch.empty_like(own)
-                    torch_dist.recv(theirs, group=self._group, group_src=rank)
-                    own += theirs
+                    received = torch.empty_like(own)
+                    torch_dist.recv(received, group=self._group, group_src=rank)
+                    own += received
             else:
                 torch_dist.send(own, group=self._group, group_dst=first)
         self.broadcast_tied(tensors)
