@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import tiny
+from paceline import dist
 from paceline.checkpoint import host_copy
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
+from paceline.testing import ranks
 from resumable import Stream, points, trainer
 
 
@@ -79,3 +82,45 @@ def test_the_best_step_is_saved_again_where_its_first_save_failed(
 def evaluations(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line.get("evaluation")]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    metric = tiny.ScriptedMetric({0: [0.1, 0.9, 0.5, 0.2]})
+    trainer = tiny.classifier_trainer(
+        metrics={"score": metric}, save_best="score", save_every=5, keep=1, run=str(tmp_path / "r")
+    )
+    trainer.train(tiny.blobs(), tiny.blobs(), epochs=4)
+    assert checkpoints(tmp_path / "r") == ["step-000006", "step-000012"]
+    assert (tmp_path / "r" / "checkpoints" / "best").read_text() == "step-000006\n"
+    assert (tmp_path / "r" / "checkpoints" / "latest").read_text() == "step-000012\n"
+    best = tiny.classifier_trainer()
+    best.load_checkpoint(tmp_path / "r" / "checkpoints" / "step-000006")
+    assert best.step_count == 6
+
+
+def test_without_save_last_only_the_best_is_kept(tmp_path: Path) -> None:
+    trainer = tiny.classifier_trainer(save_best=True, save_last=False, keep=1, run=str(tmp_path / "r"))
+    trainer.train(tiny.blobs(), tiny.blobs(), epochs=2)
+    assert len(checkpoints(tmp_path / "r")) == 1
+
+
+def test_a_step_is_saved_once_and_every_rank_gets_the_same_name(tmp_path: Path) -> None:
+    @ranks(2)
+    def body() -> None:
+        heard: list[str] = []
+
+        class Saves:
+            def on_save(self, record: Any) -> None:
+                heard.append(record.folder)
+
+        trainer = tiny.classifier_trainer(save_every=3, run=str(tmp_path / "r"), callbacks=[Saves()])
+        trainer.train(tiny.blobs(), epochs=2)
+        assert [Path(folder).name for folder in heard] == ["step-000003", "step-000006"]
+        assert all(Path(folder).is_dir() for folder in heard) or dist.rank() == 1
+
+    body()
+    assert checkpoints(tmp_path / "r") == ["step-000003", "step-000006"]

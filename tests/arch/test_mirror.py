@@ -1,0 +1,88 @@
+"""Unit tests mirror the source: the tests of `room/module.py` are in `tests/unit/room/test_module.py`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import paceline
+
+SOURCE = Path(paceline.__file__).parent
+TESTS = Path(__file__).parents[1]
+LOGIC = 60  # lines of code from which a module has logic of its own
+
+# Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
+ELSEWHERE = {
+    "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
+    "launcher/backends/ray": ["system/test_ray"],
+    "launcher/cluster/frontend": ["system/test_ssh_launch", "system/test_slurm"],
+    "launcher/cluster/manual": ["ranks/test_several_nodes", "ranks/test_first_rank"],
+    "launcher/cluster/node": ["ranks/test_several_nodes", "system/test_ssh_launch"],
+    "launcher/function": ["ranks/test_launch_function", "ranks/test_notebook"],
+    "launcher/local/agent": ["ranks/test_launch_command", "faults/test_deaths"],
+    "launcher/local/interrupts": ["ranks/test_launch_signals"],
+    "launcher/local/rank_main": ["ranks/test_launch_command", "ranks/test_launch_function"],
+    "launcher/local/single_node": ["ranks/test_restarts_resume"],
+    "launcher/local/status": ["ranks/test_launch_command", "ranks/test_restarts_resume"],
+    "parallel/fsdp": ["ranks/test_fsdp"],
+    "parallel/pipeline/schedule_runner": ["ranks/test_pipeline"],
+    "parallel/pipeline/stage": ["ranks/test_pipeline"],
+    "parallel/sync_batchnorm": ["ranks/test_batchnorm"],
+    "parallel/tensor/layers": ["ranks/test_tensor"],
+    "runtime/objects": ["ranks/test_collectives"],
+    "runtime/process_group": ["ranks/test_adoption", "ranks/test_first_rank"],
+    "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
+    "train/evaluate": ["ranks/test_evaluation"],
+    "train/factory": ["unit/train/test_trainer", "ranks/test_registered_components"],
+    "train/loaders": ["unit/train/test_trainer", "ranks/test_trainer"],
+    "train/optimizer_step": ["unit/train/test_nonfinite", "unit/precision/test_scaler", "unit/optim/test_clip"],
+    "train/pipeline_step": ["ranks/test_pipeline"],
+    "train/preflight": ["ranks/test_preflight"],
+    "train/rank_poll": ["faults/test_signals_in_training"],
+    "train/step": ["ranks/test_parity", "unit/train/test_custom_loop"],
+    "train/telemetry": ["ranks/test_restarts_resume", "contract/test_run_files"],
+}
+
+
+def modules() -> set[str]:
+    paths = (path for path in SOURCE.rglob("*.py") if not path.name.startswith("__"))
+    return {path.relative_to(SOURCE).with_suffix("").as_posix() for path in paths}
+
+
+def mirrored() -> set[str]:
+    unit = TESTS / "unit"
+    paths = (path.relative_to(unit) for path in unit.rglob("test_*.py"))
+    return {path.with_name(path.stem.removeprefix("test_")).as_posix() for path in paths}
+
+
+def lines_of_code(module: str) -> int:
+    text = (SOURCE / f"{module}.py").read_text()
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = (line.strip() for number, line in enumerate(text.splitlines(), start=1) if number not in docstrings)
+    return sum(bool(line) and not line.startswith("#") for line in lines)
+
+
+def with_logic() -> set[str]:
+    return {module for module in modules() if lines_of_code(module) > LOGIC}
+
+
+def test_every_unit_test_is_named_after_a_module() -> None:
+    assert len(mirrored()) > 100
+    assert sorted(mirrored() - modules()) == []
+
+
+def test_every_module_with_logic_of_its_own_has_unit_tests() -> None:
+    assert sorted(with_logic() - mirrored() - set(ELSEWHERE)) == []
+
+
+def test_the_list_of_modules_that_are_tested_elsewhere_is_up_to_date() -> None:
+    assert sorted(set(ELSEWHERE) - (modules() - mirrored())) == []
+    missing = {test for tests in ELSEWHERE.values() for test in tests if not (TESTS / f"{test}.py").exists()}
+    assert missing == set()
+
+
+def test_no_test_is_named_after_how_a_bug_was_found() -> None:
+    assert [path.name for path in TESTS.rglob("*findings*.py")] == []
