@@ -189,7 +189,7 @@ OPTION = Change(
     (
         Edit(
             "config/launch.py",
-            'greeting: Annotated[str | None, Option(("--greeting",), help="what ranks find in GREETING")] = None',
+            'greeting: str | None = option(None, "--greeting", help="value of GREETING")',
             into="LaunchOptions",
         ),
         Edit(
@@ -222,7 +222,7 @@ BACKEND = Change(
     (
         Edit(
             "config/launch.py",
-            'forked: Annotated[bool, Option(("--forked",), help="on a forked node", panel=REMOTE_NODES)] = False',
+            'forked: bool = option(False, "--forked", help="on a forked node", panel=REMOTE_NODES)',
             into="LaunchOptions",
         ),
         Edit("launcher/backends/forked.py", FORKED),

@@ -293,8 +293,7 @@ def _section_of(name: str, options: type, **own: Any) -> type[Section]:
         kind = own.get(field_name, str | None if option.parse else declared)
         default = getattr(options, field_name)
         default = list(default) if isinstance(default, tuple) else default
-        description = option.description or option.help
-        made[field_name] = (kind, Field(default, description=description, ge=option.ge, gt=option.gt))
+        made[field_name] = (kind, Field(default, description=option.help, ge=option.ge, gt=option.gt))
     return create_model(name, __base__=Section, __module__=__name__, **made)
 
 
