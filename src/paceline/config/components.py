@@ -1,7 +1,7 @@
-"""What is known about optimizers, precisions, LR schedules and loggers without importing torch.
+"""Facts about optimizers, precisions, LR schedules and loggers, available without importing torch.
 
-The planner, the recipe's validation and the parity test read these facts; the code that builds each component is in
-`optim/`, `precision/` and `monitor/`, under `@REGISTRY.implement(name)`. A test compares the two.
+The planner, the validation of recipes and the parity test use them. The components are implemented in `optim/`,
+`precision/` and `monitor/`, with `@REGISTRY.implement(name)`. A test compares the two.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from paceline.registry import Registry
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """`classes` are the names of the optimizer's classes, in `torch.optim` or in `paceline.optim`."""
+    """`classes` are class names in `torch.optim` or in `paceline.optim`."""
 
     classes: tuple[str, ...] = ()
-    state_per_param: int = 2  # tensors of the parameter's shape that it keeps
-    momentum_state: int = 0  # further ones where `optimizer.momentum` is set
-    elementwise: bool = False  # an update of an element depends on that element only: shards can be updated alone
-    needs_full: bool = False  # it computes with full matrices, which no rank has where weights are sharded
+    state_per_param: int = 2  # state tensors of the shape of the parameter
+    momentum_state: int = 0  # additional ones if `optimizer.momentum` is set
+    elementwise: bool = False  # the update of an element depends on that element only, so shards can be updated alone
+    needs_full: bool = False  # needs full matrices, so sharded parameters are not supported
 
 
 @dataclass(frozen=True)
 class PrecisionFacts:
-    param_bytes: int  # of a parameter, its gradient and each tensor of optimizer state
-    gather_bytes: int  # of a parameter while it is gathered for a forward or backward
+    param_bytes: int  # per element of a parameter, its gradient and each optimizer state tensor
+    gather_bytes: int  # per element of a gathered parameter
     loss_scaling: bool
-    parity_bound: float  # the largest relative difference between two layouts that is rounding
+    parity_bound: float  # maximum relative difference between layouts due to rounding
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ScheduleFacts:
 
 @dataclass(frozen=True)
 class LoggerFacts:
-    extra: str | None = None  # the extra of paceline that installs what it needs
+    extra: str | None = None  # the extra of paceline that installs its dependencies
 
 
 # The implementation of an optimizer takes (params, settings, lr), that of a logger (run, settings).
@@ -49,7 +49,7 @@ OPTIMIZERS.declare("adamw", OptimizerFacts(("AdamW",), state_per_param=2, elemen
 OPTIMIZERS.declare("adafactor", OptimizerFacts(("Adafactor",), state_per_param=0, needs_full=True))
 OPTIMIZERS.declare("muon", OptimizerFacts(("Muon", "MuonAdamW"), state_per_param=1, needs_full=True))
 
-# torch's optimizers that have no name in a recipe; users pass them as objects.
+# torch optimizers without a name in a recipe; users pass them as objects.
 TORCH_OPTIMIZERS = (
     OptimizerFacts(("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"), elementwise=True),
     OptimizerFacts(("SparseAdam",), needs_full=True),
@@ -77,9 +77,9 @@ LOGGERS.declare("mlflow", LoggerFacts(extra="mlflow"))
 
 
 def optimizer_facts(bases: list[tuple[str, str]]) -> OptimizerFacts:
-    """Facts about an optimizer from the (module, name) of its class and of its base classes, in that order.
+    """Facts about an optimizer, given (module, name) of its class and its base classes, in MRO order.
 
-    A subclass may compute otherwise than its base, so of a base only `needs_full` is inherited.
+    A subclass may override the update, so only `needs_full` is inherited.
     """
     named = [OPTIMIZERS.facts(name) for name in OPTIMIZERS.declared]
     known = {each: facts for facts in (*named, *TORCH_OPTIMIZERS) for each in facts.classes}

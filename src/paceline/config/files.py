@@ -1,4 +1,4 @@
-"""Reading recipes: YAML or TOML files, and `dotted.key=value` overrides on top of them."""
+"""Read recipes from YAML or TOML files, and apply `dotted.key=value` overrides."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from paceline.text import flatten
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's idea of a float (PyYAML alone reads `1e-3` as a string), and no key twice."""
+    """Floats of YAML 1.2 (PyYAML reads `1e-3` as a string), and no duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
         return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what the loader reads back as the same: a string that looks like a float gets quotes."""
+    """Quotes strings that the loader would read as floats."""
 
 
 for _kind in (_Loader, Dumper):
@@ -45,17 +45,18 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             "missing-file",
-            f"There is no recipe at {path}.",
-            fix="check the path; `paceline train` without a recipe runs the embedded one",
+            f"Recipe not found: {path}.",
+            fix="check the path; `paceline train` without a recipe runs the built-in one",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("unreadable", f"The recipe {path} can't be read: {error}.") from None
+        raise ConfigError("unreadable", f"Cannot read recipe {path}: {error}.") from None
     values = _parse_toml(text, path) if path.suffix == ".toml" else _parse_yaml(text, path)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        kind = "an empty file" if values is None else type(values).__name__
         raise ConfigError(
             "malformed",
-            f"The recipe {path} is {_shape(values)}, not a mapping of keys to values.",
-            fix="write it as `key: value` lines, e.g. `batch: 64`",
+            f"Invalid recipe {path}: expected a mapping, got {kind}.",
+            fix="write `key: value` lines, e.g. `batch: 64`",
         )
     return values
 
@@ -68,9 +69,9 @@ def _parse_yaml(text: str, path: Path) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError("malformed", f"The recipe {path} is not YAML{where}: {problem}.") from None
-    except ValueError as error:  # a date that does not exist, say
-        raise ConfigError("malformed", f"The recipe {path} holds a value that can't be: {error}.") from None
+        raise ConfigError("malformed", f"Invalid YAML in {path}{where}: {problem}.") from None
+    except ValueError as error:  # e.g. an invalid date
+        raise ConfigError("malformed", f"Invalid value in {path}: {error}.") from None
     finally:
         loader.dispose()
 
@@ -79,35 +80,25 @@ def _parse_toml(text: str, path: Path) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError("malformed", f"The recipe {path} is not TOML: {error}.") from None
-
-
-def _shape(values: Any) -> str:
-    return "empty" if values is None else f"a {type(values).__name__}"
+        raise ConfigError("malformed", f"Invalid TOML in {path}: {error}.") from None
 
 
 def merge(values: Mapping[str, Any], overrides: Sequence[str], origin: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values with the overrides applied, and for each dotted key where it came from."""
+    """The values with the overrides applied, and the origin of each dotted key."""
     merged = _copy(values)
     origins = dict.fromkeys(flatten(merged, keep_empty=True), origin)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key or not all(key.split(".")):
             raise ConfigError(
-                "bad-override",
-                f"The override {override!r} is not of the form key=value.",
-                fix="write for instance train.epochs=3",
+                "bad-override", f"Invalid override {override!r}: expected key=value.", fix="write e.g. train.epochs=3"
             )
         value = _parse_yaml(text, Path(f"override {key}"))
         _set(merged, key.split("."), value, override)
-        origins = {known: place for known, place in origins.items() if not _covers(key, known)}
+        origins = {known: place for known, place in origins.items() if not f"{known}.".startswith(f"{key}.")}
         leaves = flatten({key: value}, keep_empty=True)
         origins.update(dict.fromkeys(leaves, f"override {override}"))
     return merged, origins
-
-
-def _covers(key: str, other: str) -> bool:
-    return other == key or other.startswith(key + ".")
 
 
 def _set(target: dict[str, Any], path: list[str], value: Any, override: str) -> None:
@@ -119,8 +110,7 @@ def _set(target: dict[str, Any], path: list[str], value: Any, override: str) -> 
         if not isinstance(inner, dict):
             raise ConfigError(
                 "bad-override",
-                f"The override {override!r} goes into {'.'.join(path[: depth + 1])}, which is the value {inner!r}.",
-                why="only a section has keys inside it",
+                f"Invalid override {override!r}: {'.'.join(path[: depth + 1])} is the value {inner!r}, not a section.",
             )
         target = inner
     target[last] = value

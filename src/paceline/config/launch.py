@@ -132,9 +132,7 @@ class LaunchOptions:
         metavar="HOST[:PORT]",
         help="address of the first node, which runs the coordinator; default port: 29500 (the ranks use the next one)",
     )
-    wait: float = option(
-        600.0, "--wait", gt=0, panel=MANUAL_NODES, help="seconds to wait for all nodes to join; default: 600"
-    )
+    wait: float = option(600.0, "--wait", gt=0, panel=MANUAL_NODES, help="seconds to wait for all nodes to join (600)")
     interface: str | None = option(
         None, "--interface", panel=MANUAL_NODES,
         help="network interface that reaches the other nodes; detected if omitted",
@@ -179,9 +177,7 @@ class LaunchSpec(LaunchOptions):
         None, "--rdzv-backend", "--rdzv_backend", panel=MANUAL_NODES, metavar="static | c10d",
         help="static: every node passes --node-rank; c10d: node ranks are assigned in order of arrival",
     )
-    dry_run: bool = option(
-        False, "--dry-run", panel=REMOTE_NODES, help="print the SLURM batch script without submitting it"
-    )
+    dry_run: bool = option(False, "--dry-run", panel=REMOTE_NODES, help="print the SLURM script without submitting it")
     k8s: bool = option(False, "--k8s", panel=REMOTE_NODES, help="print a TrainJob and a JobSet for Kubernetes")
     k8s_with: str | None = option(
         None, "--k8s-with", panel=REMOTE_NODES, metavar="image=IMAGE,gpus=4,…",

@@ -1,7 +1,7 @@
 """The sections of a recipe, as frozen data.
 
-Options of models and datasets are not listed here: they belong to the model or dataset that `name` picks, which
-checks them when it is built, so that a model of yours needs no change in this file.
+Options of models and datasets are not listed here: they are validated by the model or dataset when it is built, so
+adding one requires no change in this file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from paceline.registry import Registry
 
 
 def as_list(value: Any) -> Any:
-    """Python code writes tuples where YAML writes lists."""
+    """Accept tuples from Python code as lists."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def as_section(key: str) -> Callable[[Any], Any]:
-    """`ema: 0.999` is short for `ema: {decay: 0.999}`; true and false stand for the defaults and for none."""
+    """`ema: 0.999` is short for `ema: {decay: 0.999}`; true means the defaults, false means None."""
 
     def read(value: Any) -> Any:
         if isinstance(value, bool):
@@ -50,23 +50,28 @@ def as_section(key: str) -> Callable[[Any], Any]:
 
 def _steps_or_fraction(value: int | float) -> int | float:
     if value >= 1 and value != int(value):
-        raise ValueError("a number of steps is whole; a fraction of all steps is below 1")
+        raise ValueError("expected an integer number of steps, or a fraction below 1")
     return value
 
 
-def known_recompute(value: str) -> str:
+def _known_recompute(value: str) -> str:
     if not re.fullmatch(r"off|full|selective|every-[1-9]\d*", value):
-        raise ValueError("it is off, full, selective, or every-2, every-3, …")
+        raise ValueError("expected off, full, selective, or every-2, every-3, …")
     return value
 
 
-def number_as_text(value: Any) -> Any:
-    """`OMP_NUM_THREADS: 4` means the text "4". Booleans have no spelling that all programs agree on: refused."""
+def _number_as_text(value: Any) -> Any:
+    """Convert `OMP_NUM_THREADS: 4` to "4". Booleans are rejected, because programs spell them differently."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+Names = Annotated[list[str], BeforeValidator(as_list)]
+Recompute = Annotated[str, AfterValidator(_known_recompute)]
+Env = dict[str, Annotated[str, BeforeValidator(_number_as_text)]]
+
+
 class NameIn:
-    """A name in a registry: an enum in the JSON schema, which users' registrations extend."""
+    """A name in a registry: an enum in the JSON schema, which user registrations extend."""
 
     def __init__(self, registry: Registry[Any, Any]) -> None:
         self._registry = registry
@@ -86,12 +91,12 @@ class NameIn:
 
 
 def _title(section: type) -> str:
-    """In the JSON schema, which users see, `OptimizerSection` is titled `Optimizer`."""
+    """The title in the JSON schema: `Optimizer` for `OptimizerSection`."""
     return section.__name__.removesuffix("Section")
 
 
 class Section(BaseModel):
-    """Frozen, strict (a number is not taken from a string), and closed: an unknown key is an error."""
+    """Frozen, strict (strings are not converted to numbers) and closed (unknown keys are errors)."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, model_title_generator=_title
@@ -99,7 +104,7 @@ class Section(BaseModel):
 
 
 class NamedSection(Section):
-    """A thing picked by name from a registry; every other key is an option of that thing."""
+    """A component selected by name from a registry; all other keys are options of the component."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -110,80 +115,74 @@ class NamedSection(Section):
 
 
 class ModelSection(NamedSection):
-    name: str = Field(description="a registered model: gpt, mlp, resnet18, resnet20, resnet50, vae, or yours")
+    name: str = Field(description="a registered model: gpt, mlp, resnet18, resnet20, resnet50, vae, or your own")
 
 
 class DataSection(NamedSection):
-    name: str = Field(description="a named dataset: stdlib-text, shapes, cifar10, or yours")
+    name: str = Field(description="a registered dataset: stdlib-text, shapes, cifar10, or your own")
 
 
 class OptimizerSection(NamedSection):
-    # An optimizer that a user registers may have options of its own; a built-in one has none but these.
+    # Only optimizers registered by users have options of their own.
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
-    name: Annotated[str, NameIn(OPTIMIZERS)] = Field("adamw", description="fused where torch can")
-    lr: PositiveFloat = Field(1e-3, description="the highest learning rate, before lr_rule")
-    lr_rule: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="how the learning rate follows batch / reference_batch"
-    )
-    reference_batch: PositiveInt | None = Field(None, description="the batch for which `lr` was chosen")
-    weight_decay: float = Field(0.0, ge=0.0, description="on matrices only, not on norms and biases")
-    momentum: float | None = Field(None, ge=0.0, lt=1.0, description="sgd (else 0) and muon (else 0.95)")
+    name: Annotated[str, NameIn(OPTIMIZERS)] = Field("adamw", description="uses fused kernels if torch has them")
+    lr: PositiveFloat = Field(1e-3, description="base learning rate, before lr_rule is applied")
+    lr_rule: Literal["none", "linear", "sqrt"] = Field("none", description="scaling of lr with batch / reference_batch")
+    reference_batch: PositiveInt | None = Field(None, description="the batch size that lr was tuned for")
+    weight_decay: float = Field(0.0, ge=0.0, description="applied to matrices only, not to norms and biases")
+    momentum: float | None = Field(None, ge=0.0, lt=1.0, description="of sgd (default 0) and muon (default 0.95)")
     betas: Annotated[list[float], BeforeValidator(as_list)] = Field(
-        [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw, and muon's adamw part"
+        [0.9, 0.999], min_length=2, max_length=2, description="of adam, adamw and the AdamW part of muon"
     )
 
     @model_validator(mode="after")
     def _known_options(self) -> OptimizerSection:
-        known = OPTIMIZERS.options(self.name)
-        unknown = [] if known is None else [key for key in self.options() if key not in known]
-        if unknown:
-            errors = [
-                InitErrorDetails(type="extra_forbidden", loc=(key,), input=self.options()[key]) for key in unknown
-            ]
+        known, options = OPTIMIZERS.options(self.name), self.options()
+        unknown = [] if known is None else [key for key in options if key not in known]
+        errors = [InitErrorDetails(type="extra_forbidden", loc=(key,), input=options[key]) for key in unknown]
+        if errors:
             raise ValidationError.from_exception_data("optimizer", errors)
         return self
 
 
 class ScheduleSection(Section):
-    name: Annotated[str, NameIn(SCHEDULES)] = Field("constant", description="the way down after the warm-up")
-    unit: Literal["steps", "epochs"] = Field("steps", description="what warmup, steps, every and at are counted in")
+    name: Annotated[str, NameIn(SCHEDULES)] = Field("constant", description="the learning rate after the warm-up")
+    unit: Literal["steps", "epochs"] = Field("steps", description="unit of warmup, steps, every and at")
     warmup: Annotated[int | float, AfterValidator(_steps_or_fraction)] = Field(
-        0, ge=0, description="units; or, below 1, a fraction of all steps"
+        0, ge=0, description="length of the warm-up; below 1, a fraction of all steps"
     )
-    warmup_from: float = Field(0.0, ge=0.0, le=1.0, description="where it starts, as a fraction of the highest")
-    floor: float = Field(0.0, ge=0.0, le=1.0, description="the lowest learning rate, as a fraction of the highest")
-    steps: PositiveInt | None = Field(None, description="the horizon; else the epochs, else max_steps")
-    every: PositiveInt | None = Field(None, description="step: multiply by factor every so many units")
-    at: Annotated[list[PositiveInt], BeforeValidator(as_list)] = Field([], description="step: or at these units")
-    factor: float = Field(0.1, gt=0.0, lt=1.0, description="step and plateau: what the rate is multiplied by")
-    decay: float = Field(0.2, gt=0.0, le=1.0, description="wsd: the last part of the horizon, in which it falls")
-    patience: int = Field(2, ge=0, description="plateau: evaluations without an improvement that are waited for")
-    threshold: float = Field(1e-4, ge=0.0, description="plateau: the relative change that counts as one")
-    metric: str = Field("loss", description="plateau: which number of the evaluation")
+    warmup_from: float = Field(0.0, ge=0.0, le=1.0, description="initial learning rate, as a fraction of lr")
+    floor: float = Field(0.0, ge=0.0, le=1.0, description="minimum learning rate, as a fraction of lr")
+    steps: PositiveInt | None = Field(None, description="horizon; default: train.epochs, or train.max_steps")
+    every: PositiveInt | None = Field(None, description="step: period of the decay")
+    at: Annotated[list[PositiveInt], BeforeValidator(as_list)] = Field([], description="step: milestones of the decay")
+    factor: float = Field(0.1, gt=0.0, lt=1.0, description="step, plateau: factor of the decay")
+    decay: float = Field(0.2, gt=0.0, le=1.0, description="wsd: length of the decay, as a fraction of the horizon")
+    patience: int = Field(2, ge=0, description="plateau: evaluations without improvement before the decay")
+    threshold: float = Field(1e-4, ge=0.0, description="plateau: minimum relative improvement")
+    metric: str = Field("loss", description="plateau: metric of the evaluation")
     mode: Literal["min", "max"] | None = Field(None, description="plateau: which is better; None: min for losses")
 
 
 class EmaSection(Section):
-    decay: float = Field(0.999, gt=0.0, lt=1.0, description="what stays of the average at each step")
-    warmup: bool = Field(True, description="begin with a shorter memory: decay is at most (1 + step) / (10 + step)")
+    decay: float = Field(0.999, gt=0.0, lt=1.0, description="weight of the previous average in each step")
+    warmup: bool = Field(True, description="limit decay to (1 + step) / (10 + step)")
 
 
 class ScalerSection(Section):
-    initial: PositiveFloat = Field(65536.0, description="the first scale")
-    growth: float = Field(2.0, gt=1.0, description="its factor after growth_interval steps without overflow")
-    backoff: float = Field(0.5, gt=0.0, lt=1.0, description="its factor after an overflow")
-    growth_interval: PositiveInt = Field(2000, description="steps")
-    static: bool = Field(False, description="keep the first scale; a step that overflows is still skipped")
+    initial: PositiveFloat = Field(65536.0, description="initial loss scale")
+    growth: float = Field(2.0, gt=1.0, description="factor after growth_interval steps without overflow")
+    backoff: float = Field(0.5, gt=0.0, lt=1.0, description="factor after an overflow")
+    growth_interval: PositiveInt = Field(2000, description="number of steps")
+    static: bool = Field(False, description="keep the initial scale; steps that overflow are still skipped")
 
 
 class DdpSection(Section):
-    bucket_mb: PositiveFloat | None = Field(
-        None, description="megabytes of gradients that are reduced together; torch's own: 25, the first one 1"
-    )
-    static_graph: bool = Field(False, description="the same parameters are used in the same order in every step")
-    gradient_as_bucket_view: bool = Field(True, description="gradients lie in the buckets: one copy less")
-    broadcast_buffers: bool = Field(True, description="rank 0's buffers for all before each forward")
+    bucket_mb: PositiveFloat | None = Field(None, description="bucket size in MB; default: 25, and 1 for the first one")
+    static_graph: bool = Field(False, description="every step uses the same parameters in the same order")
+    gradient_as_bucket_view: bool = Field(True, description="gradients are views of the buckets, which saves a copy")
+    broadcast_buffers: bool = Field(True, description="broadcast the buffers of rank 0 before each forward")
 
 
 Degree = PositiveInt | Literal["auto"]
@@ -191,103 +190,87 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class LayoutSection(Section):
-    """Ranks on each axis. `auto` is what the others leave of the world."""
+    """The number of ranks on each axis. `auto` takes the ranks that remain."""
 
-    pipeline: Degree = Field(1, description="stages of layers")
-    replicate: Degree = Field(1, description="copies of the model, which read different data")
-    shard: Degree = Field(
-        1, description="parts that weights and optimizer state are cut into; they read different data"
-    )
-    tensor: Degree = Field(1, description="parts that every layer is cut into; they read the same data")
+    pipeline: Degree = Field(1, description="pipeline ranks, each with its own layers")
+    replicate: Degree = Field(1, description="replicas of the model, which read different data")
+    shard: Degree = Field(1, description="shards of parameters and optimizer state; ranks read different data")
+    tensor: Degree = Field(1, description="shards of every layer; ranks read the same data")
 
 
 class FsdpSection(Section):
-    reshard: bool = Field(True, description="give a block's weights back after its forward, and gather them again")
-    prefetch: PositiveInt = Field(1, description="blocks whose weights are gathered ahead of their turn")
-    offload: bool = Field(False, description="weights, gradients and optimizer state wait in CPU memory (GPU only)")
-    param_dtype: Dtype | None = Field(None, description="what weights travel in; else the precision's")
-    reduce_dtype: Dtype | None = Field(None, description="what gradients are summed in; else fp32")
-    output_dtype: Dtype | None = Field(None, description="what blocks return; else what they compute")
-    buffer_dtype: Dtype | None = Field(None, description="what floating-point buffers are cast to; else as they are")
+    reshard: bool = Field(True, description="free the gathered parameters of a block after its forward")
+    prefetch: PositiveInt = Field(1, description="number of blocks whose parameters are gathered in advance")
+    offload: bool = Field(False, description="keep parameters, gradients and optimizer state in CPU memory (GPU only)")
+    param_dtype: Dtype | None = Field(None, description="dtype of gathered parameters; default: that of precision")
+    reduce_dtype: Dtype | None = Field(None, description="dtype of the gradient reduction; default: fp32")
+    output_dtype: Dtype | None = Field(None, description="dtype that block outputs are cast to; default: no cast")
+    buffer_dtype: Dtype | None = Field(None, description="dtype that buffers are cast to; default: no cast")
 
 
 class TensorSection(Section):
     plan: dict[str, Literal["column", "row", "sequence", "vocabulary"]] | None = Field(
-        None, description="how modules are cut, by name (* stands for one part of it); else what the model says"
+        None, description="sharding style by module name (* matches one component); default: the model's plan"
     )
-    sequence: bool = Field(True, description="cut activations between layers over the tokens, where the plan allows")
+    sequence: bool = Field(True, description="shard activations between layers by token, if the plan supports it")
 
 
 Balance = Annotated[list[PositiveInt] | list[str], BeforeValidator(as_list)]
 
 
 class PipelineSection(Section):
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
-        "1f1b", description="in which order micro-batches go through the stages"
-    )
-    microbatches: PositiveInt | None = Field(None, description="parts of a micro-batch; else twice the stages")
-    stages: PositiveInt | None = Field(None, description="stages a rank holds; else 1, or 2 where interleaved")
-    balance: Balance | None = Field(None, description="layers a stage, or the names at which stages begin")
-    cost: Literal["memory", "time"] = Field(
-        "memory", description="what stages are made even by: bytes of weights, or multiplications"
-    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="execution order")
+    microbatches: PositiveInt | None = Field(None, description="default: 2 per pipeline rank")
+    stages: PositiveInt | None = Field(None, description="stages per rank; default: 1, or 2 for interleaved")
+    balance: Balance | None = Field(None, description="layers per stage, or the name of each stage's first layer")
+    cost: Literal["memory", "time"] = Field("memory", description="balance stages by parameter bytes, or by FLOPs")
 
 
 class SplitSection(Section):
-    devices: Annotated[list[str], BeforeValidator(as_list)] | None = Field(
-        None, description="where layers go, in order; else all GPUs"
-    )
-    balance: Balance | None = Field(None, description="layers a device, or the names at which devices begin")
-    microbatches: PositiveInt = Field(1, description="parts of a micro-batch that follow each other")
+    devices: Names | None = Field(None, description="default: all GPUs")
+    balance: Balance | None = Field(None, description="layers per device, or the name of each device's first layer")
+    microbatches: PositiveInt = Field(1, description="number of parts that a micro-batch is split into")
 
 
 class BestSection(Section):
-    metric: str = Field("loss", description="which number of the evaluation")
-    mode: Literal["min", "max"] | None = Field(
-        None, description="which is better; None: min for names with loss, error or perplexity, else max"
-    )
+    metric: str = Field("loss", description="metric of the evaluation")
+    mode: Literal["min", "max"] | None = Field(None, description="None: min for loss, error and perplexity, else max")
 
 
 class CheckpointSection(Section):
-    background: bool = Field(True, description="write scheduled checkpoints while training goes on")
-    on_error: bool = Field(True, description="save when an exception ends training, where the state is whole")
-    wait: PositiveFloat = Field(
-        30.0, description="seconds that save_checkpoint waits for the other ranks, where weights are cut over them"
-    )
-    grace: PositiveFloat | None = Field(
-        None, description="seconds that a SIGTERM leaves: a save that would take longer is not begun"
-    )
-    unshared: Literal["gather", "refuse"] = Field(
-        "gather", description="where some nodes can't see the run folder: send what they hold to the first one, or stop"
-    )
+    background: bool = Field(True, description="write scheduled checkpoints while training continues")
+    on_error: bool = Field(True, description="save when an exception ends training, if the state is consistent")
+    wait: PositiveFloat = Field(30.0, description="timeout of save_checkpoint for sharded parameters, in seconds")
+    grace: PositiveFloat | None = Field(None, description="seconds between SIGTERM and SIGKILL, which limit a save")
+    unshared: Literal["gather", "refuse"] = Field("gather", description="if the run folder is not shared by all nodes")
 
 
 class EarlyStopSection(BestSection):
-    patience: PositiveInt = Field(3, description="evaluations without an improvement")
-    min_delta: float = Field(0.0, ge=0.0, description="the change that counts as one")
+    patience: PositiveInt = Field(3, description="evaluations without improvement before training stops")
+    min_delta: float = Field(0.0, ge=0.0, description="minimum improvement")
 
 
-def _rising(steps: list[int]) -> list[int]:
+def _ascending(steps: list[int]) -> list[int]:
     if len(steps) == 2 and steps[0] >= steps[1]:
-        raise ValueError("the first step to trace comes before the one that ends the trace")
+        raise ValueError("the first step must be smaller than the end step")
     return steps
 
 
 class ProfileSection(Section):
-    steps: Annotated[list[PositiveInt], BeforeValidator(as_list), AfterValidator(_rising)] = Field(
-        [10, 15], min_length=2, max_length=2, description="from this step up to, not including, that one"
+    steps: Annotated[list[PositiveInt], BeforeValidator(as_list), AfterValidator(_ascending)] = Field(
+        [10, 15], min_length=2, max_length=2, description="first step, and the step after the last one"
     )
-    shapes: bool = Field(False, description="note the shapes of inputs")
-    memory: bool = Field(False, description="note allocations")
+    shapes: bool = Field(False, description="record input shapes")
+    memory: bool = Field(False, description="record memory allocations")
 
 
 class TrainSection(Section):
-    epochs: PositiveInt | None = Field(None, description="passes over the data, counted from the run's beginning")
-    max_steps: PositiveInt | None = Field(None, description="optimizer steps, counted from the run's beginning")
+    epochs: PositiveInt | None = Field(None, description="number of epochs, including those before a resume")
+    max_steps: PositiveInt | None = Field(None, description="number of steps, including those before a resume")
 
 
 def _section_of(name: str, options: type, **own: Any) -> type[Section]:
-    """A section with the options that a dataclass declares; `own` are types that a recipe writes differently."""
+    """A section with the options of a dataclass; `own` are the types that differ in a recipe."""
     made: dict[str, Any] = {}
     for field_name, (option, declared) in launch.options_of(options).items():
         kind = own.get(field_name, str | None if option.parse else declared)
@@ -303,6 +286,6 @@ else:
     LaunchSection = _section_of(
         "LaunchSection",
         launch.LaunchOptions,
-        nodes=Annotated[str | None, BeforeValidator(number_as_text)],
+        nodes=Annotated[str | None, BeforeValidator(_number_as_text)],
         tee=Annotated[list[NonNegativeInt], BeforeValidator(as_list)],
     )

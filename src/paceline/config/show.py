@@ -1,4 +1,4 @@
-"""The effective recipe as text, with where each value came from."""
+"""The effective recipe as text, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.config.recipe import Config
 
 
 def effective(config: Config) -> str:
-    """YAML that reads back as the same config; a comment behind each line says where the value came from."""
-    lines = [(text, origin) for text, origin in _lines(config.to_dict(), config)]
+    """YAML of the config, with the origin of each value as a comment."""
+    lines = list(_lines(config.to_dict(), config))
     width = max(len(text) for text, origin in lines if origin)
     return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
 

@@ -1,4 +1,4 @@
-"""pydantic's findings about a recipe, said so that a person can mend it."""
+"""Turn pydantic's validation errors into one readable error."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from paceline.errors import ConfigError, did_you_mean
 
 
 def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[str, str]) -> ConfigError:
-    """One error for all findings; its code is the first finding's."""
+    """One error for all findings, with the code of the first one."""
     findings = error.errors(include_url=False)
     lines: list[str] = []
     for finding in findings:
-        place = ".".join(str(part) for part in finding["loc"] if not _is_union_branch(part, schema, finding["loc"]))
+        place = ".".join(str(part) for part in finding["loc"] if not _is_union_branch(part, finding["loc"]))
         came_from = _origin(place, origins)
         if finding["type"] == "extra_forbidden":
             hint = did_you_mean(place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
-            lines.append(f"unknown key {place!r} ({came_from}): {hint}")
+            line = f"unknown key {place!r} ({came_from}): {hint}"
         elif finding["type"] == "model_type":
             keys = _known_keys(schema, place.split("."))
-            lines.append(
-                f"{place!r} is {finding['input']!r} ({came_from}): it is a section, with keys such as {place}.{keys[0]}"
-            )
+            line = f"{place!r} is {finding['input']!r} ({came_from}): expected a section, e.g. {place}.{keys[0]}"
         else:
-            line = f"{place!r} is {finding['input']!r} ({came_from}): {_lower(finding['msg'])}"
-            if line not in lines:
-                lines.append(line)
+            message = finding["msg"][:1].lower() + finding["msg"][1:]
+            line = f"{place!r} is {finding['input']!r} ({came_from}): {message}"
+        if line not in lines:
+            lines.append(line)
     return ConfigError(
         "unknown-key" if findings[0]["type"] == "extra_forbidden" else "bad-value",
-        "The recipe does not hold together:\n    " + "\n    ".join(lines),
-        fix="`paceline config schema` lists every key with its meaning",
+        "Invalid recipe:\n    " + "\n    ".join(lines),
+        fix="run `paceline config schema` for a description of every key",
     )
 
 
-def _is_union_branch(part: Any, schema: type[BaseModel], location: tuple[Any, ...]) -> bool:
-    """pydantic appends the member of a union that it tried (`int`, `bool`) to the path; no person wrote that."""
+def _is_union_branch(part: Any, location: tuple[Any, ...]) -> bool:
+    """pydantic appends the union member that it tried (`int`, `bool`) to the path."""
     if part is location[0] or not isinstance(part, str):
         return False
     return part in {"int", "float", "str", "bool", "none"} or part.startswith(("constrained-", "literal["))
@@ -54,7 +53,7 @@ def _known_keys(schema: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field is, or may be: `Ema | None`."""
+    """The section type of a field, also if it is optional: `Ema | None`."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
@@ -64,7 +63,3 @@ def _origin(place: str, origins: Mapping[str, str]) -> str:
         if key == place or key.startswith(place + ".") or place.startswith(key + "."):
             return origin
     return "default"
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]

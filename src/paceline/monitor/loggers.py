@@ -1,14 +1,13 @@
-"""Further places for the metrics: a CSV file, TensorBoard, Weights & Biases, MLflow.
+"""Loggers of metrics: CSV, TensorBoard, Weights & Biases, MLflow.
 
     for logger in open_loggers(["csv", "wandb"], run_folder, config.to_dict()): …
 
-Only rank 0 opens them. Records of training become `train/loss`, those of evaluations `eval/loss`; in the CSV file,
-where every record is a row, training's columns are plain. A run that goes on in the same folder goes on in the same
-file, the same W&B run and the same MLflow run.
+Only rank 0 opens them. Metrics of training are named `train/loss`, those of evaluations `eval/loss`; in the CSV file,
+where every record is a row, columns of training have no prefix. A resumed run continues the same file, W&B run and
+MLflow run.
 
-A place that fails while training runs (a server that is away, a full disk) is warned about once and left alone:
-metrics.jsonl has everything, and hours of training are worth more than a curve. A place that can't be opened at the
-beginning is an error, because then nothing is lost yet.
+A logger that cannot be opened is an error. One that fails during training (server unreachable, disk full) is disabled
+with a warning, because metrics.jsonl contains all metrics and training should not stop.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Opener = TypeVar("Opener", bound=Callable[..., Logger])
 
 
 def register_logger(name: str) -> Callable[[Opener], Opener]:
-    """Register a logger of your own, for `loggers: [name]` in a recipe or `Trainer(loggers=[name])`.
+    """Register a custom logger, for `loggers: [name]` in a recipe or `Trainer(loggers=[name])`.
 
         @paceline.register_logger("lines")
         class Lines:
@@ -49,8 +48,8 @@ def register_logger(name: str) -> Callable[[Opener], Opener]:
             def write(self, records): ...
             def close(self): ...
 
-    It is opened on rank 0 with the run folder (a `Path`) and the recipe (a dict), gets the records of each log point
-    and evaluation, and is closed when training ends. A resumed run opens it again on the same folder.
+    It is opened on rank 0 with the run folder (a `Path`) and the recipe (a dict), receives the records of each log
+    point and evaluation, and is closed when training ends. A resumed run opens it with the same folder.
     """
 
     def add(opener: Opener) -> Opener:
@@ -62,7 +61,7 @@ def register_logger(name: str) -> Callable[[Opener], Opener]:
 
 
 def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, Any]) -> list[Logger]:
-    """Open these places for the run in that folder. `settings` is the recipe, for those that show it."""
+    """Open loggers for a run. `settings` is the recipe."""
     opened: list[Logger] = []
     try:
         for name in names:
@@ -84,13 +83,13 @@ def _open(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logger:
         raise TrainError(
             "logger-failed",
             f"The logger {name!r} could not be opened: {error}",
-            why="it was asked for by `loggers`, and training without it would be found out at the end",
-            fix=f"see what {name} says above, or take {name!r} out of `loggers`",
+            why="it is listed in `loggers`",
+            fix=f"check the output of {name} above, or remove {name!r} from `loggers`",
         ) from error
 
 
 class _Guarded:
-    """A logger whose failure does not end training."""
+    """Disables a logger that fails, so that training continues."""
 
     def __init__(self, name: str, logger: Logger) -> None:
         self._name, self._logger = name, logger
@@ -109,12 +108,14 @@ class _Guarded:
         except Exception as error:
             if not self._failed:
                 self._failed = True
-                rank_log(0).warning(f"{self._name} takes no more metrics of this run: {error}. {METRICS} has them all.")
+                rank_log(0).warning(
+                    f"Logger {self._name!r} failed and is disabled: {error}. {METRICS} contains all metrics."
+                )
 
 
 @LOGGERS.implement("csv")
 class CsvFile:
-    """A CSV file. A new column means that the file is written again, with the new header."""
+    """A CSV file. It is rewritten with a new header when a column is added."""
 
     _SHARED = ("step", "epoch", "time")
 
@@ -161,13 +162,13 @@ class CsvFile:
         new.replace(self._path)
 
     def _writer(self, file: TextIO) -> csv.DictWriter[str]:
-        # Ignored: the surplus cells of a line that a killed writer left.
+        # extrasaction: an interrupted writer may have left a line with extra cells.
         return csv.DictWriter(file, self._columns, lineterminator="\n", extrasaction="ignore")
 
 
 @LOGGERS.implement("tensorboard")
 class TensorBoard:
-    """Event files in `tensorboard/`; `tensorboard --logdir RUNS` shows them. NaN is kept as it is."""
+    """Event files in `tensorboard/`, for `tensorboard --logdir RUNS`. NaN values are kept."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         _module("tensorboard", "tensorboard")
@@ -185,7 +186,7 @@ class TensorBoard:
 
 @LOGGERS.implement("wandb")
 class WeightsAndBiases:
-    """A W&B run, with the recipe as its config. WANDB_MODE, WANDB_ENTITY and the like are W&B's own and hold."""
+    """A W&B run with the recipe as its config. WANDB_MODE, WANDB_ENTITY and similar variables are respected."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         wandb = _module("wandb", "wandb")
@@ -195,11 +196,11 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=_project(settings), name=run.path.name, id=identity, resume="allow" if resumed else None,
             dir=str(run), config=dict(settings),
-            # Our bar would be copied a line at each refresh.
+            # Otherwise every refresh of the progress bar would be logged as a line.
             settings=wandb.Settings(console="off"),
         )  # fmt: skip
         noted.write_text(identity + "\n")
-        # W&B drops what comes for an earlier step than its own counter's; an axis of ours has no such order.
+        # W&B drops records whose step is lower than its own counter; a custom step metric has no such restriction.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -213,9 +214,9 @@ class WeightsAndBiases:
 
 @LOGGERS.implement("mlflow")
 class Mlflow:
-    """An MLflow run, with the recipe as its parameters: on the server of MLFLOW_TRACKING_URI, else in `mlflow.db`."""
+    """An MLflow run with the recipe as its parameters, on the server of MLFLOW_TRACKING_URI or in `mlflow.db`."""
 
-    _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # in one request
+    _MAX_METRICS, _MAX_PARAMETERS = 1000, 100  # per request
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         self._mlflow = _module("mlflow", "mlflow")
@@ -239,7 +240,7 @@ class Mlflow:
             milliseconds = int(1000 * record.get("time", time.time()))
             for name, value in _numbers(record):
                 metrics.append(self._mlflow.entities.Metric(name, float(value), milliseconds, record["step"]))
-        for part in _parts(metrics, self._MOST_METRICS):
+        for part in _chunks(metrics, self._MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=part)
 
     def close(self) -> None:
@@ -251,38 +252,38 @@ class Mlflow:
         identity = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run_id: str = self._client.create_run(identity, run_name=run.path.name).info.run_id
         parameters = [self._mlflow.entities.Param(key, str(value)) for key, value in flatten(settings).items()]
-        for part in _parts(parameters, self._MOST_PARAMETERS):
+        for part in _chunks(parameters, self._MAX_PARAMETERS):
             self._client.log_batch(run_id, params=part)
         return run_id
 
 
 def _module(name: str, logger: str) -> Any:
-    """A package that only this logger needs, imported when it is opened."""
+    """Import an optional dependency of a logger."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise TrainError(
             "logger-not-installed",
-            f"The logger {logger!r} needs the package {name!r}.",
-            why=f"it could not be imported: {error}",
+            f"The logger {logger!r} requires the package {name!r}.",
+            why=f"the import failed: {error}",
             fix=f"pip install 'paceline[{LOGGERS.facts(logger).extra}]'",
         ) from None
 
 
 def _project(settings: Mapping[str, Any]) -> str:
-    """A named run's name; runs that were only numbered or dated share a project."""
+    """The name of the run; unnamed runs share a project."""
     run = settings.get("run")
     return Path(run).name if isinstance(run, str) else "paceline"
 
 
 def _numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a record under the names that these tools group by."""
+    """The numbers of a record, with the prefix that these tools group by."""
     prefix = "eval/" if record.get("evaluation") else "train/"
     for name, value in record.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "time"):
             yield prefix + name, value
 
 
-def _parts(items: list[Any], most: int) -> Iterator[list[Any]]:
-    for start in range(0, len(items), most):
-        yield items[start : start + most]
+def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,12 +1,12 @@
-"""Profile some steps: which operations take the time, and is communication hidden behind compute?
+"""Profile some steps: the most expensive operations, and the overlap of communication with compute.
 
     profiler = Profiler(config.profile, run, rank)
     profiler.step(0)                        # before the loop, so that step 1 can be profiled
-    for …: text = profiler.step(finished)   # after each step; returns a text after the last one that is profiled
-    text = profiler.close()                 # in case training ended earlier
+    for …: text = profiler.step(finished)   # after each step; returns a report after the last profiled one
+    text = profiler.close()                 # if training ended earlier
 
-The trace in the run folder is for ui.perfetto.dev or chrome://tracing. Profiling slows down small steps, so trust the
-percentages more than the milliseconds.
+The trace in the run folder can be viewed with ui.perfetto.dev or chrome://tracing. Profiling slows down small steps, so
+percentages are more reliable than milliseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.run.folder import RunFolder
 
 _ROWS = 12
 _NAME_WIDTH = 50
-# Calls of CUDA and of its tracer; the work that they launch is listed under the operation's name.
+# CUDA runtime calls; the kernels that they launch are listed under the name of the operation.
 _RUNTIME = ("cuda", "cuLaunch", "Activity Buffer Request", "INVALID")
 
 
@@ -41,19 +41,19 @@ class Profiler:
         self.split: monitor_trace.TimeSplit | None = None  # of all profiled steps
 
     def step(self, finished: int) -> str | None:
-        """Report the number of finished steps. Returns the text after the last profiled one."""
+        """Update the number of finished steps. Returns the report after the last profiled step."""
         self._finished = finished
         first, after = self._settings.steps
         if self._trace is not None:
             return self.close() if finished >= self._end else None
         if not self._done and finished >= first - 1:
-            # A run resumed after these steps profiles as many of the next ones.
+            # A run resumed after these steps profiles the same number of the following ones.
             self._begin, self._end = finished, after - 1 if finished < after - 1 else finished + after - first
             self._start()
         return None
 
     def close(self) -> str | None:
-        """Stop profiling and return the text; None if profiling has not started or has ended."""
+        """Stop profiling and return the report; None if profiling is not active."""
         if self._trace is None:
             return None
         trace, self._trace, self._done = self._trace, None, True
@@ -119,9 +119,9 @@ def _line(split: monitor_trace.TimeSplit, steps: int) -> str:
         return f"{name} {time / 1e3 / steps:.2f} ms ({time / split.whole:.0%})"
 
     return (
-        f"a step of {split.whole / 1e3 / steps:.2f} ms: {part('compute', split.compute)}, "
-        f"{part('communication (exposed)', split.exposed)}, {part('idle', split.idle)}; "
-        f"hidden or not, {part('communication', split.communication)}"
+        f"step: {split.whole / 1e3 / steps:.2f} ms; {part('compute', split.compute)}, "
+        f"{part('exposed communication', split.exposed)}, {part('idle', split.idle)}; "
+        f"{part('total communication', split.communication)}"
     )
 
 

@@ -1,7 +1,7 @@
-"""What a person sees while training runs: one live line in a terminal, plain lines elsewhere.
+"""Progress of training: a live line in a terminal, plain lines otherwise.
 
-A display costs a training step one assignment: the loop sets `display.completed`, and the bar's own thread reads it
-four times a second. What takes work to know (losses, rates) comes at log points, as a `Standing`.
+The cost per training step is one assignment: the loop sets `display.completed`, which the thread of the bar reads four
+times per second. Values that are expensive to compute (losses, rates) are updated at log points.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.text import format_bytes, format_clock, format_rate
 
 
 @dataclass(slots=True)
-class Standing:
-    """Where training stands at a log point."""
+class LogPoint:
+    """The values that are shown at a log point."""
 
     step: int
     epoch: int
@@ -41,7 +41,7 @@ class Display(Protocol):
 
     def __enter__(self) -> Display: ...
     def __exit__(self, *exc: object) -> None: ...
-    def show(self, standing: Standing) -> None: ...
+    def show(self, point: LogPoint) -> None: ...
 
 
 def choose_display(total: int | None, done: int, log: Log, *, silent: bool) -> Display:
@@ -51,7 +51,7 @@ def choose_display(total: int | None, done: int, log: Log, *, silent: bool) -> D
 
 
 class Silent:
-    """For ranks other than 0, and for those who asked for quiet."""
+    """For ranks other than 0, and for `quiet: true`."""
 
     def __init__(self, done: int) -> None:
         self.completed = done
@@ -62,12 +62,12 @@ class Silent:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def show(self, standing: Standing) -> None:
+    def show(self, point: LogPoint) -> None:
         pass
 
 
 class Lines:
-    """A line at the first log point, one at the last, and at most one every few seconds between them."""
+    """A line at the first and last log point, and at most one every few seconds in between."""
 
     SECONDS = 5.0
 
@@ -76,43 +76,43 @@ class Lines:
         self._log = log
         self._pace = _Pace(total, done)
         self._next = 0.0
-        self._held_back: Standing | None = None
+        self._pending: LogPoint | None = None
 
     def __enter__(self) -> Lines:
         self._pace = _Pace(self._pace.total, self.completed)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._held_back is not None:
-            self._print(self._held_back)
+        if self._pending is not None:
+            self._print(self._pending)
 
-    def show(self, standing: Standing) -> None:
-        if time.monotonic() < self._next and standing.step != self._pace.total:
-            self._held_back = standing
+    def show(self, point: LogPoint) -> None:
+        if time.monotonic() < self._next and point.step != self._pace.total:
+            self._pending = point
             return
         self._next = time.monotonic() + self.SECONDS
-        self._print(standing)
+        self._print(point)
 
-    def _print(self, standing: Standing) -> None:
-        self._held_back = None
-        facts = {"steps": f"step {self._pace.steps(standing.step)}", **_facts(standing)}
+    def _print(self, point: LogPoint) -> None:
+        self._pending = None
+        facts = {"steps": f"step {self._pace.steps(point.step)}", **_facts(point)}
         if self._pace.total:
-            facts["left"] = f"left {self._pace.left(standing.step)}"
+            facts["left"] = f"left {self._pace.left(point.step)}"
         self._log.info("  ".join(facts.values()))
 
 
 class Bar:
-    """One line that moves. Where the terminal is narrow, the facts that matter least are left out."""
+    """A live line. In a narrow terminal, the least important facts are omitted."""
 
-    REFRESHES = 4.0  # a second
+    REFRESHES = 4.0  # per second
     WIDEST, NARROWEST = 30, 8
-    # In the order in which they go; logged values go before all of these, steps and loss never.
+    # In the order of removal; logged values are removed before these, steps and loss never.
     DISPENSABLE = ("memory", "lr", "epoch", "wait", "bar", "rate", "left")
 
     def __init__(self, total: int | None, done: int, console: Console | None = None) -> None:
         self.completed = done
         self._pace = _Pace(total, done)
-        self._standing: Standing | None = None
+        self._point: LogPoint | None = None
         self._live = Live(self, console=console or Console(), refresh_per_second=self.REFRESHES)
 
     def __enter__(self) -> Bar:
@@ -123,11 +123,11 @@ class Bar:
     def __exit__(self, *exc: object) -> None:
         self._live.stop()
 
-    def show(self, standing: Standing) -> None:
-        self._standing = standing
+    def show(self, point: LogPoint) -> None:
+        self._point = point
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        completed = self.completed  # the loop may move on while this is drawn
+        completed = self.completed  # the loop may change it while this is drawn
         facts = self._fitting(completed, options.max_width)
         line = Text(no_wrap=True, overflow="crop", end="")
         for name, fact in facts.items():
@@ -141,7 +141,7 @@ class Bar:
 
     def _fitting(self, completed: int, width: int) -> dict[str, str]:
         facts = {"epoch": "", "bar": " " * self.NARROWEST, "steps": self._pace.steps(completed), "loss": "loss -"}
-        facts |= _facts(self._standing) if self._standing else {}
+        facts |= _facts(self._point) if self._point else {}
         extras = facts.keys() - {"steps", "loss", *self.DISPENSABLE}
         facts["left"] = f"left {self._pace.left(completed)}"
         if not self._pace.total:
@@ -160,7 +160,7 @@ class Bar:
 
 
 class _Pace:
-    """How far training is, and how long the rest takes at the speed since the display was opened."""
+    """The completed steps, and the remaining time at the speed since the display was opened."""
 
     def __init__(self, total: int | None, done: int) -> None:
         self.total = total
@@ -178,19 +178,19 @@ class _Pace:
         return format_clock(seconds)
 
 
-def _facts(standing: Standing) -> dict[str, str]:
-    """What is known at a log point, in words; the order is the one on the screen."""
-    tokens, samples = standing.tokens_per_second, standing.samples_per_second
+def _facts(point: LogPoint) -> dict[str, str]:
+    """The values of a log point as text, in the order of display."""
+    tokens, samples = point.tokens_per_second, point.samples_per_second
     facts = {
-        "epoch": f"epoch {standing.epoch + 1}",
-        "loss": f"loss {_number(standing.loss)}",
-        "lr": f"lr {standing.lr:.3g}",
+        "epoch": f"epoch {point.epoch + 1}",
+        "loss": f"loss {_number(point.loss)}",
+        "lr": f"lr {point.lr:.3g}",
         "rate": f"{format_rate(samples)} samples/s" if tokens is None else f"{format_rate(tokens)} tokens/s",
-        "wait": f"data wait {standing.data_wait:.0%}",
+        "wait": f"data wait {point.data_wait:.0%}",
     }
-    if standing.memory is not None:
-        facts["memory"] = format_bytes(standing.memory)
-    return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in standing.extras.items()}
+    if point.memory is not None:
+        facts["memory"] = format_bytes(point.memory)
+    return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in point.extras.items()}
 
 
 def _number(value: float) -> str:

@@ -1,9 +1,9 @@
-"""Statistics of each rank: a file of its own, one record per log point.
+"""Statistics of each rank, in a separate file with one record per log point.
 
     {"time": 1760000000.123, "step": 40, "samples_per_second": 812.5, "data_wait": 0.03, "memory": …, "peak_memory": …}
 
-At most ten records per second are written, and always the last one. A rank writes its own file and reads no other, so
-no rank waits for another. Tools that compare ranks (stragglers, data waits, memory) read all files.
+At most ten records per second are written, and always the last one. Each rank writes its own file, without any
+synchronization. Tools that compare ranks (stragglers, data wait time, memory) read all files.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Where a trace's time went: compute, communication, idle.
+"""Split the time of a trace into compute, communication and idle time.
 
     |-- compute --|-- compute --|   idle   |
            |-- communication ------|
-                                |..| exposed: no compute at the same time
+                                |..| exposed: no concurrent compute
 
-`compute`, `exposed` and `idle` add up to the total; communication that overlaps with compute costs nothing. On a GPU,
+`compute`, `exposed` and `idle` add up to the total; communication that overlaps with compute is hidden. On a GPU,
 compute is kernels and copies, and communication is NCCL kernels. On CPU, compute is torch operations on the thread of
-the training loop, and communication is gloo's, which runs on other threads.
+the training loop, and communication is that of gloo, which runs on other threads.
 
 On CPU, waiting for a collective has no span of its own: it is a gap or, inside a backward function (whose hooks may
 wait), time without an operation. Both count as communication while a collective is in progress.
@@ -97,7 +97,7 @@ def split(trace: list[Span]) -> TimeSplit:
 def _on_device(trace: list[Span]) -> tuple[list[Interval], list[Interval]]:
     work = [span for span in trace if span.on_device and not span.annotation]
     compute = _union(span for span in work if not span.collective)
-    # gloo transfers GPU tensors on threads of its own.
+    # gloo transfers GPU tensors on its own threads.
     communication = _union(
         span for span in trace if span.collective and (span.on_device or span.name.startswith("gloo:"))
     )
@@ -134,7 +134,7 @@ def _length(parts: list[Interval]) -> float:
 
 
 def _without(parts: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """The parts of `parts` outside of `taken`."""
+    """The difference of `parts` and `taken`."""
     left: list[Interval] = []
     first = 0
     for start, end in parts:

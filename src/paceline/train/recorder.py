@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import TrainError
 from paceline.log import Log
 from paceline.monitor.loggers import Logger
-from paceline.monitor.progress_bar import Display, Standing
+from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import RankStats, process_memory
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
@@ -150,8 +150,8 @@ class Recorder:
             memory, peak = self._memory
             self._sinks.events.log_point(last["step"], rate, wait, memory, peak)
         tokens = None if self.tokens_per_sample is None else rate * self.tokens_per_sample
-        standing = Standing(last["step"], last["epoch"], last["loss"], last["lr"], rate, tokens, wait, memory, extras)
-        self._display.show(standing)
+        point = LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], rate, tokens, wait, memory, extras)
+        self._display.show(point)
         self._callbacks.call("on_log", last)
 
     def flush_local(self) -> None:

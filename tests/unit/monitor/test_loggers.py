@@ -193,4 +193,6 @@ def test_a_place_that_fails_while_training_runs_is_warned_about_once(
     logger.write(RECORDS)
     logger.close()
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: csv takes no more metrics") and line.endswith("metrics.jsonl has them all.")
+    assert line.startswith("warning: Logger 'csv' failed and is disabled") and line.endswith(
+        "metrics.jsonl contains all metrics."
+    )

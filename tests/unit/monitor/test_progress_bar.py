@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from paceline.log import rank_log
-from paceline.monitor.progress_bar import Bar, Display, Lines, Silent, Standing, choose_display
+from paceline.monitor.progress_bar import Bar, Display, Lines, LogPoint, Silent, choose_display
 
-STANDING = Standing(
+LOG_POINT = LogPoint(
     step=1200, epoch=2, loss=1.23456, lr=3e-4, samples_per_second=96.4, tokens_per_second=12345.0,
     data_wait=0.034, memory=int(1.2 * 2**30), extras={"accuracy": 0.5},
 )  # fmt: skip
@@ -22,14 +22,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def played(width: int, total: int | None = 5000, standing: Standing | None = STANDING) -> str:
+def played(width: int, total: int | None = 5000, point: LogPoint | None = LOG_POINT) -> str:
     """What a terminal of that width received during a short training."""
     screen = Terminal()
     console = Console(file=screen, force_terminal=True, width=width, color_system=None, _environ={})
     with Bar(total, 1000, console) as bar:
         bar.completed = 1200
-        if standing is not None:
-            bar.show(standing)
+        if point is not None:
+            bar.show(point)
         rank_log(0).info("step 1200: evaluation [loss] 1.2")
         bar.completed = 1500
     return screen.getvalue()
@@ -71,7 +71,7 @@ def test_a_log_line_stands_above_the_bar_as_it_was_written() -> None:
 
 
 def test_a_bar_before_the_first_log_point_shows_the_steps() -> None:
-    line = last_line(played(80, standing=None))
+    line = last_line(played(80, point=None))
     assert "1500/5000" in line
     assert "loss -" in line
 
@@ -109,7 +109,7 @@ def test_lines_print_the_first_and_the_last_standing_and_few_between(capsys: pyt
     with Lines(100, 0, rank_log(0)) as display:
         for step in range(10, 60, 10):
             display.completed = step
-            display.show(Standing(step, 0, 0.5, 0.1, 5.0))
+            display.show(LogPoint(step, 0, 0.5, 0.1, 5.0))
     printed = capsys.readouterr().out.splitlines()
     assert [line[:11] for line in printed] == ["step 10/100", "step 50/100"]
     assert "epoch 1  loss 0.5000  lr 0.1  5.0 samples/s  data wait 0%" in printed[0]
@@ -119,7 +119,7 @@ def test_lines_print_the_last_step_once(capsys: pytest.CaptureFixture[str]) -> N
     with Lines(30, 0, rank_log(0)) as display:
         for step in (10, 20, 30):
             display.completed = step
-            display.show(Standing(step, 0, 0.5, 0.1, 5.0, extras={"accuracy": 0.25}))
+            display.show(LogPoint(step, 0, 0.5, 0.1, 5.0, extras={"accuracy": 0.25}))
     printed = capsys.readouterr().out.splitlines()
     assert [line[:10] for line in printed] == ["step 10/30", "step 30/30"]
     assert "accuracy 0.2500" in printed[1]
@@ -128,7 +128,7 @@ def test_lines_print_the_last_step_once(capsys: pytest.CaptureFixture[str]) -> N
 def test_silence_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with choose_display(10, 0, rank_log(0), silent=True) as display:
         display.completed = 3
-        display.show(STANDING)
+        display.show(LOG_POINT)
     assert capsys.readouterr().out == ""
 
 
