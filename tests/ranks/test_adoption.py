@@ -115,7 +115,7 @@ def test_a_group_of_the_users_own_and_a_wrapped_model(run: object, tmp_path: Pat
     alone = reference(run, tmp_path)
     said = run(OWN_GROUP, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")  # type: ignore[operator]
     assert same_losses(outcome(tmp_path), alone)
-    assert "taken out of its DistributedDataParallel" in said
+    assert "unwrapped from DistributedDataParallel" in said
 
 
 @pytest.mark.parametrize("method", ["tcp", "env"])

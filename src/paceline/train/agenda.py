@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.monitor.profiler import Profiler
 from paceline.train.callbacks import Callbacks, Epoch
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.history import Record
+from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder
 
 END_OF_DATA = "end of data"
@@ -20,18 +21,6 @@ END_OF_DATA = "end of data"
 
 def _nothing(*args: Any) -> None:
     return None
-
-
-class Poll(Protocol):
-    """Agrees with the other ranks on pending requests and executes them, unless `flush` gives a reason to stop first.
-
-    `next` is the latest step after which it must be called; `request` the signal that ends training.
-    """
-
-    next: int
-    request: Any
-
-    def __call__(self, step: int, flush: Callable[[], str | None]) -> str | None: ...
 
 
 @dataclass
@@ -52,7 +41,7 @@ class Agenda:
     evaluate: Callable[[int, int, bool], str | None] | None = None  # None: no validation data
     save: Callable[[int], None] = _nothing
     save_last: Callable[[int], None] = _nothing
-    poll: Poll | None = None
+    poll: RankPoll | None = None
     on_nonfinite: Callable[[Record], str | None] = _nothing
     on_first_log: Callable[[], None] = _nothing
     reason: str = END_OF_DATA

@@ -28,7 +28,6 @@ from paceline.errors import TrainError
 from paceline.parallel.fsdp import discard_gradients
 from paceline.runtime import collectives
 from paceline.train import loop
-from paceline.train.engine import Engine
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.recorder import Recorder, Sinks
 
@@ -64,8 +63,8 @@ class EpochLoader:
 class CustomLoop:
     """State of a custom loop between its calls."""
 
-    def __init__(self, engine: Engine, job: loop.Job, begin: Callable[[int | None], None]) -> None:
-        self.engine, self.epochs_started = engine, engine.position.epoch
+    def __init__(self, job: loop.Job, begin: Callable[[int | None], None]) -> None:
+        self.engine, self.epochs_started = job.engine, job.engine.position.epoch
         self._job, self._begin = job, begin
         self.recorder = job.recorder
         self._started = False
@@ -175,33 +174,28 @@ class CustomLoop:
     def _user_micro(self, batch: Any) -> MicroBatch:
         """A batch that does not come from `trainer.loader`. Other ranks are assumed to hold as many samples as in their
         first batch."""
-        micro = self._on_device(batch)
+        samples, mesh, position = samples_in(batch), self.engine.mesh, self.engine.position
         if self._user_samples is None:
             # Agreed once: every rank seeds its backwards with it, and all ranks must step at the same time.
             config = self.engine.config
-            self._user_samples = sum(collectives.all_gather_object(micro.samples * self.engine.mesh.reports_loss))
+            self._user_samples = sum(collectives.all_gather_object(samples * mesh.reports_loss))
             self._groups = config.accumulate or max(1, round((config.batch or 0) / self._user_samples))
-        self._in_group += 1
-        last = self._in_group >= self._groups
-        if last:
-            self._in_group = 0
-        return replace(micro, step_samples=self._user_samples * self._groups, last=last)
-
-    def _on_device(self, batch: Any) -> MicroBatch:
-        samples, mesh = samples_in(batch), self.engine.mesh
-        position = self.engine.position
+        group = self._in_group
+        last = group + 1 >= self._groups
         micro = MicroBatch(
             batch=batch,
             samples=samples,
-            start=(self._in_group * mesh.data_ranks + mesh.data_rank) * samples,
-            step_samples=mesh.data_ranks * samples,
-            group=self._in_group,
-            last=True,
+            start=(group * mesh.data_ranks + mesh.data_rank) * samples,
+            step_samples=self._user_samples * self._groups,
+            group=group,
+            last=last,
             epoch=position.epoch,
             step=position.step,
             exact=False,
         )
-        return next(self.engine.ready(iter([micro])))
+        micro = next(self.engine.ready(iter([micro])))
+        self._in_group = 0 if last else group + 1
+        return micro
 
     def _require_training_weights(self) -> None:
         average = self.engine.average
@@ -225,18 +219,18 @@ class CustomLoop:
         self.engine.check(micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
 
     def _finish(self, micro: MicroBatch) -> None:
-        job = self._job
+        job, position = self._job, self.engine.position
         if micro.step != self._reached:  # train() or load_checkpoint() was called in between
             self._due = job.agenda.next_due(micro.step)
-        job.position.epoch = micro.epoch
+        position.epoch = micro.epoch
         loop.take_step(job, micro)
-        self._reached = job.position.step
-        if job.position.step == self._due:
+        self._reached = position.step
+        if position.step == self._due:
             with self.engine.draw:
-                job.agenda.run_due(job.position.step, micro.epoch)
-            job.telemetry.stepped(job.position.step)
+                job.agenda.run_due(position.step, micro.epoch)
+            self.engine.telemetry.stepped(position.step)
             job.recorder.release()
-            self._due = job.agenda.next_due(job.position.step)
+            self._due = job.agenda.next_due(position.step)
 
 
 def close_custom_loop(recorder: Recorder, sinks: Sinks) -> None:

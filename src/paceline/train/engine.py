@@ -1,4 +1,4 @@
-"""The parts that every height of the Trainer works with, put together in one written order."""
+"""Model, optimizer and step of this rank: the parts that the Trainer and custom loops share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from paceline.train.telemetry import Telemetry
 
 @dataclass
 class UserObjects:
-    """What the user gives as objects, beside the model."""
+    """Objects that the user passes to the Trainer besides the model."""
 
     optimizer: torch.optim.Optimizer | None = None
     loss_fn: Callable[[Any, Any], Any] | None = None
@@ -59,13 +59,13 @@ class UserObjects:
 
 
 class Engine:
-    """A model, its optimizer and what stands between them, on this rank."""
+    """The model, its optimizer and the training step on this rank."""
 
     def __init__(
         self, config: Config, model: nn.Module, task: UserObjects, device: str | int | torch.device | None
     ) -> None:
         self.config, self.task = config, task
-        if config.strategy == "split":  # batches and losses lie on its first device
+        if config.strategy == "split":  # batches and losses are on its first device
             device = devices_of(config.split)[0]
         self.telemetry = Telemetry()
         self.world = process_group.init_world(
@@ -83,12 +83,12 @@ class Engine:
         self.model, wrapper = unwrap(model)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
         if wrapper:
-            self.log.info(f"model: taken out of its {wrapper}; the Trainer wraps it where the layout needs it")
-        _set_switches(config, self.world.device)
+            self.log.info(f"model: unwrapped from {wrapper}; the Trainer wraps it itself if the layout requires it")
+        _set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
-        self._given_names = names_of(self.model)
+        self._original_names = names_of(self.model)
         if task.optimizer is not None:
-            self._left_out(task.optimizer)
+            self._report_untrained(task.optimizer)
         self._compose()
         self._build_optimizer()
         self._build_step()
@@ -97,16 +97,18 @@ class Engine:
         self._checked = False
 
     def _compose(self) -> None:
-        """Execute the passes of the layout: the model, and the module that computes its loss, wrapped around it."""
+        """Run the passes of the layout on the model and on the module that computes its loss."""
         config, task = self.config, self.task
         if isinstance(task.criterion, nn.Module):
             policies.prepare_model(task.criterion, config.precision)
             task.criterion.to(self.world.device)
-        self._given_optimizer = task.optimizer
+        self._source_optimizer = task.optimizer
         if self.mesh.degrees.pipeline > 1:
             require_no_loss_fn(task.loss_fn)
-            # Its groups are made of the full model, of which this rank keeps some stages.
-            self._given_optimizer = task.optimizer or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
+            # Parameter groups are formed from the full model, before this rank keeps only its stages.
+            self._source_optimizer = task.optimizer or build_optimizer(
+                self.model, config.optimizer, config.optimizer.lr
+            )
         self._composition = compose.Composition(
             config,
             self.mesh,
@@ -121,38 +123,38 @@ class Engine:
         assert isinstance(self._subject.step, LossModule)
         self.module = self._subject.step
         partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
-        # Parameters of which this rank's stages hold a copy, by name: the name of the original, on another rank.
+        # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank.
         self.tied_copies: Mapping[str, str] = {} if partition is None else partition.copies_on(rank)
         self._aliases: Mapping[str, str] = {} if partition is None else partition.aliases_on(rank)
 
     def seed_drawing(self, step: int) -> None:
-        """From here on data ranks draw differently (dropout), the model being the same on all of them."""
+        """Seed random numbers differently on each data rank (dropout), after the model is initialized equally."""
         apart = self.mesh.degrees.tensor > 1 and is_sequence_parallel(self.model, self.config.tensor)
         rank = self.mesh.noise_rank(tokens_apart=apart)
         rng.seed_everything(rng.derive_seed(self.config.seed, step + 1, rank) >> 1)
 
     def layout_facts(self) -> dict[str, Any]:
-        """How this run is laid out, for a checkpoint's manifest."""
+        """The layout of this run, for the manifest of a checkpoint."""
         degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
-    def _left_out(self, optimizer: torch.optim.Optimizer) -> None:
-        left_out = factory.check_parameters(self.model, optimizer)
-        if left_out:
-            self.log.info(f"optimizer: it does not hold {', '.join(left_out)}, which stay as they are")
+    def _report_untrained(self, optimizer: torch.optim.Optimizer) -> None:
+        untrained = factory.check_parameters(self.model, optimizer)
+        if untrained:
+            self.log.info(f"optimizer: these trainable parameters are not in it: {', '.join(untrained)}")
 
     def _build_optimizer(self) -> None:
-        """After the layout: what it holds are the parameters that the layout left on this rank."""
-        config, given = self.config, self._given_optimizer
+        """Called after the layout is applied: the optimizer holds the parameters of this rank."""
+        config, source = self.config, self._source_optimizer
         self.own_optimizer = self.task.optimizer is None
-        self.optimizer = given or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
-        names = names_of(self.model) if given is None else self._given_names
+        self.optimizer = source or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
+        names = names_of(self.model) if source is None else self._original_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.sharded: ShardedParams | None = None
         if is_sharded(config, self.layout.degrees):
             facts = OPTIMIZERS.facts(config.optimizer.name) if self.own_optimizer else None
-            here = {key: self._aliases.get(name, name) for key, name in names.items()}
-            held = bind(self.optimizer, here, self.model, facts)
+            local_names = {key: self._aliases.get(name, name) for key, name in names.items()}
+            held = bind(self.optimizer, local_names, self.model, facts)
             allow_unused = config.unused_parameters == "allow" or self.world.size == 1
             self.sharded = ShardedParams(
                 self.model, held, self.mesh, frozenset(self.tied_copies), allow_unused=allow_unused
@@ -168,7 +170,7 @@ class Engine:
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
         self.average: Ema | None = None
-        if config.ema is not None:  # after the wrap, which gives every rank the weights of rank 0
+        if config.ema is not None:  # after wrapping, which broadcasts the weights of rank 0
             shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
             self.average = Ema(shards, config.ema.decay, config.ema.warmup)
         self.draw = NoiseContext(config.seed)
@@ -179,7 +181,7 @@ class Engine:
             "mesh": self.mesh,
             "draw": self.draw,
             "scaler": self.scaler,
-            # One rank that holds its weights while others go on is an end; `stop` goes by what all ranks see.
+            # Under `raise` one rank may block its updates; `stop` relies on the norm, which all ranks know.
             "watch": self.watch if config.nonfinite == "raise" else None,
         }
         if isinstance(self.module, PipelineLossModule):
@@ -201,14 +203,14 @@ class Engine:
         )
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.log.info(
-                f"nonfinite: {config.nonfinite} waits for the GPU at every step, as the optimizer is not fused"
+                f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
             )
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return to_device(micros, self.world.device, policies.input_cast(self.config.precision))
 
     def ready(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Micro-batches on the device; the first of them decides how the model is called."""
+        """Move micro-batches to the device. The first one determines how the model is called."""
         on_device = self.on_device(micros)
         if self.module.call is not None:
             return on_device
@@ -216,17 +218,17 @@ class Engine:
         if first is None:
             return on_device
         self.choose_call(first.batch)
-        return chain([first], on_device)  # rather than a generator: a step pays for each
+        return chain([first], on_device)  # not a generator, which would cost time in every step
 
     def choose_call(self, batch: Any) -> None:
         call = infer_call(self.model, batch, self.task.loss_fn, self.task.criterion)
-        # Ranks see different batches, and have to come to the same rule.
+        # Ranks have different batches, but must use the same rule.
         weighted = any(collectives.all_gather_object(call.weighted is not None and call.needs_weight))
         self.module.call = call.as_weighted() if weighted else call
         self.log.info(f"loss: {self.module.call.rule}")
 
     def check(self, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
-        """The pre-flight, once, before the first step. Needs `drawing` to be entered."""
+        """Run the pre-flight, once, before the first step. Must be called within `self.draw`."""
         if self._checked or not self.config.preflight:
             return
         several = self.world.size > 1
@@ -242,15 +244,13 @@ class Engine:
         )
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
-        process_group.shorten_timeout(self.config.timeout)  # what compiles has compiled
+        process_group.shorten_timeout(self.config.timeout)  # compilation is done
         if unused and not several and self.config.unused_parameters == "error":
-            self.log.warning(
-                f"the loss does not depend on {', '.join(unused[:8])}: on several ranks this would be an error"
-            )
-        self.log.info(f"pre-flight: {plural(self.world.size, 'rank')} ready; the first micro-batch weighs {weight:g}")
+            self.log.warning(f"the loss does not depend on {', '.join(unused[:8])}: an error on several ranks")
+        self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
 
     def recompute(self, kind: str) -> None:
-        """Change it on the model as it stands, whatever is around it."""
+        """Change activation checkpointing of the wrapped model."""
         config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
         require_allowed(config, self.layout)
         self._composition = replace(self._composition, config=config)
@@ -259,7 +259,7 @@ class Engine:
 
     @contextmanager
     def moved_to_cpu(self) -> Iterator[None]:
-        """The GPU's memory for others. (Only where the model is whole: a micro-batch is not looked for elsewhere.)"""
+        """Free GPU memory for other processes. (micro_batch: auto requires an unsharded model.)"""
         self.model.to("cpu")
         torch.cuda.empty_cache()
         try:
@@ -269,12 +269,12 @@ class Engine:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Several optimizers, or something else, are refused before anything is built."""
+    """Refuse unsupported optimizers before anything is built."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TrainError(
             "needs-closure",
             "LBFGS evaluates the loss several times in one step.",
-            why="a step here is one pass over its micro-batches, on all ranks at the same time",
+            why="a step is one pass over its micro-batches, on all ranks at the same time",
             fix="use another optimizer",
         )
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
@@ -282,24 +282,24 @@ def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, (list, tuple, set)):
         raise TrainError(
             "several-optimizers",
-            f"The Trainer got {len(optimizer)} optimizers.",
-            why="a step is one update of one model: clipping, schedule and skipped steps hold for all its weights",
-            fix="use one optimizer with parameter groups; for adversarial training two Trainers in a loop of your own "
+            f"Expected one optimizer, got {len(optimizer)}.",
+            why="clipping, the schedule and skipped steps apply to all parameters of a model at once",
+            fix="use one optimizer with parameter groups; for adversarial training, use two Trainers in a custom loop "
             "(trainer.forward, backward, step)",
         )
     raise TrainError(
         "not-an-optimizer",
-        f"optimizer is a {type(optimizer).__name__}.",
-        fix='give a torch.optim.Optimizer, or settings: optimizer={"name": "adamw", "lr": 1e-3}',
+        f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.",
+        fix='pass an optimizer, or settings: optimizer={"name": "adamw", "lr": 1e-3}',
     )
 
 
-def _set_switches(config: Config, device: torch.device) -> None:
-    """torch's switches are the process's: there is no narrower place for them."""
+def _set_torch_flags(config: Config, device: torch.device) -> None:
+    """These flags are global to the process."""
     if config.tf32:
         policies.allow_tf32(True)
     if config.deterministic:
         if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

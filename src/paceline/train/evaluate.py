@@ -147,7 +147,7 @@ def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, An
     criterion = call.criterion
     if isinstance(module, PipelineLossModule):  # both are None on ranks without the last stage
         outputs = module(batch, call.outputs)
-        return None if outputs is None else module.made_of(outputs, batch, call.loss), outputs
+        return None if outputs is None else module.result_of(outputs, batch, call.loss), outputs
     if want_outputs and criterion is not None:
         outputs = module(batch, call.outputs)
         return criterion(outputs, batch[1]), outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,6 @@ from paceline.config.recipe import Config
 from paceline.config.sections import NamedSection
 from paceline.data.batches import tensors_in
 from paceline.data.datasets import find_data, get_data
-from paceline.data.loader import MicroBatch
 from paceline.errors import ConfigError, TrainError
 from paceline.models.spec import declared_spec
 from paceline.models.zoo import find_model, get_model
@@ -97,9 +96,7 @@ def check(config: Config, ranks: int) -> None:
 def _require_section(section: NamedSection | None, key: str, example: str) -> NamedSection:
     if section is None:
         raise ConfigError(
-            "missing-section",
-            f"The recipe has no `{key}:` section.",
-            fix=f"add one, e.g. {key}: {{name: {example}}}",
+            "missing-section", f"The recipe has no `{key}:` section.", fix=f"add one, e.g. {key}: {{name: {example}}}"
         )
     return section
 
@@ -138,13 +135,6 @@ def tokens_per_sample(batch: Any) -> int | None:
     """Sequence length of a batch of token ids; None for other batches."""
     first = next(tensors_in(batch), None)
     return None if first is None or first.dim() != 2 or first.is_floating_point() else first.shape[1]
-
-
-def take_one_step(micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    for micro in micros:
-        yield micro
-        if micro.last:
-            return
 
 
 def open_run(config: Config, default_name: str, is_main: bool) -> RunFolder | None:

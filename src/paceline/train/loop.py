@@ -20,11 +20,8 @@ from paceline.data.loader import MicroBatch
 from paceline.monitor.progress_bar import Display
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
-from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.optimizer_step import Updater
+from paceline.train.engine import Engine
 from paceline.train.recorder import Recorder
-from paceline.train.step import Stepper
-from paceline.train.telemetry import Telemetry
 
 
 @dataclass
@@ -34,21 +31,19 @@ class Job:
     micros: Callable[
         [], Iterator[MicroBatch]
     ]  # called inside the loop, so that its errors are reported as training errors
-    stepper: Stepper
-    updater: Updater
+    engine: Engine
     recorder: Recorder
     agenda: Agenda
-    position: TrainProgress
     display: Display
     on_step: Sequence[Callable[[Step], Any]]
-    telemetry: Telemetry
 
 
 def run(job: Job) -> None:
     """Train until the data ends or the agenda stops."""
-    stepper, recorder, position, agenda = job.stepper, job.recorder, job.position, job.agenda
+    stepper, position, telemetry = job.engine.stepper, job.engine.position, job.engine.telemetry
+    recorder, agenda = job.recorder, job.agenda
     due = agenda.next_due(position.step)
-    job.telemetry.begins(position.step)
+    telemetry.begins(position.step)
     micros = job.micros()
     running = agenda.begin(position.step, position.epoch)
     since = perf_counter()
@@ -63,21 +58,22 @@ def run(job: Job) -> None:
             take_step(job, micro)
             if position.step == due:
                 running = agenda.run_due(position.step, micro.epoch)
-                job.telemetry.stepped(position.step)
+                telemetry.stepped(position.step)
                 if not running:
                     break
                 due = agenda.next_due(position.step)
         since = perf_counter()
     agenda.finish(position.step, position.epoch)
-    job.telemetry.finished(position.step)
+    telemetry.finished(position.step)
 
 
 def take_step(job: Job, micro: MicroBatch) -> None:
     """Update the parameters after `micro`, the last micro-batch of its step."""
-    stepper, updater = job.stepper, job.updater
+    engine = job.engine
+    stepper, updater = engine.stepper, engine.updater
     norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
-    job.position.step = job.display.completed = step = micro.step + 1
-    job.telemetry.heartbeat.at(step)
+    engine.position.step = job.display.completed = step = micro.step + 1
+    engine.telemetry.heartbeat.at(step)
     lr, parts, samples = updater.lr, stepper.losses, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if stepper.metrics:

@@ -28,12 +28,7 @@ class LearningRate:
         self.plateau: Plateau | None = None
         if settings.name == "plateau":
             self.plateau = Plateau(
-                settings.factor,
-                settings.patience,
-                settings.threshold,
-                settings.mode,
-                settings.floor,
-                settings.metric,
+                settings.factor, settings.patience, settings.threshold, settings.mode, settings.floor, settings.metric
             )
         if scheduler is not None:
             self._require_fitting(scheduler)

@@ -50,10 +50,7 @@ class CallRule:
 
 
 def infer_call(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    criterion: Callable[..., Any] | None,
+    model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Any] | None, criterion: Callable[..., Any] | None
 ) -> CallRule:
     outputs = choose_outputs(model, batch)
     if loss_fn is not None:
@@ -124,9 +121,7 @@ def _with_weight(criterion: Any) -> ModelCall:
 
 
 def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ModelCall]:
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = [key for key in batch if takes_any or key in parameters]
+    known = _forward_keys(model, batch)
     if len(known) == len(batch):
         rule = f"model({', '.join(f'{key}=…' for key in batch)})"
         labels = batch.get("labels")
@@ -143,6 +138,13 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
             fix="remove these keys from the samples, or pass loss_fn=lambda model, batch: …",
         )
     return "model(batch)", _call_with_batch
+
+
+def _forward_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """The keys of a batch that forward() takes."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [key for key in batch if takes_any or key in parameters]
 
 
 def _token_mean(first: int) -> ModelCall:
@@ -191,9 +193,7 @@ def _call_with_batch(model: Any, batch: Any) -> Any:
 def choose_outputs(model: nn.Module, batch: Any) -> ModelCall:
     """For predictions: call the model without the targets, if the batch shows which they are."""
     if isinstance(batch, Mapping):
-        parameters = inspect.signature(model.forward).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        wanted = [key for key in batch if key not in _TARGETS and (takes_any or key in parameters)]
+        wanted = [key for key in _forward_keys(model, batch) if key not in _TARGETS]
         if wanted:
             return lambda model, batch: model(**{key: batch[key] for key in wanted})
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):

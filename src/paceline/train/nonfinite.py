@@ -8,7 +8,8 @@ are checked where their norm is computed: with clip_norm, and under `skip` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -98,7 +99,7 @@ def report(
     seen = watch is not None and watch.loss_was_bad_at(record["step"] - 1)
     facts: dict[str, Any] = {"seen": seen, "where": None, "samples": []}
     if micros is not None:
-        facts |= _locate(module, list(micros), draw)
+        facts |= _locate(module, micros, draw)
     ranks = collectives.all_gather_object(facts)
     if watch is not None:
         watch.reset()
@@ -132,26 +133,26 @@ def _why(facts: dict[str, Any] | None, *, repeated: bool) -> str:
     return str(facts["where"])
 
 
-def _locate(module: Any, micros: list[MicroBatch], draw: NoiseContext) -> dict[str, Any]:
-    """Find the first non-finite value: in the data, a parameter, a module's output or a gradient."""
+def _locate(module: Any, micros: Iterable[MicroBatch], draw: NoiseContext) -> dict[str, Any]:
+    """Repeat a step and find the first non-finite value: in the data, a parameter, a module's output or a gradient."""
     where: str | None = None
     samples: list[Any] = []
     for micro in micros:
-        found = _in_data(micro) or _in_parameters(module.model)
-        with _first_bad_output(module.model) as outputs:
+        in_inputs = _in_data(micro) or _in_parameters(module.model)
+        with _first_nonfinite(module.model) as found:
             draw.samples, draw.draws = micro, 0
             value, _ = module(micro.batch)
-        found = found or (outputs[0] if outputs else None)
-        if value is not None and not _finite(value):  # None: not the last stage of a pipeline
-            found = found or "the outputs of all modules are finite, but the loss computed from them is not"
-        with _first_bad_gradient(module.model) as gradients:
+            if value is not None and not found and not _finite(value):  # None: not the last stage of a pipeline
+                found.append("the outputs of all modules are finite, but the loss computed from them is not")
             draw.draws = 0
             if value is not None and value.requires_grad:  # a pipeline's forward is without gradients
                 module(micro.batch)[0].backward()
         draw.samples = None
-        found = found or (gradients[0] if gradients else None)
-        if found and where is None and micro.samples:
-            where, samples = found, [_plain(index) for index in micro.indices]
+        reason = in_inputs or next(iter(found), None)
+        if reason and where is None and micro.samples:
+            where, samples = reason, [_plain(index) for index in micro.indices]
+        if micro.last:
+            break
     module.zero_grad(set_to_none=True)
     reshard_all(module)
     return {"where": where, "samples": samples}
@@ -182,39 +183,23 @@ def _finite(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _first_bad_output(model: nn.Module) -> Iterator[list[str]]:
+def _first_nonfinite(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the first non-finite output of a module or gradient of a parameter, in the order of computation.
+
+    Gradients are checked at parameters only: module backward hooks are unreliable.
+    """
     found: list[str] = []
 
-    def look(name: str, module: nn.Module) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not found and not all(map(_finite, tensors_in(output))):
-                found.append(f"first module with a non-finite output: {name or 'the model'} ({type(module).__name__})")
+    def check(text: str, *values: Any) -> None:  # the last value is the output or the gradient
+        if not found and not all(map(_finite, tensors_in(values[-1]))):
+            found.append(text)
 
-        return module.register_forward_hook(hook)
-
-    handles = [look(name, module) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            text = f"first module with a non-finite output: {name or 'the model'} ({type(module).__name__})"
+            hooks.callback(module.register_forward_hook(partial(check, text)).remove)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = partial(check, f"first parameter with a non-finite gradient: {name}")
+                hooks.callback(parameter.register_hook(hook).remove)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _first_bad_gradient(model: nn.Module) -> Iterator[list[str]]:
-    """In the order of the backward, so nearest to the loss. Parameters only: module backward hooks are unreliable."""
-    found: list[str] = []
-
-    def look(name: str, parameter: nn.Parameter) -> Any:
-        def hook(gradient: Tensor) -> None:
-            if not found and not _finite(gradient):
-                found.append(f"first parameter with a non-finite gradient: {name}")
-
-        return parameter.register_hook(hook)
-
-    handles = [look(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,8 +1,7 @@
-"""A step of a pipelined model: the same sums and weights as on one rank, noted by the last stage.
+"""The step of a pipeline-parallel model: the same sums and weights as on one rank, collected by the last stage.
 
-A data rank's samples go through the pipeline in micro-batches of one length. The last stage looks at the real rows of
-each, so padding weighs nothing, whatever kind of loss it is. Other stages note nothing: in sums over all ranks each
-sample counts once.
+The samples of a data rank are split into micro-batches of equal length. The last stage computes the loss on their real
+rows only, so padding has no weight. Other stages collect nothing: in sums over all ranks each sample counts once.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from paceline.train.step import LossModule, Stepper
 
 
 class PipelineLossModule(LossModule):
-    """The step's module where no rank holds the whole model: calling it sends a batch through all stages, without
-    gradients. What a function would make of the model and the batch, it makes of the outputs; on other ranks than the
-    last stage's there are none, and None comes back."""
+    """The loss module of a pipeline. Calling it runs a batch through all stages, without gradients, and applies the
+    loss (or `function`) to the outputs on the last stage; other ranks return None."""
 
     def __init__(
         self,
@@ -45,35 +43,35 @@ class PipelineLossModule(LossModule):
         super().__init__(model, context)
         self.pipeline, self._spec = pipeline, spec
         self.stages = nn.ModuleList(pipeline.stages)
-        self._pick: ModelCall | None = None
+        self._select_inputs: ModelCall | None = None
 
     def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         with torch.no_grad():
             outputs = self.pipeline.forward(self.inputs_of(batch))
         if function is not None:
-            return None if outputs is None else self.made_of(outputs, batch, function)
+            return None if outputs is None else self.result_of(outputs, batch, function)
         if outputs is None:
             return None, None
         assert self.call is not None
-        value, weight, self.metrics = read_loss(self.made_of(outputs, batch, self.call.loss))
+        value, weight, self.metrics = read_loss(self.result_of(outputs, batch, self.call.loss))
         return value, weight
 
     def inputs_of(self, batch: Any) -> Tensor:
-        """What goes into the first stage: what the model would be called with, without the targets."""
-        if self._pick is None:
-            self._pick = choose_outputs(self.model, batch)
-        inputs = self._pick(_only_argument, batch)
+        """The input of the first stage: the argument of the model, without targets."""
+        if self._select_inputs is None:
+            self._select_inputs = choose_outputs(self.model, batch)
+        inputs = self._select_inputs(_only_argument, batch)
         if not isinstance(inputs, Tensor):
             raise LayoutError(
                 "pipeline-inputs",
-                f"The model takes a {type(inputs).__name__} of inputs, but a pipeline takes one tensor.",
-                why="micro-batches are cut from it by rows",
-                fix="give batches of (input, target), or a dict with one input; or use strategy: fsdp",
+                f"A pipeline requires one input tensor, got a {type(inputs).__name__}.",
+                why="the input is split into micro-batches by rows",
+                fix="use (input, target) batches, or a dict with one input; or strategy: fsdp",
             )
         return inputs
 
-    def made_of(self, outputs: Any, batch: Any, call: ModelCall) -> Any:
-        """What `call` makes of a model that gives these outputs for this batch."""
+    def result_of(self, outputs: Any, batch: Any, call: ModelCall) -> Any:
+        """Return `call(model, batch)` for a model with these outputs."""
 
         def model(*arguments: Any, **named: Any) -> Any:
             targets = arguments[1] if len(arguments) > 1 else named.get(self._spec.targets) if self._spec else None
@@ -86,7 +84,7 @@ class PipelineLossModule(LossModule):
 
 
 def build_loss_module(subject: Subject, context: AbstractContextManager[Any] | None) -> LossModule:
-    """The module that the step's passes are applied to."""
+    """Build the module that the remaining passes are applied to."""
     if subject.runner is None or subject.partition is None:
         return LossModule(subject.model, context)
     return PipelineLossModule(subject.model, context, subject.runner, subject.partition.sequence.spec)
@@ -96,9 +94,9 @@ def require_no_loss_fn(loss_fn: Callable[[Any, Any], Any] | None) -> None:
     if loss_fn is not None:
         raise LayoutError(
             "pipeline-and-loss-fn",
-            "loss_fn(model, batch) was given, but no rank holds the whole model.",
-            why="the last stage has the outputs and makes the loss from them",
-            fix="give criterion=… for batches of (input, target), or a model whose PipelineSpec names its loss",
+            "loss_fn(model, batch) is not supported by a pipeline.",
+            why="no rank holds the full model; the last stage computes the loss from the outputs",
+            fix="pass criterion=… for (input, target) batches, or use a model whose PipelineSpec names its loss",
         )
 
 
@@ -108,52 +106,51 @@ def _only_argument(*arguments: Any, **named: Any) -> Any:
 
 
 class PipelineStepper(Stepper):
-    """A Stepper whose micro-batches are sliced once more, and go through the stages by a schedule."""
+    """A Stepper that splits its micro-batches further and runs them through the stages by a schedule."""
 
     def __init__(
         self, module: PipelineLossModule, *others: Any, settings: Settings, log: Callable[[str], None], **named: Any
     ) -> None:
         super().__init__(module, *others, **named)
-        self._staged, self._pipeline, self._settings, self._log = module, module.pipeline, settings, log
+        self._loss_module, self._pipeline, self._settings, self._log = module, module.pipeline, settings, log
         self._device = next(module.parameters()).device
-        if self._scaler is not None:  # it begins with the first loss, which most stages never see
+        if self._scaler is not None:  # it initializes with the first loss, which only the last stage has
             self._scaler.scale(torch.zeros((), device=self._device))
-        self._counts_samples: bool | None = None  # whether the loss is a mean; the last stage sees it
-        self._seen: list[tuple[Tensor, Tensor | float]] = []
+        self._counts_samples: bool | None = None  # whether the loss is a mean; known on the last stage first
+        self._parts: list[tuple[Tensor, Tensor | float]] = []
 
     def add(self, micro: MicroBatch) -> Tensor:
-        """Forward and backward of one data rank's micro-batch. Its loss comes back, from the last stage."""
-        held = nullcontext() if micro.last or self._no_sync is None else self._no_sync()
-        with held:
+        """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
+        with nullcontext() if micro.last or self._no_sync is None else self._no_sync():
             self._run(micro)
         self.means = bool(self._counts_samples)
         self.data_weighted |= not micro.exact or not self.means
-        noted = self._note(micro)
+        loss = self._collect(micro)
         if micro.last:
             if self.data_weighted:
                 self._start_weight_reduction(micro, self._device)
             self._pipeline.reduce_tied(self._gradient_of)
-        return noted
+        return loss
 
     def run_zero_weight(self, micro: MicroBatch) -> Tensor | float | None:
-        """A pass of weight zero; how much the micro-batch weighs, None: its samples."""
+        """Run a micro-batch with weight zero. Returns the weight it would have; None: its samples."""
         self._run(micro, counts=False)
-        weight = None if self._counts_samples or not self._seen else sum(weight for _, weight in self._seen)
-        self._seen = []
+        weight = None if self._counts_samples or not self._parts else sum(weight for _, weight in self._parts)
+        self._parts = []
         return weight
 
     def _run(self, micro: MicroBatch, counts: bool = True) -> None:
-        inputs = self._staged.inputs_of(micro.batch)
+        inputs = self._loss_module.inputs_of(micro.batch)
         if self._counts_samples is None:
             self._choose_microbatches(len(inputs))
-        self._seen, self._draw.samples, self._draw.draws = [], micro, 0
+        self._parts, self._draw.samples, self._draw.draws = [], micro, 0
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
         self._draw.samples = None
         if self._counts_samples is None:
             self._counts_samples = bool(self._pipeline.broadcast_from_last([float(self._last_is_mean)])[0])
 
     def _choose_microbatches(self, samples: int) -> None:
-        """How many parts there are is the same for all ranks, whatever each of them has in the first batch."""
+        """Choose the number of micro-batches equally on all ranks, from the largest first batch."""
         self._last_is_mean = True
         most = max(collectives.all_gather_object(samples))
         count, description = choose_microbatches(self._settings, self._pipeline.ranks, most)
@@ -161,7 +158,7 @@ class PipelineStepper(Stepper):
         self._log(f"pipeline: {description}")
 
     def _loss(self, micro: MicroBatch, rows: int, counts: bool, outputs: Tensor, number: int) -> Tensor:
-        """What the backward of one part starts from: its loss, times its share of the step."""
+        """The value that the backward of one part starts from: its loss, times its share of the step."""
         length = len(outputs)
         start, stop = number * length, min(rows, (number + 1) * length)
         if stop <= start:
@@ -169,35 +166,37 @@ class PipelineStepper(Stepper):
             return nothing.full_tensor() if isinstance(nothing, DTensor) else nothing
         assert self._module.call is not None
         part = rows_of(micro.batch, start, stop)
-        value, weight, metrics = read_loss(self._staged.made_of(outputs[: stop - start], part, self._module.call.loss))
+        value, weight, metrics = read_loss(
+            self._loss_module.result_of(outputs[: stop - start], part, self._module.call.loss)
+        )
         self._last_is_mean = weight is None
         if weight is None:
             factor = self._ranks * (stop - start) / micro.step_samples
         else:
             factor = self._ranks / (self.nominal or micro.step_samples)
         weighs: Tensor | float = stop - start if weight is None else weight
-        self._seen.append((value.detach(), weighs))
+        self._parts.append((value.detach(), weighs))
         if metrics is not None and counts:
             self.metrics.append((metrics, weighs if micro.samples else 0.0))
         return value * self._seed(factor if counts and micro.samples else 0.0, value)
 
-    def _note(self, micro: MicroBatch) -> Tensor:
-        """The parts of a micro-batch as one: a mean with its samples, or a sum with its weight."""
-        if not self._seen:
+    def _collect(self, micro: MicroBatch) -> Tensor:
+        """Combine the parts of a micro-batch: a mean with its samples, or a sum with its weight."""
+        if not self._parts:
             return torch.full((), torch.nan, device=self._device)
-        weight: Any = sum(weight for _, weight in self._seen)
+        weight: Any = sum(weight for _, weight in self._parts)
         if self.means:
-            noted = sum(value * share for value, share in self._seen) / weight
+            loss = sum(value * share for value, share in self._parts) / weight
             weight = micro.samples
         else:
-            noted = sum(torch.where(torch.as_tensor(share) > 0, value, 0.0) for value, share in self._seen)
+            loss = sum(torch.where(torch.as_tensor(share) > 0, value, 0.0) for value, share in self._parts)
             weight = weight if micro.samples else 0.0
-        assert isinstance(noted, Tensor)
-        self._seen = []
-        self.losses.append((noted, weight))
+        assert isinstance(loss, Tensor)
+        self._parts = []
+        self.losses.append((loss, weight))
         if self._watch is not None:
-            self._watch.check_loss(noted, micro.step)
-        return noted
+            self._watch.check_loss(loss, micro.step)
+        return loss
 
     def _gradient_of(self, name: str) -> Tensor | None:
         return self._module.model.get_parameter(name).grad
@@ -205,7 +204,7 @@ class PipelineStepper(Stepper):
     def forward(self, micro: MicroBatch) -> Any:
         raise LayoutError(
             "pipeline-forward",
-            "trainer.forward(batch) was called, but the model is cut into stages.",
-            why="forward and backward of its micro-batches take turns, in an order that is the schedule's",
+            "trainer.forward(batch) is not supported by a pipeline.",
+            why="the schedule interleaves forward and backward of its micro-batches",
             fix="use trainer.training_step(batch), or another layout",
         )

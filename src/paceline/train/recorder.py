@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -194,10 +195,7 @@ class Recorder:
 def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
     """This rank's loss sums, weights, gradient norms and skip flags of each step, concatenated."""
     number = _reader(pending, device)
-    sums: list[float] = []
-    weights: list[float] = []
-    norms: list[float] = []
-    skips: list[float] = []
+    rows = []
     for *_, parts, means, norm, skipped in pending:
         total = count = 0.0
         for value, weight in parts:
@@ -205,11 +203,9 @@ def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
             if weighs:  # a placeholder batch has weight zero, whatever its loss is
                 total += number(value) * weighs if means else number(value)
                 count += weighs
-        sums.append(total)
-        weights.append(count)
-        norms.append(0.0 if norm is None else number(norm))
-        skips.append(number(skipped) if isinstance(skipped, Tensor) else skipped or 0.0)
-    return sums + weights + norms + skips
+        skip = number(skipped) if isinstance(skipped, Tensor) else skipped or 0.0
+        rows.append((total, count, 0.0 if norm is None else number(norm), skip))
+    return list(chain.from_iterable(zip(*rows, strict=True)))
 
 
 def _reader(pending: Sequence[Pending], device: torch.device) -> Callable[[Tensor], float]:

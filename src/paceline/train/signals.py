@@ -99,12 +99,9 @@ class Signals:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for the writer thread
             os.kill(os.getpid(), signal.SIGINT)
         else:
-            self._ending = max(self._ending, _request(number), key=encode)
+            request: SignalRequest = "SIGINT" if number == signal.SIGINT else "SIGTERM"
+            self._ending = max(self._ending, request, key=encode)
             self.since = time.monotonic() if self.since is None else self.since
-
-
-def _request(number: int) -> SignalRequest:
-    return "SIGINT" if number == signal.SIGINT else "SIGTERM"
 
 
 def _handle_in_worker(number: int) -> None:

@@ -319,13 +319,11 @@ class Trainer:
             on_nonfinite=partial(self._nonfinite, loader),
         )
         nothing_left = max_steps is not None and self.step_count >= max_steps
-        on_step = self._callbacks.hooks["on_step"]
 
         def micros() -> Iterator[MicroBatch]:
             return iter(()) if nothing_left else self._preflighted(loader, recorder, epochs)
 
-        parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, on_step, engine.telemetry)
-        return loop.Job(micros, *parts)
+        return loop.Job(micros, engine, recorder, agenda, display, self._callbacks.hooks["on_step"])
 
     def _save_last(self, step: int) -> None:
         broadcast_buffers(self.model, self._engine.mesh)
@@ -363,7 +361,7 @@ class Trainer:
         """Handle a non-finite step: raise, or return the reason to stop. (`skip` has skipped such steps.)"""
         engine, micros = self._engine, None
         if loader is not None and loader.repeatable:
-            micros = factory.take_one_step(engine.ready(loader.micros(record["step"] - 1, None)))
+            micros = engine.ready(loader.micros(record["step"] - 1, None))
         error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch)
         if self.config.nonfinite == "raise" or not may_stop:
             raise error
@@ -387,10 +385,9 @@ class Trainer:
                 end_of_epoch=self._rates.epoch_ended,
                 on_nonfinite=lambda record: self._nonfinite(custom.loader, record, may_stop=False),
             )
-            hooks = self._callbacks.hooks["on_step"]
-            parts = (engine.stepper, engine.updater, recorder, agenda, engine.position, display, hooks)
-            job = loop.Job(lambda: iter(()), *parts, engine.telemetry)
-            self._custom_loop = custom = CustomLoop(engine, job, self._begin_custom_loop)
+            on_step = self._callbacks.hooks["on_step"]
+            job = loop.Job(lambda: iter(()), engine, recorder, agenda, display, on_step)
+            self._custom_loop = custom = CustomLoop(job, self._begin_custom_loop)
             weakref.finalize(custom, close_custom_loop, recorder, sinks)
         return self._custom_loop
 
