@@ -42,12 +42,12 @@ def recipe_workload(config: Config) -> Workload:
     from paceline.launcher.workload import Workload
 
     def body() -> None:
-        from paceline.train.run_recipe import run_recipe
+        from paceline.cli.run_recipe import run_recipe
 
         run_recipe(config)
 
     def preload() -> None:
-        import paceline.train.run_recipe  # noqa: F401
+        import paceline.cli.run_recipe  # noqa: F401
 
     def prepare(world: int) -> None:
         """Find what is wrong before any rank starts."""

@@ -71,9 +71,8 @@ class Agenda:
         return reason is None
 
     def _profile(self, step: int) -> None:
-        text = self.profiler.step(step) if self.profiler is not None else None
-        if text:
-            self.recorder.note(text)
+        if self.profiler is not None:
+            self.recorder.note(self.profiler.step(step))
 
     def run_due(self, step: int, epoch: int) -> bool:
         """Do what is due after `step`. Returns whether to continue."""
@@ -136,9 +135,8 @@ class Agenda:
             if step != self.position.evaluated:
                 # An uninterrupted run would not evaluate here, so neither the schedule nor early stop may use it.
                 self._evaluate(step, epoch, due=False)
-        text = self.profiler.close() if self.profiler is not None else None
-        if text:
-            self.recorder.note(text)
+        if self.profiler is not None:
+            self.recorder.note(self.profiler.close())
 
     def _log(self) -> str | None:
         flushed = self.recorder.flush()

@@ -58,12 +58,13 @@ class UserObjects:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
+DeviceLike = str | int | torch.device | None
+
+
 class Engine:
     """The model, its optimizer and the training step on this rank."""
 
-    def __init__(
-        self, config: Config, model: nn.Module, task: UserObjects, device: str | int | torch.device | None
-    ) -> None:
+    def __init__(self, config: Config, model: nn.Module, task: UserObjects, device: DeviceLike) -> None:
         self.config, self.task = config, task
         if config.strategy == "split":  # batches and losses are on its first device
             device = devices_of(config.split)[0]
@@ -75,12 +76,12 @@ class Engine:
         self.telemetry.joined(self.world)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
-        if plan.degrees.tensor > 1:
-            check_plan(unwrap(model)[0], config.tensor, plan.degrees.tensor)
-        if plan.degrees.pipeline > 1:
-            partition_model(unwrap(model)[0], config.pipeline, plan.degrees.pipeline)
-        consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         self.model, wrapper = unwrap(model)
+        if plan.degrees.tensor > 1:
+            check_plan(self.model, config.tensor, plan.degrees.tensor)
+        if plan.degrees.pipeline > 1:
+            partition_model(self.model, config.pipeline, plan.degrees.pipeline)
+        consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
         if wrapper:
             self.log.info(f"model: unwrapped from {wrapper}; the Trainer wraps it itself if the layout requires it")
@@ -146,19 +147,17 @@ class Engine:
     def _build_optimizer(self) -> None:
         """Called after the layout is applied: the optimizer holds the parameters of this rank."""
         config, source = self.config, self._source_optimizer
-        self.own_optimizer = self.task.optimizer is None
+        self.owns_optimizer = self.task.optimizer is None
         self.optimizer = source or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
         names = names_of(self.model) if source is None else self._original_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.sharded: ShardedParams | None = None
         if is_sharded(config, self.layout.degrees):
-            facts = OPTIMIZERS.facts(config.optimizer.name) if self.own_optimizer else None
+            facts = OPTIMIZERS.facts(config.optimizer.name) if self.owns_optimizer else None
             local_names = {key: self._aliases.get(name, name) for key, name in names.items()}
             held = bind(self.optimizer, local_names, self.model, facts)
-            allow_unused = config.unused_parameters == "allow" or self.world.size == 1
-            self.sharded = ShardedParams(
-                self.model, held, self.mesh, frozenset(self.tied_copies), allow_unused=allow_unused
-            )
+            allowed, copies = config.unused_parameters == "allow" or self.world.size == 1, frozenset(self.tied_copies)
+            self.sharded = ShardedParams(self.model, held, self.mesh, copies, allow_unused=allowed)
         fill_momentum(self.optimizer)
         self.scaler = Scaler(
             self.world.device,

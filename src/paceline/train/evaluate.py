@@ -67,7 +67,7 @@ def evaluate(
             elif needs_every_rank:
                 _run(module, micro.batch, want_outputs=bool(metrics))
     reshard_all(module)
-    values = sums.over_all_ranks()
+    values = sums.reduce()
     for name, metric in collected.items():
         values |= _compute(name, metric)
     return Evaluation({"loss": values.pop("loss", math.nan), **values})
@@ -105,7 +105,7 @@ class _Sums:
         pair = torch.stack(parts)
         self._sums[name] = pair if name not in self._sums else self._sums[name] + pair
 
-    def over_all_ranks(self) -> dict[str, float]:
+    def reduce(self) -> dict[str, float]:
         return weighted_means({name: pair.tolist() for name, pair in self._sums.items()})
 
 

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any
 
 from paceline.data.loader import MicroBatch
-from paceline.monitor.progress_bar import Display
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
 from paceline.train.engine import Engine
@@ -34,7 +33,6 @@ class Job:
     engine: Engine
     recorder: Recorder
     agenda: Agenda
-    display: Display
     on_step: Sequence[Callable[[Step], Any]]
 
 
@@ -72,7 +70,7 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     engine = job.engine
     stepper, updater = engine.stepper, engine.updater
     norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
-    engine.position.step = job.display.completed = step = micro.step + 1
+    engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)
     lr, parts, samples = updater.lr, stepper.losses, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))

@@ -21,8 +21,8 @@ from paceline.train.optimizer_step import Updater
 class LearningRate:
     """`plateau` and `scheduler` are None if not used."""
 
-    def __init__(self, config: Config, updater: Updater, scheduler: Any, *, own_optimizer: bool) -> None:
-        self._config, self._updater, self._own_optimizer = config, updater, own_optimizer
+    def __init__(self, config: Config, updater: Updater, scheduler: Any, *, owns_optimizer: bool) -> None:
+        self._config, self._updater, self._owns_optimizer = config, updater, owns_optimizer
         self.scheduler = scheduler
         settings = config.schedule
         self.plateau: Plateau | None = None
@@ -53,17 +53,17 @@ class LearningRate:
         """Prepare a `train()` call and return the rows to print."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
         rows = plan.rows()
-        if not self._own_optimizer:
+        if not self._owns_optimizer:
             rows["learning rate"] = Derived(float(optimizer.param_groups[0]["lr"]), "from the optimizer")
         if self.scheduler is not None:
             rows["scheduler"] = Derived(type(self.scheduler).__name__, f"steps {self.interval}")
             self._updater.scheduler = self.scheduler if self.interval == "once per optimizer step" else None
             return rows
         for group in optimizer.param_groups:
-            if self._own_optimizer:
+            if self._owns_optimizer:
                 group["initial_lr"] = float(plan.lr.value)
             group.setdefault("initial_lr", group["lr"])
-        if self._own_optimizer or settings.name != "constant" or settings.warmup:
+        if self._owns_optimizer or settings.name != "constant" or settings.warmup:
             self._follow(plan)
         return rows
 

@@ -64,11 +64,9 @@ def infer_call(
             return plain
         return replace(plain, weighted=_with_weight(criterion), needs_weight=_is_weighted(criterion, batch[1]))
     if isinstance(batch, Mapping):
-        rule, call = _choose_for_dict(model, batch)
-        return CallRule(rule, call, outputs)
+        return CallRule(*_choose_for_dict(model, batch), outputs)
     if isinstance(batch, (tuple, list)):
-        rule, call = _choose_for_sequence(model, batch)
-        return CallRule(rule, call, outputs)
+        return CallRule(*_choose_for_sequence(model, batch), outputs)
     return CallRule("model(batch)", _plain, outputs)
 
 

@@ -174,10 +174,10 @@ class PipelineStepper(Stepper):
             factor = self._ranks * (stop - start) / micro.step_samples
         else:
             factor = self._ranks / (self.nominal or micro.step_samples)
-        weighs: Tensor | float = stop - start if weight is None else weight
-        self._parts.append((value.detach(), weighs))
+        part_weight: Tensor | float = stop - start if weight is None else weight
+        self._parts.append((value.detach(), part_weight))
         if metrics is not None and counts:
-            self.metrics.append((metrics, weighs if micro.samples else 0.0))
+            self.metrics.append((metrics, part_weight if micro.samples else 0.0))
         return value * self._seed(factor if counts and micro.samples else 0.0, value)
 
     def _collect(self, micro: MicroBatch) -> Tensor:

@@ -64,11 +64,11 @@ def check(
         raise unused_parameters_error(module.model, unused)
     counts = micro.samples > 0 and mesh.reports_loss
     local_weight = float(micro.samples if weight is None else weight) if counts else 0.0
+    compare = ranks > 1 and mesh.degrees.is_replicated  # sharded weights are broadcast from rank 0
     facts = {
         "weight": local_weight,
         "versions": versions(),
-        # Sharded weights are broadcast from rank 0.
-        "weights": _digests(module.model) if ranks > 1 and mesh.degrees.is_replicated else {},
+        "weights": {name: _checksum(parameter) for name, parameter in module.model.named_parameters() if compare},
         "data": fingerprint,
         "loss": [mesh.data_rank, None if value is None else float(value.detach())],
         "rows": _rows(micro.batch) if counts and not micro.exact else [],
@@ -186,10 +186,6 @@ def _preserved_state(module: nn.Module) -> Iterator[None]:
             part._buffers[name] = buffer  # the forward may have replaced it
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
-
-
-def _digests(model: nn.Module) -> dict[str, int]:
-    return {name: _checksum(parameter) for name, parameter in model.named_parameters()}
 
 
 _INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -78,7 +78,7 @@ class Recorder:
         is_bad: Callable[[Record], bool],
         log: Log,
     ) -> None:
-        self._history, self._sinks, self._display, self._device = history, sinks, display, device
+        self._history, self._sinks, self.display, self._device = history, sinks, display, device
         self._callbacks, self._is_bad, self._log = callbacks, is_bad, log
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
@@ -152,7 +152,7 @@ class Recorder:
             self._sinks.events.log_point(last["step"], rate, wait, memory, peak)
         tokens = None if self.tokens_per_sample is None else rate * self.tokens_per_sample
         point = LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], rate, tokens, wait, memory, extras)
-        self._display.show(point)
+        self.display.show(point)
         self._callbacks.call("on_log", last)
 
     def flush_local(self) -> None:
@@ -177,8 +177,9 @@ class Recorder:
     def release(self) -> None:
         self._sinks.release()
 
-    def note(self, text: str) -> None:
-        self._log.info(text)
+    def note(self, text: str | None) -> None:
+        if text:
+            self._log.info(text)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -198,11 +199,11 @@ def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
     rows = []
     for *_, parts, means, norm, skipped in pending:
         total = count = 0.0
-        for value, weight in parts:
-            weighs = number(weight) if type(weight) is Tensor else weight
-            if weighs:  # a placeholder batch has weight zero, whatever its loss is
-                total += number(value) * weighs if means else number(value)
-                count += weighs
+        for value, part_weight in parts:
+            weight = number(part_weight) if type(part_weight) is Tensor else part_weight
+            if weight:  # a placeholder batch has weight zero, whatever its loss is
+                total += number(value) * weight if means else number(value)
+                count += weight
         skip = number(skipped) if isinstance(skipped, Tensor) else skipped or 0.0
         rows.append((total, count, 0.0 if norm is None else number(norm), skip))
     return list(chain.from_iterable(zip(*rows, strict=True)))

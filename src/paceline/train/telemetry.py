@@ -3,8 +3,8 @@
     engine.telemetry.heartbeat.at(step)      every step: run/heartbeat.py, which the launcher reads at any time
     engine.telemetry.stepped(step)           when something is due: run/ledger.py, for goodput
 
-Only rank 0 writes to the ledger: that of the launch's run folder or, without a launcher, that of the training's own.
-Until that one is known, events are kept in memory.
+Only rank 0 writes to the ledger, in the run folder of the launch or, without a launcher, of the training. Until the
+folder is known, events are kept in memory.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Telemetry:
         self._next = now + min(max((now - self._clock) / 1000, _MIN_INTERVAL), _MAX_INTERVAL)
 
     def finished(self, step: int) -> None:
-        """A call to train() completed, or was asked to stop."""
+        """A call to train() completed or was stopped."""
         self._begun = None
         self._note("finished", step=step)
         self.heartbeat.enter("done")

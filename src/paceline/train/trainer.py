@@ -38,7 +38,7 @@ from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer, require_exists
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, close_custom_loop
-from paceline.train.engine import Engine, UserObjects, check_optimizer
+from paceline.train.engine import DeviceLike, Engine, UserObjects, check_optimizer
 from paceline.train.evaluate import Evaluation
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.history import History, Record, require_free_names
@@ -92,12 +92,7 @@ class Trainer:
         return trainer
 
     def _set_up(
-        self,
-        config: Config,
-        model: nn.Module,
-        task: UserObjects,
-        callbacks: Sequence[Any],
-        device: str | int | torch.device | None,
+        self, config: Config, model: nn.Module, task: UserObjects, callbacks: Sequence[Any], device: DeviceLike
     ) -> None:
         self._callbacks = Callbacks(callbacks)
         # Before the engine initializes CUDA.
@@ -105,7 +100,7 @@ class Trainer:
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model = engine.world, engine.model
         self.optimizer, self.scaler = engine.optimizer, engine.scaler
-        self._rates = LearningRate(config, engine.updater, task.scheduler, own_optimizer=engine.own_optimizer)
+        self._rates = LearningRate(config, engine.updater, task.scheduler, owns_optimizer=engine.owns_optimizer)
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
         self._run = run_handle.open(config, engine.world, engine.log, engine.model, engine.telemetry.opened)
         state = training_state(engine, self._rates, self._policy, self._callbacks)
@@ -160,8 +155,9 @@ class Trainer:
         with Signals() as signals:
             try:
                 with choose_display(total, self.step_count, log, silent=silent) as display, self._engine.draw:
+                    self._recorder = recorder = self._new_recorder(history, sinks, display)
                     poll = RankPoll(self._engine, self._saver, self._run, signals, self.config.save_minutes)
-                    job = self._job(loader, history, sinks, display, val, epochs, max_steps, poll)
+                    job = self._job(loader, recorder, val, epochs, max_steps, poll)
                     self._run_job(job, history)
             finally:
                 sinks.close()
@@ -288,18 +284,9 @@ class Trainer:
         return self._restorer.load(require_exists(path), weights_only=weights_only)
 
     def _job(
-        self,
-        loader: Loader,
-        history: History,
-        sinks: Sinks,
-        display: Display,
-        val: Any,
-        epochs: int | None,
-        max_steps: int | None,
-        poll: RankPoll,
+        self, loader: Loader, recorder: Recorder, val: Any, epochs: int | None, max_steps: int | None, poll: RankPoll
     ) -> loop.Job:
         engine, config = self._engine, self.config
-        self._recorder = recorder = self._new_recorder(history, sinks, display)
         agenda = Agenda(
             recorder,
             self._callbacks,
@@ -323,7 +310,7 @@ class Trainer:
         def micros() -> Iterator[MicroBatch]:
             return iter(()) if nothing_left else self._preflighted(loader, recorder, epochs)
 
-        return loop.Job(micros, engine, recorder, agenda, display, self._callbacks.hooks["on_step"])
+        return loop.Job(micros, engine, recorder, agenda, self._callbacks.hooks["on_step"])
 
     def _save_last(self, step: int) -> None:
         broadcast_buffers(self.model, self._engine.mesh)
@@ -375,8 +362,7 @@ class Trainer:
             if not self.model.training:
                 self.model.train()
             sinks = factory.open_sinks(self.config, self._run.folder, self.world)
-            display, engine = Silent(self.step_count), self._engine
-            recorder = self._new_recorder(History(), sinks, display)
+            engine, recorder = self._engine, self._new_recorder(History(), sinks, Silent(self.step_count))
             agenda = Agenda(
                 recorder,
                 self._callbacks,
@@ -385,8 +371,7 @@ class Trainer:
                 end_of_epoch=self._rates.epoch_ended,
                 on_nonfinite=lambda record: self._nonfinite(custom.loader, record, may_stop=False),
             )
-            on_step = self._callbacks.hooks["on_step"]
-            job = loop.Job(lambda: iter(()), engine, recorder, agenda, display, on_step)
+            job = loop.Job(lambda: iter(()), engine, recorder, agenda, self._callbacks.hooks["on_step"])
             self._custom_loop = custom = CustomLoop(job, self._begin_custom_loop)
             weakref.finalize(custom, close_custom_loop, recorder, sinks)
         return self._custom_loop

@@ -1,7 +1,4 @@
-"""The Trainer's plain-valued keywords: a recipe's top-level keys, with sections as dicts.
-
-A test holds this list and `Config` together.
-"""
+"""Keyword settings of the Trainer: top-level keys of a recipe, with sections as dicts; a test compares both."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def run_recipe(config: Config) -> History:
     data, val = factory.build_data(config)
     history = trainer.train(data, val)
     if trainer.is_main_process:
-        print(summary(trainer, history, val), flush=True)  # noqa: T201
+        print(summary(trainer, history, val), flush=True)
     return history
 
 
