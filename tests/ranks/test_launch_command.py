@@ -358,7 +358,7 @@ def test_config_show_and_schema(tmp_path: Path) -> None:
     assert "override batch=64" in shown.stdout
     assert "batch 64 / (8 per rank × 4 data ranks), rounded up" in shown.stdout
     schema = json.loads(paceline("config", "schema", cwd=tmp_path).stdout)
-    assert "samples in one optimizer step" in schema["properties"]["batch"]["description"]
+    assert "samples per optimizer step" in schema["properties"]["batch"]["description"]
 
 
 @pytest.mark.parametrize("key", ["port", "backend"])

@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "missing-file",
             f"Recipe not found: {path}.",
-            fix="check the path; `paceline train` without a recipe runs the built-in one",
+            fix="check the path; `paceline train` without a recipe runs the default one",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("unreadable", f"Cannot read recipe {path}: {error}.") from None

@@ -138,9 +138,9 @@ class Config(Section):
 
     @classmethod
     def default(cls, overrides: Sequence[str] = ()) -> Config:
-        """The built-in recipe: a small GPT on the source of the standard library."""
+        """The default recipe: a small GPT on the source of the standard library."""
         path = Path(__file__).with_name("default.yaml")
-        return cls.from_dict(files.read(path), overrides, origin="the embedded default recipe")
+        return cls.from_dict(files.read(path), overrides, origin="the default recipe")
 
     @classmethod
     def from_dict(
