@@ -240,7 +240,7 @@ Path("script.py").write_text("import os; open('rank', 'w').write(os.environ['RAN
 code, shown = cli("launch", "--forked", "-n", "1", "script.py")
 assert code == 0 and Path("rank").read_text() == "0", shown
 code, shown = cli("launch", "--forked", "--ray", "auto", "script.py")
-assert code == 2 and "--ray and --forked are different ways of launching" in shown, shown
+assert code == 2 and "--ray and --forked are mutually exclusive" in shown, shown
 """,
 )
 

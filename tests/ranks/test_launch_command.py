@@ -64,7 +64,7 @@ def test_a_script_that_torchrun_runs(tmp_path: Path, options: list[str]) -> None
     done = paceline("launch", "-n", "2", *options, write(tmp_path, HELLO), "--value", "5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hello rank 0 of 2 sum 15\n"
-    assert done.stderr == "ranks: 2 (as asked); logs in runs/script/logs\nto stderr 0\n"
+    assert done.stderr == "ranks: 2 (requested); logs in runs/script/logs\nto stderr 0\n"
     logs = tmp_path / "runs" / "script" / "logs"
     assert "hello rank 0 of 2 sum 15" in (logs / "rank-0.log").read_text()
     assert (logs / "rank-1.log").read_text() == "hello rank 1 of 2 sum 15\nto stderr 1\n"
@@ -293,7 +293,7 @@ time.sleep(600)
     finally:
         process.kill()
     assert process.returncode == 130, err
-    assert err.rstrip().endswith(b"interrupted; what there is lies in runs/script")
+    assert err.rstrip().endswith(b"interrupted; partial results are in runs/script")
     assert b"Traceback" not in err and b"death signal" not in err
     for path in pids:
         assert not Path(f"/proc/{path.read_text()}").exists()
@@ -340,7 +340,7 @@ def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in ("bigram model", "sample text:", "run folder: runs/gpt"):
         assert words in done.stdout
-    assert "ranks: 2 (no GPU here)" in done.stderr
+    assert "ranks: 2 (no GPU)" in done.stderr
 
 
 def test_run_false_leaves_nothing(tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ if os.environ["RANK"] == "1":
 
 
 def test_ranks_that_exit_without_cleaning_up_have_succeeded(tmp_path: Path) -> None:
-    assert forked(tmp_path, "import os\nos._exit(0)") == (0, "ranks: 2 (as asked); logs in runs/script/logs\n")
+    assert forked(tmp_path, "import os\nos._exit(0)") == (0, "ranks: 2 (requested); logs in runs/script/logs\n")
 
 
 def test_an_environment_variable_of_the_command_reaches_the_ranks(tmp_path: Path) -> None:

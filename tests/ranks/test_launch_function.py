@@ -157,7 +157,7 @@ def test_a_rank_that_exits_with_zero_is_no_failure() -> None:
 
 def test_without_a_number_one_cpu_rank_is_chosen_and_said(capfd: pytest.CaptureFixture[str]) -> None:
     assert paceline.launch(dist.world) == 1
-    assert capfd.readouterr().out == "ranks: 1 (no GPU here)\n"
+    assert capfd.readouterr().out == "ranks: 1 (no GPU)\n"
 
 
 def test_more_ranks_than_gpus_is_an_error_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,4 +144,4 @@ def test_a_port_in_use_for_the_store_is_reported_on_every_node(job: Job) -> None
         first, second = job.both()
         assert ended(first, second) == [2, 2], first.said + second.said
     for node in (first, second):
-        assert f"Port {port} can't be opened" in node.said and "Traceback" not in node.said
+        assert f"Port {port} cannot be opened" in node.said and "Traceback" not in node.said

@@ -1,4 +1,4 @@
-"""One command, anywhere: `BACKENDS` lists the ways of launching; `dispatch` picks the first that applies."""
+"""Selects a launch backend: the first row of `BACKENDS` that applies."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from paceline.runtime.scheduler_env import read_allocation
 
 @dataclass(frozen=True)
 class Backend:
-    """A way of launching. `field` is the option that asks for it; without one, the environment does. `launch` is the
-    path of a function (workload, spec, command) -> exit status, imported when it is called."""
+    """A launch backend. `field` is the option that selects it; None if the environment does. `launch` is the path of a
+    function (workload, spec, command) -> exit status, imported on use."""
 
     field: str | None
     launch: str
-    applies: Callable[[LaunchSpec], bool] | None = None  # else: the option is given
+    applies: Callable[[LaunchSpec], bool] | None = None  # default: whether the option is set
 
     def is_chosen(self, spec: LaunchSpec) -> bool:
-        return self.applies(spec) if self.applies else self.is_asked_for(spec)
+        return self.applies(spec) if self.applies else self.is_requested(spec)
 
-    def is_asked_for(self, spec: LaunchSpec) -> bool:
+    def is_requested(self, spec: LaunchSpec) -> bool:
         return self.field is not None and bool(getattr(spec, self.field))
 
 
 def _is_submitted(spec: LaunchSpec) -> bool:
-    """Inside a job the same command launches."""
+    """Inside a SLURM job, the same command launches instead."""
     return bool(spec.slurm) and (spec.dry_run or read_allocation(os.environ) is None)
 
 
@@ -66,7 +66,7 @@ BACKENDS = (
 
 
 def dispatch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
-    """The exit status for the shell. `command` is what the person typed behind `paceline`."""
+    """Run the workload; returns the exit status for the shell. `command` are the arguments of `paceline`."""
     _check_options(spec)
     _check_variables(spec.env)
     backend = next((each for each in BACKENDS if each.is_chosen(spec)), None)
@@ -78,7 +78,7 @@ def dispatch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> in
 
 
 def _launch_here(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
-    """On this node alone."""
+    """Launch on this node only."""
     found = node_env.read_node_environment(os.environ)
     wanted = spec if spec.ranks is not None or found is None else replace(spec, ranks=found.ranks)
     if read_exported(os.environ) is not None:
@@ -89,19 +89,19 @@ def _launch_here(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -
 
 
 def _check_options(spec: LaunchSpec) -> None:
-    names = [f"--{each.field}" for each in BACKENDS if each.is_asked_for(spec)]
+    names = [f"--{each.field}" for each in BACKENDS if each.is_requested(spec)]
     if len(names) > 1:
         raise LaunchError(
             "bad-options",
-            f"{' and '.join(names)} are different ways of launching.",
+            f"{' and '.join(names)} are mutually exclusive.",
             fix="choose one of them",
         )
     if spec.rendezvous not in (None, "static", "c10d"):
-        raise LaunchError("bad-options", f"--rdzv-backend {spec.rendezvous!r}: there are static and c10d.")
+        raise LaunchError("bad-options", f"Unknown --rdzv-backend {spec.rendezvous!r}.", fix="use static or c10d")
     if spec.rendezvous == "static" and spec.node_rank is None:
-        raise LaunchError("bad-options", "--rdzv-backend static needs --node-rank on every node.")
+        raise LaunchError("bad-options", "--rdzv-backend static requires --node-rank on every node.")
     if spec.dry_run and not spec.slurm:
-        raise LaunchError("bad-options", "--dry-run shows a batch script of SLURM, but there is no --slurm.")
+        raise LaunchError("bad-options", "--dry-run prints a SLURM batch script and requires --slurm.")
 
 
 def _check_variables(env: Mapping[str, str]) -> None:
@@ -109,8 +109,8 @@ def _check_variables(env: Mapping[str, str]) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII) or not _can_be_set(value):
             raise LaunchError(
                 "bad-variable",
-                f"{name!r} can't be the name of an environment variable, or its value can't be one.",
-                fix="env: names are letters, digits and _; values hold no NUL",
+                f"Invalid environment variable in env: {name!r}.",
+                fix="names consist of letters, digits and _; values must not contain NUL",
             )
 
 

@@ -1,10 +1,9 @@
-"""`paceline.launch(fn, ranks=4, **kwargs)`: a function on several ranks, from a script or a notebook.
+"""`paceline.launch(fn, ranks=4, **kwargs)` runs a function on several ranks, from a script or a notebook.
 
-The ranks are forked, so the function may be a closure or a lambda, and see everything that the caller sees. What
-rank 0 returns comes back.
+Ranks are forked, so the function may be a closure or a lambda. The result of rank 0 is returned.
 
-Where the environment says that other machines do the same (cluster/node_env.py), all of their ranks are one world, and
-the machine of rank 0 gets the result.
+If the environment describes several nodes (cluster/node_env.py), their ranks form one world, and the node of rank 0
+receives the result.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from paceline.run import failures
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment
 
-# Objects that a result may hold, and the module of each.
+# Objects that a result may contain, with the module of each.
 _OBJECTS = {"History": "paceline.train.history"}
 
-_log = Log(stream="stdout")  # between what the caller prints
+_log = Log(stream="stdout")  # interleaves with the output of the caller
 
 
 def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -> Any:
-    """Run `fn(**kwargs)` on `ranks` ranks and return rank 0's result.
+    """Run `fn(**kwargs)` on `ranks` ranks and return the result of rank 0.
 
-    Without a number: one rank for each GPU, else one. Rank 0's output is shown; the others' only when one fails. An
-    error on any rank ends all of them and is raised here.
+    The default is one rank per GPU, or one rank without GPUs. The output of rank 0 is shown; that of others only if
+    they fail. An error on any rank stops all of them and is raised here.
     """
-    inspect.signature(fn).bind(**kwargs)  # a call that can't be made is an error here, not on every rank
+    inspect.signature(fn).bind(**kwargs)  # raise for invalid arguments here, not on every rank
     found = node_env.read_node_environment(os.environ)
     asked = found.ranks if ranks is None and found is not None else ranks
     number, reason = choose_ranks(asked, device=None, on_cpu=1)
@@ -64,7 +63,7 @@ def _run_here(workload: Workload, start: LocalStart) -> None:
 
     outcome = agent.run(workload, start)
     if outcome.signal == signal.SIGINT:
-        raise KeyboardInterrupt  # what a notebook's stop button and a script's caller expect
+        raise KeyboardInterrupt  # expected by notebooks and callers
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
     if not outcome.is_good:
@@ -79,13 +78,13 @@ def _run_among_several(workload: Workload, ranks: int, found: node_env.NodeEnvir
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if status:
-        raise LaunchError("rank-failed", f"The ranks ended with status {status}; the cause is shown above.")
+        raise LaunchError("rank-failed", f"Ranks exited with status {status}; the cause is shown above.")
 
 
 def _call(fn: Callable[..., Any], kwargs: dict[str, Any], result: Path) -> None:
     import torch
 
-    # The parent may have run a threaded operation: its pool is not in this process, and waiting for it would hang.
+    # The thread pool of the parent does not exist in a forked process, and using it would deadlock.
     torch.set_num_threads(1)
     value = fn(**kwargs)
     rank_info = environment.read_rank_info()
@@ -96,14 +95,14 @@ def _call(fn: Callable[..., Any], kwargs: dict[str, Any], result: Path) -> None:
 
 
 def _load(result: Path) -> Any:
-    """What rank 0 returned; None where it called sys.exit(0)."""
+    """The result of rank 0; None if it called sys.exit(0)."""
     from paceline.runtime import serialization
 
     return serialization.load_result(result, _OBJECTS)
 
 
 def _error(cause: Cause, logs: RunFolder) -> PacelineError:
-    """The rank's own error, or one for the way it ended; with what it had printed if that was not on screen."""
+    """The error of the rank, or one that describes its exit; with its output if that was not on screen."""
     record = failures.read(logs).get(-1 if cause.rank is None else cause.rank)
     error = LaunchError("rank-failed", f"{cause.what}.", fix=cause.fix) if record is None else record.as_error()
     log = logs.rank_log(cause.rank or 0)
@@ -111,5 +110,5 @@ def _error(cause: Cause, logs: RunFolder) -> PacelineError:
     if record is not None:
         printed = printed.replace(record.text.strip(), "").strip()
     if printed and cause.rank:
-        error.add_note(f"--- what rank {cause.rank} had printed ---\n{printed[-4000:]}")
+        error.add_note(f"--- output of rank {cause.rank} ---\n{printed[-4000:]}")
     return error

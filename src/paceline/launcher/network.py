@@ -1,4 +1,4 @@
-"""Ports that the launcher opens, and which of a machine's addresses and interfaces the others can reach."""
+"""Listening sockets, and the addresses and interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import struct
 from paceline.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket; at a free port where none is asked for."""
+    """A listening socket, at `port` or a free one."""
     if port is not None and not 0 < port < 65536:
-        raise LaunchError("bad-number", f"{port} is no port.", fix="give one from 1 to 65535, or none")
+        raise LaunchError("bad-number", f"Invalid port: {port}.", fix="use a port from 1 to 65535, or omit it")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -28,9 +28,9 @@ def listen(host: str, port: int | None) -> socket.socket:
         where = f"Port {port}" if port else f"A port on {'loopback' if host == LOOPBACK else host}"
         raise LaunchError(
             "port-in-use",
-            f"{where} can't be opened: {error.strerror}.",
-            why="another program listens there, or it needs rights",
-            fix="choose another port, or leave it out: a free one is found",
+            f"{where} cannot be opened: {error.strerror}.",
+            why="it is in use, or requires elevated permissions",
+            fix="choose another port, or omit it to use a free one",
         ) from None
     return listener
 
@@ -40,12 +40,12 @@ def is_loopback(address: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or address is this machine's own: whether a socket can be bound to it."""
+    """Whether a host name or address belongs to this machine, that is, a socket can be bound to it."""
     return own_address_of(host) is not None
 
 
 def own_address_of(host: str) -> str | None:
-    """The address behind a name, where it is one of this machine's."""
+    """The address of a host name, if it belongs to this machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -61,7 +61,7 @@ def own_address_of(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an IPv4 address."""
+    """The name of the interface with this IPv4 address."""
     if is_loopback(address):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -69,7 +69,7 @@ def interface_of(address: str) -> str | None:
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # it has no IPv4 address
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None

@@ -1,7 +1,4 @@
-"""How many ranks, and why.
-
-A number that somebody wrote is never changed. Only without one are ranks chosen, and the choice is said.
-"""
+"""The number of ranks per node, with the reason. An explicit number is never changed."""
 
 from __future__ import annotations
 
@@ -9,28 +6,28 @@ from paceline.errors import LaunchError
 
 
 def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) -> tuple[int, str]:
-    """The number of ranks and the reason. `on_cpu` is the choice where there is no GPU and no number."""
+    """The number of ranks and the reason. `on_cpu` is the default without GPUs."""
     gpus = _gpus(device)
     if asked is not None:
         if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
-            raise LaunchError("bad-number", f"{asked!r} ranks were asked for.", fix="give a whole number from 1 on")
+            raise LaunchError("bad-number", f"Invalid number of ranks: {asked!r}.", fix="use a positive integer")
         if gpus and asked > len(gpus):
             raise LaunchError(
                 "more-ranks-than-gpus",
-                f"{asked} ranks were asked for, but this machine shows {len(gpus)}: {', '.join(gpus)}.",
-                why="two ranks on one GPU share its memory and speed, and NCCL refuses them",
-                fix=f"ask for {len(gpus)} or fewer; or for CPU ranks: device: cpu in a recipe, --cpu for a script, "
+                f"{asked} ranks requested, but this machine has {len(gpus)} GPUs: {', '.join(gpus)}.",
+                why="ranks that share a GPU share its memory and speed, and NCCL does not support it",
+                fix=f"request at most {len(gpus)} ranks, or CPU ranks: device: cpu in a recipe, --cpu for a script, "
                 "CUDA_VISIBLE_DEVICES= in the environment elsewhere",
             )
-        return asked, "as asked"
+        return asked, "requested"
     if gpus:
         return len(gpus), f"all GPUs: {', '.join(gpus)}"
-    where = "device: cpu" if str(device) == "cpu" else "no GPU here"
+    where = "device: cpu" if str(device) == "cpu" else "no GPU"
     return on_cpu, where
 
 
 def _gpus(device: str | int | None) -> list[str]:
-    """The GPUs that ranks may use, none where the CPU was asked for. Counting them does not open the driver."""
+    """The GPUs that ranks may use; none if the CPU was requested. Does not initialize CUDA."""
     if str(device) == "cpu":
         return []
     from paceline.runtime.device import gpu_names

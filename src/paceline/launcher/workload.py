@@ -1,4 +1,4 @@
-"""What the ranks of a launch run: a function, a recipe, or a script, a module or any program as torchrun runs it."""
+"""What ranks run: a function, a recipe, or a script, module or program in the way of torchrun."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Target:
     kind: Literal["script", "module", "program"]
     name: str
     args: tuple[str, ...] = ()
-    local_rank: bool = False  # scripts for torch's older launcher take --local_rank=N before their own arguments
+    local_rank: bool = False  # pass --local_rank=N first, as torch.distributed.launch did
 
     def check(self) -> None:
-        """Find a missing script before any rank starts."""
+        """Detect a missing script before any rank starts."""
         if self.kind == "script" and not Path(self.name).exists():
             raise LaunchError(
                 "no-script",
-                f"There is no script at {self.name}.",
-                fix="check the path; -m runs a module, --no-python any program",
+                f"Script not found: {self.name}.",
+                fix="check the path; use -m to run a module, --no-python to run any executable",
             )
 
     def run(self) -> None:
-        """Become the target: its arguments are this process's arguments, its code is `__main__`."""
+        """Run the target as `__main__`, with its arguments in `sys.argv`."""
         args = self.args
         if self.local_rank:
             info = environment.read_rank_info() or environment.RankInfo()
@@ -43,7 +43,7 @@ class Target:
             sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            if Path(self.name).is_file():  # a folder with a __main__.py puts itself there
+            if Path(self.name).is_file():  # runpy adds a folder with a __main__.py itself
                 sys.path.insert(0, str(Path(self.name).resolve().parent))
             runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
 
@@ -61,8 +61,8 @@ def _replace_process(program: str, args: tuple[str, ...]) -> None:
     except OSError as error:
         raise LaunchError(
             "no-program",
-            f"The program {program!r} can't be run: {error.strerror}.",
-            fix="check its name and rights",
+            f"Cannot execute {program!r}: {error.strerror}.",
+            fix="check its name and permissions",
         ) from None
 
 
@@ -76,17 +76,17 @@ def _nothing(world: int) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """A body for forked ranks; with a target, which can run in new interpreters as well."""
+    """A function for forked ranks, optionally with a target that can also run in fresh interpreters."""
 
     body: Callable[[], None]
-    preload: Callable[[], None] = _no_imports  # what all ranks would import: once, before they are forked
-    prepare: Callable[[int], None] = _nothing  # done before ranks are forked, given their number
+    preload: Callable[[], None] = _no_imports  # imports shared by all ranks, before they are forked
+    prepare: Callable[[int], None] = _nothing  # called with the world size before ranks are forked
     target: Target | None = None
     recipe: Mapping[str, Any] | None = None  # of `paceline train`
 
     @property
-    def own_words(self) -> int:
-        """How many of the last words that a person typed are the script's own."""
+    def script_arguments(self) -> int:
+        """How many of the last command-line arguments belong to the script."""
         return 0 if self.target is None else len(self.target.args) + 1
 
     @property

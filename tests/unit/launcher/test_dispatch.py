@@ -75,9 +75,9 @@ def test_backend(
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (LaunchSpec(hosts="a", ray="auto"), "--hosts and --ray are different ways"),
-        (LaunchSpec(slurm="nodes=2", ray="auto", master=MASTER), "--slurm and --ray and --master are different ways"),
-        (LaunchSpec(k8s=True, hosts="a"), "--k8s and --hosts are different ways"),
+        (LaunchSpec(hosts="a", ray="auto"), "--hosts and --ray are mutually exclusive"),
+        (LaunchSpec(slurm="nodes=2", ray="auto", master=MASTER), "--slurm and --ray and --master are mutually exclusive"),
+        (LaunchSpec(k8s=True, hosts="a"), "--k8s and --hosts are mutually exclusive"),
         (LaunchSpec(rendezvous="etcd"), "--rdzv-backend 'etcd'"),
         (LaunchSpec(rendezvous="static"), "--node-rank"),
         (LaunchSpec(dry_run=True), "--slurm"),

@@ -26,7 +26,7 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     if fewest != most:
         raise LaunchError("bad-k8s", f"--nodes {spec.nodes}: pods of a job come all or none.", fix="give one number")
     run = spec.run or "paceline"
-    print(manifests(spec.k8s_with, command, workload.own_words, run=run, nodes=most, ranks=spec.ranks), end="")  # noqa: T201
+    print(manifests(spec.k8s_with, command, workload.script_arguments, run=run, nodes=most, ranks=spec.ranks), end="")  # noqa: T201
     return 0
 
 

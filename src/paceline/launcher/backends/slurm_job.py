@@ -33,7 +33,7 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     options = slurm_script.parse(spec.slurm or "")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(spec.run or "paceline").name) or "paceline"
     log_file = str(_LOGS / f"{name}-slurm-%j.log")
-    own = len(command) - workload.own_words
+    own = len(command) - workload.script_arguments
     words = [word for index, word in enumerate(command) if word != "--dry-run" or index >= own]
     argv = [sys.executable, "-P", "-m", "paceline", *words]
     script = slurm_script.batch_script(options, argv, name=name, workdir=str(Path.cwd()), log=log_file, env=spec.env)

@@ -164,7 +164,7 @@ def _tell(message: Message, names: Sequence[str]) -> None:
     elif message["kind"] == "notice":
         log.info(message["text"])
     elif message["kind"] == "restart":
-        log.info(local_status.again(message))
+        log.info(local_status.describe_restart(message))
     elif message["kind"] == "end":
         local_status.show_end(message, None)
 

@@ -22,7 +22,7 @@ from paceline.launcher.cluster.membership import JoinRequest
 from paceline.launcher.local import interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.reaper import birth, end_leftovers
+from paceline.launcher.local.reaper import kill_orphans, start_time
 from paceline.launcher.local.start import LocalStart, NodeAssignment
 from paceline.launcher.network import interface_of
 from paceline.launcher.workload import Workload
@@ -166,7 +166,7 @@ class Node:
             case "restart":
                 if self._had_first_rank and self._logs is not None:
                     local_status.note_failure(Cause(**message["cause"]), self._logs)
-                self._say(local_status.again(message))
+                self._say(local_status.describe_restart(message))
             case "end":
                 self._finish(message)
                 return int(message["status"])
@@ -186,7 +186,7 @@ class Node:
     def _start(self, order: Message, stack: ExitStack) -> None:
         if self._logs is None or (order["folder"] is not None and str(self._logs.run) != order["folder"]):
             self._logs = stack.enter_context(rank_logs.shared(order["folder"]))
-        end_leftovers({int(pid): born for pid, born in order["leftovers"].items()})
+        kill_orphans({int(pid): born for pid, born in order["leftovers"].items()})
         first, last = order["first_rank"], order["first_rank"] + order["ranks"] - 1
         of = f"ranks {first} to {last}" if last > first else f"rank {first}"
         where = f"; logs in {short(self._logs.folder.logs)}" if self._logs.run else ""
@@ -237,7 +237,7 @@ class Node:
     # What the agent asks while ranks run
 
     def started(self, pids: Collection[int]) -> None:
-        self._send({"kind": "started", "pids": {pid: birth(pid) for pid in pids}})
+        self._send({"kind": "started", "pids": {pid: start_time(pid) for pid in pids}})
 
     def failing(self) -> None:
         self._send({"kind": "failed"})

@@ -1,8 +1,8 @@
-"""Ranks of one machine, started once, under torch's elastic agent.
+"""Runs the ranks of one node, once, under torch's elastic agent.
 
-The agent starts the ranks, gives them torchrun's environment variables and watches them. Ranks are forked from this
-process, so that torch is imported once. What happens when one of them fails is decided here: the others may end by
-themselves, and are ended when they don't; who was dead before that is what the cause is looked for in.
+The agent starts the ranks, sets torchrun's environment variables and monitors the processes. Ranks are forked from this
+process, so that torch is imported once. When a rank fails, the others get a moment to exit on their own and are then
+stopped; only ranks that exited before that are considered as the cause.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from paceline.launcher.local.start import LocalStart
 from paceline.launcher.workload import Workload
 from paceline.run import failures, heartbeat
 
-_SETTLING = 0.5  # seconds in which ranks may end by themselves when another one has failed
-_AFTER_TERM = 5.0  # and that they have after a SIGTERM
-_IN_VAIN = 1.0  # or where they wait for what can't come
+_SETTLING = 0.5  # seconds for ranks to exit on their own after another one failed
+_AFTER_TERM = 5.0  # seconds between SIGTERM and SIGKILL
+_BLOCKED_SAVE = 1.0  # the same, for ranks blocked in a save that cannot complete
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
 
 
 class AgentObserver(Protocol):
-    """Who else has a say in when the ranks of this machine end."""
+    """Connects the agent to whoever coordinates the ranks of other nodes."""
 
     def started(self, pids: Collection[int]) -> None:
-        """The ranks are there."""
+        """The ranks are running."""
 
     def failing(self) -> None:
-        """A rank here has failed; the others are given a moment to end."""
+        """A rank of this node failed; the others get a moment to exit."""
 
     def interrupted(self, number: int) -> None:
-        """This launcher got a signal that ends the run."""
+        """This launcher received a signal that ends the run."""
 
     def order(self) -> int | None:
-        """A signal that the ranks shall get; 0: ranks elsewhere have failed; None: go on."""
+        """A signal to send to the ranks; 0 if ranks of another node failed; None to continue."""
 
 
 class NullObserver:
@@ -71,11 +71,11 @@ class NullObserver:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """How the ranks of this machine ended."""
+    """How the ranks of this node exited."""
 
     ends: tuple[RankExit, ...]
     oom_killed: tuple[int, ...]  # ranks
-    signal: int | None = None  # that ended them, at somebody's wish
+    signal: int | None = None  # that was sent to this launcher to end the run
 
     @property
     def is_good(self) -> bool:
@@ -83,7 +83,7 @@ class LocalResult:
 
 
 def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
-    """Start the ranks and stay until all have ended."""
+    """Start the ranks and wait until all have exited."""
     watch = watch or NullObserver()
     logs, ranks, target = start.logs.folder, start.node.rank_range, workload.target
     failures.clear(logs, ranks, everything=0 in ranks)
@@ -92,8 +92,8 @@ def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = Non
         logs.target.write_text(json.dumps({**target.to_json(), "folder": str(logs)}))
         args = ("-u", "-P", "-m", "paceline.launcher.local.rank_main", str(logs.target))
         return _supervise(sys.executable, args, start, watch)
-    _refuse_what_can_not_be_forked()
-    # multiprocessing closes the standard input of what it forks: rank 0 gets it back from a copy.
+    _require_forkable()
+    # multiprocessing closes the standard input of forked processes; rank 0 restores it from a copy.
     stdin = _copy_of_stdin()
     try:
         return _supervise(lambda: run_rank(workload.body, logs, stdin), (), start, watch)
@@ -109,30 +109,30 @@ def _copy_of_stdin() -> int | None:
         return None  # it was closed
 
 
-def _refuse_what_can_not_be_forked() -> None:
+def _require_forkable() -> None:
     import torch
 
     if torch.distributed.is_initialized():
         raise LaunchError(
             "group-already-open",
-            "This process is in a process group, so ranks can't be forked from it.",
-            why="they would take themselves for members of that group, and wait for each other in it",
-            fix="call launch() before the group opens, or after it is closed",
+            "Ranks cannot be forked: this process has an initialized process group.",
+            why="forked ranks would inherit it",
+            fix="call launch() before init_process_group() or after destroy_process_group()",
         )
     if torch.cuda.is_initialized():
         raise LaunchError(
             "gpu-already-open",
-            "This process has already used a GPU, so ranks can't be forked from it.",
-            why="a forked process can't use a GPU that its parent opened",
-            fix="call launch() before anything touches the GPU (in a notebook: restart the kernel); "
-            "torch.cuda.device_count() is harmless",
+            "Ranks cannot be forked: this process has already initialized CUDA.",
+            why="CUDA cannot be used in a forked process after its parent initialized it",
+            fix="call launch() before anything initializes CUDA (in a notebook, restart the kernel); "
+            "torch.cuda.device_count() is safe",
         )
 
 
 def _supervise(
     entry: Callable[[], None] | str, args: tuple[str, ...], start: LocalStart, watch: AgentObserver
 ) -> LocalResult:
-    # The store lives in this call, so that it is gone before an error, whose traceback keeps its frames, is raised.
+    # The store is local to this call: the traceback of an error raised later must not keep it, and its port, alive.
     node = start.node
     if node.store is None:
         handler = rendezvous.one_node(start.spec.port)
@@ -158,39 +158,39 @@ def _supervise(
         stack.enter_context(interrupts.restored())
         heard = interrupts.Interrupts(stack.enter_context(interrupts.listening()), start.spec.grace)
         agent = _Agent(workers, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
-        # Of restarts the agent knows only their number: they are a matter of all nodes, and decided elsewhere.
+        # Restarts involve all nodes and are decided elsewhere; the agent only needs to know their number.
         agent._remaining_restarts = workers.max_restarts - start.generation
         agent.begin(heard, watch, start)
         agent.run_once(stack)
         return agent.outcome(memory)
 
 
-class _Over(Exception):
-    """All ranks have ended, not all of them well."""
+class _Finished(Exception):
+    """All ranks have exited, some of them with a failure."""
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also notes when and how each rank ended, and is patient with ranks that were told to stop.
+    """torch's agent, which also records when and how each rank exited, and lets ranks save before it stops them.
 
-    Its own result names one rank only, the lowest: a killed rank 1 would show up as rank 0's lost connection. And its
-    own way with signals is to send each on, also to those who got it already, and to kill what is there after 30 s.
+    torch's own result names the lowest failed rank only: a killed rank 1 would be reported as the lost connection of
+    rank 0. Its signal handling forwards every signal, even to ranks that already received it, and kills after 30 s.
     """
 
     def begin(self, heard: interrupts.Interrupts, watch: AgentObserver, start: LocalStart) -> None:
         self._heard, self._watch, self._start = heard, watch, start
-        self._ended: dict[int, tuple[int, float]] = {}  # by local rank: how, and when that was seen
-        self._own_end: set[int] = set()  # that ended before anybody told them to
+        self._ended: dict[int, tuple[int, float]] = {}  # by local rank: exit code and the time it was observed
+        self._own_exit: set[int] = set()  # local ranks that exited before they were told to
         self._settling_since: float | None = None
-        self._termed_at: float | None = None
+        self._sigterm_at: float | None = None
         self._has_reported_signal = False
-        self._log_sizes = failures.log_sizes(start.logs.folder)  # what is there already was said by an earlier start
+        self._log_sizes = failures.log_sizes(start.logs.folder)  # output of earlier starts is not part of this one
         self._stack: ExitStack | None = None
 
     def run_once(self, stack: ExitStack) -> None:
         self._stack = stack
         try:
             super().run()
-        except _Over:
+        except _Finished:
             return
         finally:
             self._stack = None
@@ -204,7 +204,7 @@ class _Agent(LocalElasticAgent):
             code, when = self._ended.get(local, (None, time.time()))
             rank, page = first + local, pages.get(first + local)
             record = records.get(rank)
-            own_code = code if local in self._own_end or code == 0 else None
+            own_code = code if local in self._own_exit or code == 0 else None
             ends.append(
                 RankExit(
                     rank=rank,
@@ -225,7 +225,7 @@ class _Agent(LocalElasticAgent):
         return LocalResult(tuple(ends), ranks)
 
     def _exit_barrier(self) -> None:
-        """Whoever watches over several nodes knows when all have ended."""
+        """Not needed: the coordinator knows when all nodes are done."""
 
     def _start_workers(self, worker_group: Any) -> Any:
         self._heard.install()
@@ -234,7 +234,7 @@ class _Agent(LocalElasticAgent):
         assert self._stack is not None
         kept = reaper.reaping(list(pids.values()), self._start.spec.grace, self._start.node.orphan_seconds)
         self._stack.enter_context(kept)
-        context = self._pcontext  # not self: a cycle would keep the agent, and with it the store's port
+        context = self._pcontext  # not self: a reference cycle would keep the agent and the store's port alive
         self._heard.watch(lambda: _running(context))
         self._watch.started(list(pids.values()))
         return pids
@@ -256,9 +256,9 @@ class _Agent(LocalElasticAgent):
             self._settle()
             return RunResult(state=WorkerState.HEALTHY)
         if not _busy(self._pcontext) and 0 in _exit_codes(self._pcontext).values() and self._is_forked:
-            self._kill_the_rest()  # one left by os._exit(0): torch would wait for its result for ever
+            self._kill_the_rest()  # one called os._exit(0): torch would wait for its result forever
         result = super()._monitor_workers(worker_group)
-        # One that failed just now is seen at the next look; torch may have sent the others a SIGTERM already.
+        # A rank that failed just now is recorded in the next iteration; torch may have sent SIGTERM to the others.
         return RunResult(state=WorkerState.HEALTHY) if result.is_failed() else result
 
     @property
@@ -271,53 +271,53 @@ class _Agent(LocalElasticAgent):
         for local, code in _exit_codes(self._pcontext).items():
             if local not in self._ended and (code is not None or local in done):
                 self._ended[local] = (code or 0, now)
-                if self._termed_at is None and not self._heard.ending:
-                    self._own_end.add(local)
+                if self._sigterm_at is None and not self._heard.ending:
+                    self._own_exit.add(local)
 
     def _obey(self, order: int | None) -> None:
         if order == 0:
             self._settling_since = self._settling_since or time.monotonic()
         elif order is not None:
-            self._heard.told(order)
+            self._heard.forward(order)
 
     def _settle(self) -> None:
-        """One rank has failed. The others learn of it by themselves, or by a signal, or are ended."""
+        """A rank has failed. The others notice it themselves, or get SIGTERM, or are killed."""
         assert self._settling_since is not None
         now = time.monotonic()
         if not _busy(self._pcontext):
             self._kill_the_rest()
-        elif self._termed_at is None and now > self._settling_since + _SETTLING:
+        elif self._sigterm_at is None and now > self._settling_since + _SETTLING:
             self._note()
-            self._termed_at = now
+            self._sigterm_at = now
             self._heard.send(signal.SIGTERM)
-        elif self._termed_at is not None and now > self._termed_at + self._patience():
+        elif self._sigterm_at is not None and now > self._sigterm_at + self._patience():
             self._kill_the_rest()
 
     def _patience(self) -> float:
-        """Seconds after a SIGTERM. Only the first rank can still bring a save to its end, with what it holds itself;
-        others that save wait for it, or for the one that is gone, in vain."""
+        """Seconds after SIGTERM. Only rank 0 can still complete a save, with its own data; other ranks that are saving
+        wait for it, or for the failed rank, and cannot finish."""
         pages = heartbeat.read(self._start.logs.folder)
         busy = [self._start.node.first_rank + local for local in _busy(self._pcontext)]
         saving = [rank for rank in busy if rank in pages and pages[rank].phase == "saving"]
         if 0 in saving:
             return self._start.spec.grace
-        return _IN_VAIN if saving == busy else _AFTER_TERM
+        return _BLOCKED_SAVE if saving == busy else _AFTER_TERM
 
     def _kill_the_rest(self) -> None:
         self._note()
-        self._heard.kill()  # a rank whose work is done still waits for our word
-        raise _Over
+        self._heard.kill()  # a forked rank that is done still waits for its result to be read
+        raise _Finished
 
 
 def _step(page: heartbeat.Heartbeat | None) -> int | None:
-    """The step that a rank was in, or the last one that it had done."""
+    """The current step of a rank, or its last completed one."""
     if page is None or page.phase in ("start", "rendezvous", "load"):
         return None
     return page.step if page.trained is None else page.trained
 
 
 def _exit_codes(context: Any) -> dict[int, int | None]:
-    """How each rank ended, None for those that run."""
+    """The exit code of each rank; None while it is running."""
     if isinstance(context, MultiprocessContext) and context._pc is not None:
         return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
     if isinstance(context, SubprocessContext):
@@ -326,13 +326,13 @@ def _exit_codes(context: Any) -> dict[int, int | None]:
 
 
 def _running(context: Any) -> list[int]:
-    """The processes of ranks that have not ended."""
+    """The processes of running ranks."""
     pids = context.pids()
     return [pids[rank] for rank, code in _exit_codes(context).items() if code is None]
 
 
 def _busy(context: Any) -> list[int]:
-    """Ranks that have work left: a forked one that is done lives on until its result was taken."""
+    """Ranks that are not done. A forked rank that is done stays alive until its result is read."""
     ranks = [rank for rank, code in _exit_codes(context).items() if code is None]
     if isinstance(context, MultiprocessContext):
         return [rank for rank in ranks if rank not in context._return_values and context._ret_vals[rank].empty()]
@@ -341,7 +341,7 @@ def _busy(context: Any) -> list[int]:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """The agent logs every process that it ends; the first failure is what a person needs, and we show that."""
+    """Silence the agent's log lines about every process it stops; only the first failure is shown."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT_LOGGERS)]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,8 +1,8 @@
 """Rank 0 on screen and in a file at the same time.
 
-While a `Console` is open, this process's output, and so that of every rank that does not redirect itself, goes to a
-small process of its own, which copies it to the real screen and to a log. In a terminal the ranks get a
-pseudo-terminal, so that progress bars stay live; the log keeps the last state of each line, without escape codes.
+While a `Console` is open, the output of this process, and of every rank that does not redirect it, goes to a helper
+process, which copies it to the screen and to a log. In a terminal, ranks get a pseudo-terminal, so that progress bars
+stay live; the log keeps the final state of each line, without escape codes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 from types import FrameType
 
 _DRAIN_SECONDS = 2.0
-_LOOK_SECONDS = 0.1  # between looks at logs that are followed
+_LOOK_SECONDS = 0.1  # between polls of followed logs
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
 
 
 class Console:
-    """`log` is rank 0's; None where that is on another machine. `shown` are logs of ranks that are to be on screen as
-    well: then every line begins with its rank."""
+    """`log` is that of rank 0; None if it runs on another node. `shown` are logs of further ranks to show on screen;
+    every line is then prefixed with its rank."""
 
     def __init__(self, log: Path | None, shown: Mapping[int, Path] | None = None) -> None:
         self._log = log
@@ -57,12 +57,12 @@ class Console:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """The screen is this process's again, and everything that ranks wrote is on it."""
+        """Restore the output of this process, after everything that ranks wrote has been copied."""
         _flush()
         for number, descriptor in enumerate(self._screen, start=1):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        # Not "until all writers are gone": a process that a rank left in the background may hold a descriptor for ever.
+        # Do not wait for all writers: a background process left by a rank may hold a descriptor forever.
         os.close(self._stop)
         os.waitpid(self._copier, 0)
 
@@ -78,7 +78,7 @@ def _pipes() -> tuple[list[int], list[int]]:
 
 
 def _terminal() -> tuple[list[int], list[int]]:
-    """A pseudo-terminal of the real one's size that changes nothing in what passes through."""
+    """A pseudo-terminal of the same size that passes output through unchanged."""
     reader, writer = pty.openpty()
     attributes = termios.tcgetattr(writer)
     attributes[1] &= ~termios.OPOST
@@ -93,26 +93,26 @@ def _copy_size(source: int, target: int) -> None:
 
 
 class _Followed:
-    """The log of a rank that does not write to the screen itself: what grows there is copied, line by line."""
+    """Follows the log of a rank that does not write to the screen, line by line."""
 
     def __init__(self, rank: int, path: Path) -> None:
         self._prefix, self._path, self._rest = _prefix(rank), path, b""
-        self._at = path.stat().st_size if path.exists() else 0  # what is there is of an earlier start
+        self._at = path.stat().st_size if path.exists() else 0  # existing output is from an earlier start
 
-    def news(self) -> bytes:
+    def new_lines(self) -> bytes:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
                 data = file.read()
         except OSError:
-            return b""  # nothing was written yet
+            return b""  # not created yet
         self._at += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return b"".join(self._prefix + line + b"\n" for line in lines)
 
 
 def _prefix(rank: int) -> bytes:
-    """In a terminal each rank has a colour of its own."""
+    """Colored by rank in a terminal."""
     words = f"[rank {rank}] "
     return (f"\x1b[{31 + rank % 6}m{words}\x1b[0m" if os.isatty(1) else words).encode()
 
@@ -120,8 +120,8 @@ def _prefix(rank: int) -> bytes:
 def _copy(
     routes: dict[int, int], stop: int, log: Path | None, prefix: bytes, followed: Sequence[_Followed], *, terminal: bool
 ) -> None:
-    """Copy until told to stop, and then what is still there. This is the small process: it never returns."""
-    # Ctrl-C is for the ranks and the launcher; what they still say has to arrive.
+    """Copy until told to stop, then drain. Runs in the helper process and never returns."""
+    # Ctrl-C is handled by ranks and the launcher, whose remaining output must still be copied.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     screen = next(iter(routes.values()))
@@ -139,7 +139,7 @@ def _copy(
         pending, patience, end = b"", _LOOK_SECONDS if followed else None, math.inf
         while ((ready := selector.select(patience)) or (followed and end == math.inf)) and time.monotonic() < end:
             for each in followed:
-                _write(screen, each.news())
+                _write(screen, each.new_lines())
             for key, _ in ready:
                 data = _read(key.fd)
                 if key.fd == stop:
@@ -150,7 +150,7 @@ def _copy(
                 outputs[key.fd].write(data)
                 if terminal:
                     *lines, pending = (pending + data).split(b"\n")
-                    # A bar redraws its line for hours without ever ending it: only the last state is kept.
+                    # A progress bar redraws its line without ending it: keep only the last state.
                     pending = pending[pending.rstrip(b"\r").rfind(b"\r") + 1 :]
                     file.write(b"".join(_plain(line) + b"\n" for line in lines))
                 else:
@@ -158,12 +158,12 @@ def _copy(
         if pending:
             file.write(_plain(pending) + b"\n")
     for each in followed:
-        _write(screen, each.news())
+        _write(screen, each.new_lines())
     os._exit(0)
 
 
 class _Output:
-    """The screen, as it is, or with a prefix before every line."""
+    """The screen, optionally with a prefix before every line."""
 
     def __init__(self, target: int, prefix: bytes) -> None:
         self._target, self._prefix, self._rest = target, prefix, b""
@@ -178,7 +178,7 @@ class _Output:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # a pseudo-terminal whose other side is closed says so with an error
+    except OSError:  # a pseudo-terminal whose other side is closed raises
         return b""
 
 
@@ -187,9 +187,9 @@ def _write(descriptor: int, data: bytes) -> None:
         while data:
             data = data[os.write(descriptor, data) :]
     except OSError:
-        pass  # the screen is gone (a closed pipe); the log goes on
+        pass  # the screen is gone (a closed pipe); keep writing the log
 
 
 def _plain(line: bytes) -> bytes:
-    """The last state of a line that was redrawn."""
+    """The final state of a redrawn line."""
     return _ESCAPES.sub(b"", line).rstrip(b"\r").rsplit(b"\r", 1)[-1]

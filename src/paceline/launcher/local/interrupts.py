@@ -1,13 +1,13 @@
-"""What the launcher does when it is told to stop: it lets the ranks hear of it, and gives them the time to save.
+"""Signal handling of the launcher: signals are forwarded to the ranks, which get time to save.
 
-    Ctrl-C                  waits for the ranks as long as they take; a second one ends them at once
-    SIGTERM, HUP, QUIT      goes on to the ranks, which are ended when the grace is over
-    SIGUSR1                 goes on to the ranks, which save a checkpoint and go on
+    Ctrl-C                  waits for the ranks without a limit; a second one kills them
+    SIGTERM, HUP, QUIT      forwarded to the ranks, which are killed after the grace period
+    SIGUSR1                 forwarded to the ranks, which save a checkpoint and continue
 
-A terminal's Ctrl-C reaches the launcher's whole process group, and so every forked rank. `kill -INT` reaches the
-launcher alone, and has to go on to the ranks; but a rank that got it twice would take that for a second Ctrl-C. Who got
-a signal can't be seen from outside, so a small process in the same group listens too. Ranks in fresh interpreters are
-in groups of their own, and hear from the launcher only.
+Ctrl-C in a terminal reaches the whole process group of the launcher, including forked ranks. `kill -INT` reaches only
+the launcher and must be forwarded; but a rank that receives it twice would treat it as a second Ctrl-C. Since the
+recipients of a signal cannot be observed, a helper process in the same group listens for it too. Ranks in fresh
+interpreters have process groups of their own and only receive forwarded signals.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_WORDS = b"\ninterrupted: waiting for the ranks to save; Ctrl-C again ends them at once\n"
+_INTERRUPTED = b"\ninterrupted: waiting for ranks to save; press Ctrl-C again to kill them\n"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-TORCHS_OWN = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # for which torch's agent sets handlers of its own
-_HEARD_WITHIN = 1.0  # seconds in which the listener tells of a signal that it got with us
+TORCHS_OWN = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # signals handled by torch's agent
+_LISTENER_SECONDS = 1.0  # for the listener to report a signal
 
 
 class Interrupts:
-    """Handlers of the launcher, for the time in which it has ranks."""
+    """Signal handlers of the launcher while it has ranks."""
 
     def __init__(self, listener: int, grace: float) -> None:
         self._listener, self._grace = listener, grace
         self._pids: Callable[[], Collection[int]] = tuple
         self._deadline: float | None = None
         self._process = os.getpid()
-        self.ending: signal.Signals | None = None  # the signal that began it
+        self.ending: signal.Signals | None = None  # the first signal that ends the run
 
     def install(self) -> None:
-        """Before there are ranks. Only in the main thread, as everything about signals in Python."""
+        """Call before ranks are started. Python allows signal handlers in the main thread only."""
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+                if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
                     signal.signal(number, self._heard)
 
     def watch(self, pids: Callable[[], Collection[int]]) -> None:
-        """`pids` gives the processes that run; they hear of what came while they were started."""
+        """`pids` returns the running processes, to which signals received during their start are forwarded."""
         self._pids = pids
         if self.ending:
             self.send(self.ending)
 
     @property
     def is_over(self) -> bool:
-        """Whether the ranks have had their time."""
+        """Whether the grace period is over."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
 
-    def told(self, number: int) -> None:
-        """Another launcher of this job has got that signal, and so it is ours too."""
+    def forward(self, number: int) -> None:
+        """Handle a signal that another launcher of this job received."""
         if number in (signal.SIGUSR1, signal.SIGKILL):
             self.send(number)
             return
         if self.ending is None or number != self.ending:
             self.ending = signal.Signals(number)
-            self._limit_unless_patient(number)
+            self._set_deadline(number)
             self.send(number)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a rank that was forked just now, and has no handlers of its own yet
+        if os.getpid() != self._process:  # a rank that was just forked and has no handlers of its own yet
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -81,41 +81,41 @@ class Interrupts:
         if number == signal.SIGINT and again:
             self.kill()
         elif number == signal.SIGINT:
-            _say(_WORDS)
-            self.send(number, but_not_to=os.getpgrp() if self._group_heard() else None)
+            _write(_INTERRUPTED)
+            self.send(number, except_group=os.getpgrp() if self._group_heard() else None)
         else:
-            self._limit_unless_patient(number)
+            self._set_deadline(number)
             self.send(number)
 
-    def _limit_unless_patient(self, number: int) -> None:
-        """Somebody who pressed Ctrl-C is there to press it again; after other signals the time is limited."""
+    def _set_deadline(self, number: int) -> None:
+        """After Ctrl-C a person can press it again; after other signals the grace period applies."""
         if number != signal.SIGINT:
             self._deadline = self._deadline or time.monotonic() + self._grace
 
     def _group_heard(self) -> bool:
-        ready, _, _ = select.select([self._listener], [], [], _HEARD_WITHIN)
+        ready, _, _ = select.select([self._listener], [], [], _LISTENER_SECONDS)
         return bool(ready) and os.read(self._listener, 1) != b""
 
-    def send(self, number: int, but_not_to: int | None = None) -> None:
+    def send(self, number: int, except_group: int | None = None) -> None:
         for pid in self._pids():
             try:
-                if os.getpgid(pid) != but_not_to:
+                if os.getpgid(pid) != except_group:
                     os.kill(pid, number)
             except ProcessLookupError:
                 continue
 
 
-def _say(words: bytes) -> None:
-    """Past Python's streams, which may be in the middle of a line of ours."""
+def _write(text: bytes) -> None:
+    """Bypass Python's streams, which are not reentrant in a signal handler."""
     try:
-        os.write(2, words)
+        os.write(2, text)
     except OSError:
         return  # the screen is gone
 
 
 @contextmanager
 def listening() -> Iterator[int]:
-    """A descriptor that can be read once this process group got a SIGINT."""
+    """A descriptor that becomes readable when this process group receives SIGINT."""
     heard, tell = os.pipe()
     alive, hold = os.pipe()
     process = os.fork()
@@ -137,7 +137,7 @@ def listening() -> Iterator[int]:
 
 
 def _listen(tell: int, alive: int) -> None:
-    """Until the launcher and its ranks, which hold the other end of `alive`, are gone."""
+    """Until the launcher and its ranks, which hold the other end of `alive`, have exited."""
 
     def heard(number: int, frame: FrameType | None) -> None:
         os.write(tell, b"!")
@@ -150,7 +150,7 @@ def _listen(tell: int, alive: int) -> None:
 
 @contextmanager
 def noted() -> Iterator[list[int]]:
-    """The signals that came while no ranks were there to get them."""
+    """Record signals while there are no ranks."""
     heard: list[int] = []
     with _handled(lambda number, frame: heard.append(number)):
         yield heard
@@ -158,7 +158,7 @@ def noted() -> Iterator[list[int]]:
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Signals that would end this process at once let it tidy up first."""
+    """Turn signals into SystemExit, so that this process cleans up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -183,14 +183,14 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """The handlers from before are there again after the block: the agent and `Interrupts` set theirs."""
+    """Restore signal handlers after the block, in which the agent and `Interrupts` set theirs."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         yield
     finally:
         for number, handler in before.items():
             if handler is None:
-                continue  # set by other than Python code, which no one here could replace
+                continue  # not set from Python, so it cannot be restored
             try:
                 signal.signal(number, handler)
             except ValueError:

@@ -1,4 +1,4 @@
-"""The environment variables of ranks: what the launcher sets for itself before torch is imported, and for ranks."""
+"""Environment variables of the launcher, set before torch is imported, and of its ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from paceline.runtime import environment
 
 
 def prepare_environment(spec: LaunchSpec) -> None:
-    """Before torch is imported, which reads it."""
+    """Call before torch is imported, which reads them."""
     os.environ.update(spec.env)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    # A fair share of the cores for each rank, unless somebody decided otherwise; torchrun would give it one.
+    # Divide the cores among the ranks unless the user decided otherwise; torchrun sets 1.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (spec.ranks or spec.default_cpu_ranks))))
 
 
 @contextmanager
 def rank_environment(start: LocalStart) -> Iterator[None]:
-    """What ranks find in their environment besides torchrun's variables; this process's own is given back."""
+    """Set the variables of ranks, besides those of torchrun, during the block."""
     node = start.node
     wanted = {environment.LAUNCHED: "1", **start.logs.environment, **start.env}
     wanted[interrupts.TORCHS_OWN] = "none"
     if sys.platform == "linux" and (interface := node.interface or ("lo" if node.nodes == 1 else None)):
-        # What somebody has set is right: they know their network.
+        # A value set by the user takes precedence.
         wanted["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
         if node.nodes > 1:
             wanted["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")

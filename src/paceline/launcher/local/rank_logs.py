@@ -47,7 +47,7 @@ def opened(spec: LaunchSpec) -> Iterator[RankLogs]:
         return
     if resume not in (None, "auto"):
         folder.require_exists(str(resume))
-    # A script may train in a folder of its own: then that of its launch holds logs and the ledger, which names it.
+    # A script may train in another folder; the folder of its launch then contains logs and a ledger that refers to it.
     newest = RunFolder.newest_launch(run) if spec.prior_starts else RunFolder.newest(run)
     resumed = newest if resume == "auto" else RunFolder.at(resume) if resume else None
     if resumed is not None:
@@ -75,12 +75,12 @@ def temporary() -> Iterator[RankLogs]:
 def shared(run: str | None) -> Iterator[RankLogs]:
     """The logs of another node than the first, which opened the run folder: in the same folder or, if this node does
     not share it, under the same path here."""
-    told = None if run is None else RunFolder(Path(run))
-    if told is not None and _can_log_to(told):
-        yield RankLogs(told, told)
+    shared_run = None if run is None else RunFolder(Path(run))
+    if shared_run is not None and _can_log_to(shared_run):
+        yield RankLogs(shared_run, shared_run)
         return
     with _temporary_folder() as made:
-        yield RankLogs(made, told)
+        yield RankLogs(made, shared_run)
 
 
 def _can_log_to(run: RunFolder) -> bool:

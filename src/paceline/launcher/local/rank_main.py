@@ -1,7 +1,7 @@
-"""What happens inside a rank before, around and after the user's code.
+"""The main function of a rank, around the user's code.
 
-A forked rank runs `run_rank` directly; a fresh one is `python -m paceline.launcher.local.rank_main SPEC`, which does
-the same in a new interpreter and never imports torch for itself.
+A forked rank calls `run_rank` directly; a fresh one is `python -m paceline.launcher.local.rank_main SPEC`, which does
+the same in a new interpreter and does not import torch itself.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from paceline.run.failures import FailureRecord, describe
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment
 
-_PR_SET_PDEATHSIG = 1  # Linux's prctl: a signal to get when the parent ends
+_PR_SET_PDEATHSIG = 1  # Linux prctl: signal sent when the parent exits
 _EXIT_SECONDS = 10.0
 
 
 def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None) -> None:
-    """Run a rank's body with its output where it belongs; a failure is recorded, and ends the process."""
+    """Run the body of a rank with its output redirected. A failure is recorded and ends the process."""
     rank_info = environment.read_rank_info() or environment.RankInfo()
     log = logs.rank_log(rank_info.rank)
-    _forget_parent()
+    _reset_inherited_state()
     _direct_streams(log if rank_info.rank else None, stdin if rank_info.rank == 0 else None)
     _reseed(rank_info.rank)
     code = 0
     try:
         body()
     except KeyboardInterrupt:
-        os._exit(130)  # the launcher ends the run: nothing to report
+        os._exit(130)  # the launcher ends the run
     except SystemExit as request:
         code = _exit_code(request)
         if code:
@@ -52,7 +52,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None
             ).write(logs)
     except BaseException as error:
         failure = describe(error, rank_info.rank)
-        failure.write(logs)  # first, so that its time is before those of ranks that fail because of this one
+        failure.write(logs)  # first, so that it is earlier than the failures it causes on other ranks
         with log.open("a") as file:
             file.write(failure.text)
         code = failure.exit_code
@@ -62,7 +62,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None
 
 
 def _fail(code: int) -> None:
-    """The end of a rank that failed: its exit functions run, but may not hold it up (a group may be hard to close)."""
+    """Exit after a failure: run exit handlers with a time limit, because destroying a process group may block."""
     watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
     watchdog.daemon = True
     watchdog.start()
@@ -72,8 +72,8 @@ def _fail(code: int) -> None:
 
 
 def _finish() -> None:
-    """The end of an interpreter, in its order: threads, exit functions, streams. The process itself lives on until
-    the launcher has taken note, so what others could be waiting for is closed as if it were gone."""
+    """Shut down like the interpreter does: threads, exit handlers, streams. The process stays alive until the launcher
+    has read its result, so connections are closed here for ranks that would otherwise wait for this one."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
@@ -84,20 +84,20 @@ def _finish() -> None:
 
 
 def _reseed(rank: int) -> None:
-    """Forked ranks begin with one and the same random state; each gets its own, which follows from the parent's."""
+    """Forked ranks inherit the same RNG state; derive a different one for each rank."""
     if "torch" in sys.modules:
         from paceline.runtime import rng
 
         rng.seed_cpu(rng.derive_seed(sys.modules["torch"].initial_seed(), rank) >> 1)
 
 
-def _forget_parent() -> None:
-    """What the parent does on signals and at its exit (removing temporary folders, say) is not for a forked rank."""
+def _reset_inherited_state() -> None:
+    """A forked rank must not run the signal and exit handlers of its parent."""
     os.environ.pop(interrupts.TORCHS_OWN, None)
-    if sys.platform == "linux":  # torch asks for a SIGINT here; what comes then is the reaper's affair
+    if sys.platform == "linux":  # torch requests SIGINT here; the reaper handles this instead
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
@@ -107,8 +107,8 @@ def _forget_parent() -> None:
 
 
 def _direct_streams(log: Path | None, stdin: int | None) -> None:
-    """Rank 0 keeps screen and keyboard; the others write to their log. Python's streams are made anew on the
-    descriptors: those of the parent may belong to a notebook or a test runner."""
+    """Rank 0 keeps the terminal; other ranks write to their log. Python's streams are recreated on the descriptors,
+    because those of the parent may belong to a notebook or a test runner."""
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
@@ -124,7 +124,7 @@ def _direct_streams(log: Path | None, stdin: int | None) -> None:
 
 
 def _exit_code(request: SystemExit) -> int:
-    """As the interpreter does: nothing is 0, a number is itself, anything else is printed and is 1."""
+    """Like the interpreter: None is 0, an int is itself, anything else is printed and is 1."""
     if request.code is None:
         return 0
     if isinstance(request.code, int):
@@ -135,12 +135,12 @@ def _exit_code(request: SystemExit) -> int:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the screen is gone: there is nobody left to tell
+        with suppress(OSError, ValueError):  # the screen is gone
             stream.flush()
 
 
 def main() -> None:
-    """A rank in a fresh interpreter."""
+    """Entry point of a rank in a fresh interpreter."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     target = Target.from_json(spec)
     run_rank(target.run, RunFolder(Path(spec["folder"])))

@@ -1,7 +1,7 @@
-"""Where the launchers of a job meet, as torch's elastic agent sees it; and the store that ranks meet in.
+"""The rendezvous for torch's elastic agent, and the TCPStore of the ranks.
 
-One node listens on loopback only. With several, the store is the coordinator's (cluster/coordinator.py), a new one for
-every start of the ranks, so that nothing of an earlier start is found in it.
+A single node listens on loopback only. With several nodes, the coordinator (cluster/coordinator.py) opens a new store
+for every start of the ranks, so that it contains nothing of an earlier one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paceline.config.launch import Endpoint
 from paceline.launcher.network import LOOPBACK, listen
 
 _STORE_SECONDS = 300.0
-_REACH_SECONDS = 60.0  # to connect to a store that a launcher has just told of
+_REACH_SECONDS = 60.0  # to connect to the store of the coordinator
 
 
 def open_store(listener: socket.socket) -> TCPStore:
-    """A store that listens where `listener` does, and closes it in the end."""
+    """A store on an existing listener, which it takes over."""
     host, port = listener.getsockname()[:2]
     return TCPStore(
         LOOPBACK if host in ("0.0.0.0", "::") else host,
@@ -35,7 +35,7 @@ def open_store(listener: socket.socket) -> TCPStore:
 
 
 class StaticRendezvous(RendezvousHandler):
-    """This node is number `node` of `nodes`, and everybody knows that already: there is nothing to agree on."""
+    """Node `node` of `nodes`; all nodes know their rank already."""
 
     def __init__(self, store: Store, host: str, port: int, node: int = 0, nodes: int = 1) -> None:
         self._store, self._node, self._nodes = store, node, nodes
@@ -70,7 +70,7 @@ class StaticRendezvous(RendezvousHandler):
 
 
 def one_node(port: int | None) -> StaticRendezvous:
-    """Rendezvous of a single node with itself, at a free port unless one was asked for."""
+    """Rendezvous of a single node, at `port` or a free one."""
     listener = listen(LOOPBACK, port)
     number: int = listener.getsockname()[1]
     return StaticRendezvous(open_store(listener), LOOPBACK, number)

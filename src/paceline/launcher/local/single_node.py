@@ -1,4 +1,4 @@
-"""A launch on this machine alone: start the ranks, and again where that helps."""
+"""Launch on a single node, with restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.run.ledger import Ledger
 
 
 def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
-    """Run it to its end; the exit status for the shell."""
+    """Run the workload; returns the exit status for the shell."""
     began = time.time()
     prepare_environment(spec)
     with interrupts.as_exceptions(), rank_logs.opened(spec) as logs:
@@ -38,7 +38,7 @@ def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
         except LaunchError as error:
             if not spec.fallback or error.code != "launch.port-in-use":
                 raise
-            log.info(f"fallback: the ranks can't meet ({error.what}); going on as one rank")
+            log.info(f"fallback: rendezvous failed ({error.what}); continuing with one rank")
             status = _generations(workload, replace(spec, port=None), 1, logs, began)
         return status
 
@@ -53,7 +53,7 @@ def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLog
         ledger.note("launched", at=began if is_first else None, **facts)
         outcome = local_status.run_shown(workload, start)
         if outcome.signal is not None:
-            if record := first_coded(logs.folder):  # a save that the signal asked for, and that went wrong
+            if record := first_coded(logs.folder):  # a save requested by the signal failed
                 print(f"\nrank {record.rank}: {record.text.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
             local_status.show_ledger(logs, 128 + outcome.signal)
             local_status.interrupted(logs)
@@ -70,6 +70,6 @@ def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLog
             return verdict.cause.status
         suspect = verdict.suspect
         restart = {"cause": vars(verdict.cause), "number": supervisor.restarts, "of": spec.max_restarts}
-        log.info(local_status.again({**restart, "delay": verdict.delay}))
+        log.info(local_status.describe_restart({**restart, "delay": verdict.delay}))
         time.sleep(verdict.delay)
-    raise AssertionError("counting never ends")
+    raise AssertionError("unreachable")

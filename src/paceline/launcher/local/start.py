@@ -1,4 +1,4 @@
-"""One start of this node's ranks."""
+"""One start of the ranks of this node."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from paceline.launcher.local.rank_logs import RankLogs
 
 
 class NodeAssignment(NamedTuple):
-    """Which of the job's ranks this node runs, and how they reach the others."""
+    """Which ranks this node runs, and how they reach the others."""
 
     ranks: int  # on this node
-    world: int  # ranks of all nodes
+    world: int  # ranks on all nodes
     number: int = 0  # of this node
     nodes: int = 1
     first_rank: int = 0  # of this node
     store: Endpoint | None = None  # of several nodes; a single one opens its own
-    interface: str | None = None  # that reaches the other nodes
-    orphan_seconds: float = 0.0  # that ranks may go on without this launcher
+    interface: str | None = None  # network interface to the other nodes
+    orphan_seconds: float = 0.0  # that ranks may continue without this launcher
 
     @property
     def rank_range(self) -> range:
@@ -27,10 +27,10 @@ class NodeAssignment(NamedTuple):
 
 
 class LocalStart(NamedTuple):
-    """How to start the ranks of this node, once."""
+    """One start of the ranks of this node."""
 
     spec: LaunchSpec
     logs: RankLogs
     node: NodeAssignment
-    generation: int = 0  # how often the ranks were started before
-    env: Mapping[str, str] = {}  # of every rank, besides the spec's
+    generation: int = 0  # number of earlier starts
+    env: Mapping[str, str] = {}  # additional variables of every rank

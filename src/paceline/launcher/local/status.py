@@ -1,4 +1,4 @@
-"""What a person sees of a launch: the output of ranks, the first failure once, and where the time went."""
+"""What a launch shows: the output of ranks, the first failure, and where the time went."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def run_shown(workload: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
-    """Start the ranks of this machine and stay until they have ended, with those on screen that belong there."""
+    """Run the ranks of this node, with rank 0 and those of `--tee` on screen."""
     from paceline.launcher.local import agent
 
     ranks, logs = start.node.rank_range, start.logs.folder
@@ -37,19 +37,19 @@ def run_shown(workload: Workload, start: LocalStart, watch: AgentObserver | None
 
 
 def show_cause(cause: Cause, logs: RankLogs | None) -> None:
-    """The first failure, once, as the last thing on screen."""
+    """Print the first failure, as the last output."""
     who = f"rank {cause.rank} failed first" if cause.rank is not None else f"node {cause.node} failed first"
     log = logs.of_rank(cause.rank) if logs is not None and cause.rank is not None else ""
     lines = [f"\n{who}{f' (log: {log})' if log else ''}: {cause.kind}", cause.what]
     if cause.text and not has_traceback(cause.text) and not cause.text.startswith("["):
-        lines.append("the last lines of its log:" if cause.rank is not None else "its last words:")
+        lines.append("last lines of its log:" if cause.rank is not None else "last lines of its output:")
     lines += [cause.text] * bool(cause.text) + [f"fix: {cause.fix}"] * bool(cause.fix)
     sys.stdout.flush()
     print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def again(message: Mapping[str, Any]) -> str:
-    """That the ranks are started again, and why."""
+def describe_restart(message: Mapping[str, Any]) -> str:
+    """The log line of a restart."""
     cause, delay = message["cause"], message["delay"]
     when = f" in {delay:g} s" if delay else ""
     number = f"restart {message['number']} of {message['of']}"
@@ -57,7 +57,7 @@ def again(message: Mapping[str, Any]) -> str:
 
 
 def show_end(message: Mapping[str, Any], logs: RankLogs | None) -> None:
-    """How a job of several nodes ended."""
+    """Print how a job of several nodes ended."""
     if message["error"] is not None:
         print(PacelineError.from_dict(message["error"]), file=sys.stderr, flush=True)  # noqa: T201
     elif message["cause"] is not None:
@@ -67,12 +67,12 @@ def show_end(message: Mapping[str, Any], logs: RankLogs | None) -> None:
 
 
 def interrupted(logs: RankLogs | None) -> None:
-    where = f"; what there is lies in {logs.run.short}" if logs is not None and logs.run else ""
+    where = f"; partial results are in {logs.run.short}" if logs is not None and logs.run else ""
     log.info(f"\ninterrupted{where}")
 
 
 def show_ledger(logs: RankLogs, status: int) -> None:
-    """Closes the account of this launch, and says where the time went if there was a training."""
+    """Complete the ledger of this launch, and log where the time went if anything was trained."""
     if logs.run is None:
         return
     Ledger(logs.run).note("ended", status=status)
@@ -82,11 +82,11 @@ def show_ledger(logs: RankLogs, status: int) -> None:
 
 
 def note_failure(cause: Cause, logs: RankLogs) -> None:
-    """In the account of the run: why it failed, and how far it was."""
+    """Record the cause of a failure and the last step in the ledger."""
     done = max((page.step for page in heartbeat.read(logs.folder).values()), default=0)
     Ledger(logs.run).note("failed", cause=cause.kind, rank=cause.rank, step=done)
 
 
 def suspect(step: int | None) -> dict[str, str]:
-    """The step whose samples ranks shall write down, as they are told it."""
+    """The variable that tells ranks to record the samples of a step."""
     return {} if step is None else {environment.SUSPECT_STEP: str(step)}
