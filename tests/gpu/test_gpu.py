@@ -65,7 +65,7 @@ pathlib.Path(f"losses-{trainer.world.rank_info.rank}").write_text(json.dumps([tr
 """
     done = in_a_fresh_process(code, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nccl could not start" in done.stderr
+    assert "nccl failed to initialize" in done.stderr
     expected = train("cuda").losses
     for rank in range(2):
         backend, losses = json.loads((tmp_path / f"losses-{rank}").read_text())

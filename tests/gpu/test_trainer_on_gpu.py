@@ -145,14 +145,14 @@ def test_data_parallel_over_two_devices_is_the_whole_batch(tmp_path: Path) -> No
     code = """
 import paceline, tiny, torch
 from paceline.parallel.data_parallel import DataParallel
-from paceline.train.model_call import choose_call
+from paceline.train.model_call import infer_call
 from paceline.train.step import LossModule
 device = torch.device("cuda", 0)
 for loss_fn in (None, lambda model, batch: paceline.Loss(model(batch[0]).square().sum(), batch[1].sum())):
     model = tiny.classifier().to(device)
     batch = tuple(tensor.to(device) for tensor in tiny.blobs(9)[:])
     module = LossModule(model)
-    module.call = choose_call(model, batch, loss_fn, None if loss_fn else torch.nn.CrossEntropyLoss())
+    module.call = infer_call(model, batch, loss_fn, None if loss_fn else torch.nn.CrossEntropyLoss())
     value, weight = module(batch)
     split, split_weight = DataParallel(module, [device, device])(batch)
     torch.testing.assert_close(split, value)

@@ -101,7 +101,7 @@ def test_after_an_interrupt_ranks_save_as_long_as_they_take(
     run.wait_for_words("waiting for ranks to save; press Ctrl-C again to kill them")
     (tmp_path / "saved").touch()
     status, err = run.end()
-    assert (status, err.count("waiting for the ranks")) == (130, 1), err
+    assert (status, err.count("waiting for ranks")) == (130, 1), err
     assert err.rstrip().endswith("interrupted; partial results are in runs/script")
     assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]  # once
 
