@@ -53,7 +53,7 @@ def test_a_result_of_another_type_is_named() -> None:
         paceline.launch(lambda: {"deep": [object()]}, ranks=2)
     assert caught.value.code == "launch.bad-result"
     assert "result['deep'][0] has type object" in str(caught.value)
-    with pytest.raises(PacelineError, match="keys are not all strings"):
+    with pytest.raises(PacelineError, match="keys other than strings"):
         paceline.launch(lambda: {1: 2}, ranks=1)
 
 

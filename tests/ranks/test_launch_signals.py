@@ -166,7 +166,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
     finally:
         os.close(terminal)
-    assert b"waiting for the ranks to save" in screen
+    assert b"waiting for ranks to save" in screen
     assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fresh import in_a_fresh_process
-from paceline.launcher.local.reaper import birth, end_leftovers
+from paceline.launcher.local.reaper import kill_orphans, start_time
 
 WAITS = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -15,7 +15,7 @@ WAITS = [sys.executable, "-c", "import signal; signal.pause()"]
 def test_a_leftover_rank_is_killed_but_not_a_process_that_got_its_number() -> None:
     leftover, other = subprocess.Popen(WAITS), subprocess.Popen(WAITS)
     try:
-        end_leftovers({leftover.pid: birth(leftover.pid), other.pid: "1"})
+        kill_orphans({leftover.pid: start_time(leftover.pid), other.pid: "1"})
         assert leftover.wait() == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -26,8 +26,8 @@ def test_a_leftover_rank_is_killed_but_not_a_process_that_got_its_number() -> No
 def test_a_process_that_is_gone_has_no_birth() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert birth(gone.pid) is None
-    assert birth(os.getpid()) == birth(os.getpid()) is not None
+    assert start_time(gone.pid) is None
+    assert start_time(os.getpid()) == start_time(os.getpid()) is not None
 
 
 LAUNCHER = """
