@@ -296,7 +296,7 @@ def test_a_change_takes_few_edits(change: Change, count: int, tmp_path: Path) ->
     edits.try_out(change, tmp_path)
 
 
-def test_an_edit_goes_where_it_is_told() -> None:
+def test_an_edit_is_inserted_at_its_anchor() -> None:
     source = dedent(
         """
         TABLE = (

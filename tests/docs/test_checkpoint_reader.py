@@ -34,7 +34,7 @@ def bits(values: Any) -> list[int]:
     return list(bytes_of(values) if isinstance(values, torch.Tensor) else values.tobytes())
 
 
-def test_every_dtype_shape_and_alias_comes_out_bit_by_bit(reader: dict[str, Any], tmp_path: Path) -> None:
+def test_every_dtype_shape_and_alias_is_read_bit_for_bit(reader: dict[str, Any], tmp_path: Path) -> None:
     assert set(reader["DTYPES"]) == set(DTYPES)
     tensors = {f"model/{code}": torch.arange(6).reshape(2, 3).to(dtype) for code, dtype in DTYPES.items()}
     tensors |= {"model/scalar": torch.tensor(2.5), "model/empty": torch.zeros(0, 3)}
@@ -46,7 +46,7 @@ def test_every_dtype_shape_and_alias_comes_out_bit_by_bit(reader: dict[str, Any]
     assert {name: values.shape for name, values in found.items()} == {name: t.shape for name, t in tensors.items()}
 
 
-def test_a_tensor_of_many_blocks_that_two_ranks_cut_is_put_together(reader: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tensor_of_many_blocks_sharded_over_two_ranks_is_reassembled(reader: dict[str, Any], tmp_path: Path) -> None:
     whole = torch.arange(3000 * 3000, dtype=torch.float64).reshape(3000, 3000)
     assert BLOCK < whole.nbytes // 4 < 2 * BLOCK
     folder = tmp_path / "step-000012"

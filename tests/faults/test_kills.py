@@ -36,7 +36,7 @@ CORE = [
 
 
 @pytest.mark.parametrize(("phase", "rank", "strategy", "background"), CORE)
-def test_after_a_kill_in_a_save_the_run_goes_on_exactly(
+def test_after_a_kill_in_a_save_the_run_resumes_exactly(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     unbroken: dict[str, Unbroken],
@@ -51,7 +51,7 @@ def test_after_a_kill_in_a_save_the_run_goes_on_exactly(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_checkpoint_holds_its_step_though_training_goes_on(tmp_path: Path, late: bool) -> None:
+def test_a_checkpoint_holds_its_step_while_training_continues(tmp_path: Path, late: bool) -> None:
     def body() -> list[dict[str, str]]:
         if late:
             bits.copy_at_the_last_moment()

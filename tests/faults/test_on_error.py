@@ -109,7 +109,7 @@ def broken(number: int, body: Callable[[], Any]) -> list[worlds.Ended]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("background", [True, False])
-def test_after_an_error_on_all_ranks_the_run_goes_on_from_its_last_step(
+def test_after_an_error_on_all_ranks_the_run_resumes_from_its_last_step(
     tmp_path: Path, strategy: str, background: bool
 ) -> None:
     settings = {"strategy": strategy, "save_every": 2, "keep": 1, "checkpoint": {"background": background}}
@@ -122,7 +122,7 @@ def test_after_an_error_on_all_ranks_the_run_goes_on_from_its_last_step(
     assert worlds.values(2, partial(train, tmp_path, **settings)) == [losses[BROKEN:] for losses in whole]
 
 
-def test_data_that_can_not_be_read_costs_no_step(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_costs_no_step(tmp_path: Path) -> None:
     ended = broken(1, partial(train, tmp_path, RaisingData()))
     assert "mine" in ended[0].error and len(saved(tmp_path)) <= 1
     reached = worlds.values(1, partial(train, tmp_path / "whole"))[0]

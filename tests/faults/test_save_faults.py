@@ -90,7 +90,7 @@ def test_a_read_only_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
         pytest.skip(f"no file system could be mounted: {error}")
 
 
-def test_left_behind_folders_do_not_pile_up(tmp_path: Path) -> None:
+def test_partial_folders_do_not_accumulate(tmp_path: Path) -> None:
     """A disk on which nothing can be removed, then one on which it can."""
     saves.save(tmp_path, 1, OLD)
     for call in range(1, 4):
@@ -107,7 +107,7 @@ def test_left_behind_folders_do_not_pile_up(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_a_fault_on_one_rank_is_told_to_all_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_fault_on_one_rank_is_raised_on_every_rank_and_leaves_nothing_behind(tmp_path: Path) -> None:
     failing = torch_dist.get_rank() == 1
     writer = Writer(torch_dist.group.WORLD, FailingDisk("write", 2, 28) if failing else Filesystem())
     held = saves.as_held(saves.on_two_ranks(NEW))

@@ -86,7 +86,7 @@ def test_a_step_that_was_not_finite_is_not_saved_for_a_signal(tmp_path: Path, ra
     assert ({each.code for each in ended}, saved(tmp_path)) == ({"train.nonfinite"}, [])
 
 
-def test_after_sigusr1_training_goes_on(tmp_path: Path) -> None:
+def test_training_continues_after_sigusr1(tmp_path: Path) -> None:
     sends = [Sends(signal.SIGUSR1, after=3), Sends(signal.SIGUSR1, rank=0, after=SENT)]
     losses = worlds.values(2, partial(train, tmp_path, callbacks=sends))
     assert losses == worlds.values(2, partial(train, tmp_path / "whole"))

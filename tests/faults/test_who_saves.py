@@ -139,7 +139,7 @@ def test_ranks_that_load_different_checkpoints_are_refused(tmp_path: Path, strat
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_save_of_ones_own_beside_scheduled_ones(tmp_path: Path, strategy: str) -> None:
+def test_save_checkpoint_works_beside_scheduled_saves(tmp_path: Path, strategy: str) -> None:
     """From a callback, while the last scheduled one is still being written."""
 
     class Saves:

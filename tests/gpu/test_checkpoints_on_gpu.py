@@ -44,7 +44,7 @@ def trainer(optimizer: dict[str, Any], device: str = "cuda", **settings: Any) ->
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"fused": True}, {"capturable": True}], ids=str)
-def test_a_run_goes_on_with_the_same_bits(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     whole = trainer(optimizer, run=str(tmp_path / "a"), save_every=1, keep=None)
     expected = whole.train(points(), max_steps=12).losses
     assert len(directory.candidates(tmp_path / "a" / "checkpoints")) == 12

@@ -227,7 +227,7 @@ def test_every_rank_has_the_same_running_statistics_to_the_bit() -> None:
 
 
 @ranks(2)
-def test_evaluation_and_frozen_layers_are_torchs_own_and_talk_to_nobody() -> None:
+def test_evaluation_and_frozen_layers_use_torch_without_communication() -> None:
     model = nn.Sequential(layer("2d", torch.float32), layer("2d", torch.float32))
     convert_sync_batchnorm(model)
     reference = nn.BatchNorm2d(CHANNELS)

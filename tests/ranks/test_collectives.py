@@ -55,7 +55,7 @@ def test_moving_collectives_move() -> None:
 
 
 @ranks(2)
-def test_objects_travel_as_json() -> None:
+def test_objects_are_sent_as_json() -> None:
     value = dist.broadcast_object({"from": dist.rank(), "text": "é" * 50} if dist.is_main() else None)
     assert value == {"from": 0, "text": "é" * 50}
     assert dist.all_gather_object([dist.rank()] * (dist.rank() + 1)) == [[0], [1, 1]]
@@ -95,7 +95,7 @@ def test_another_operation_is_named() -> None:
 
 
 @ranks(2)
-def test_main_goes_first(tmp_path: Path) -> None:
+def test_rank_0_runs_first_in_main_first(tmp_path: Path) -> None:
     path = tmp_path / "prepared"
     with dist.main_first():
         assert dist.is_main() or path.exists()

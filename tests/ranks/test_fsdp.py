@@ -249,7 +249,7 @@ def _steps(strategy: str, load: str | None, save: str | None, steps: int) -> Any
 @pytest.mark.parametrize(
     "way", [[("fsdp", 3), ("auto", 1)], [("ddp", 2), ("fsdp", 3)], [("hsdp", 4), ("fsdp", 2)]], ids=str
 )
-def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, way: list[tuple[str, int]]) -> None:
+def test_a_checkpoint_resumes_in_another_layout(tmp_path: Path, way: list[tuple[str, int]]) -> None:
     whole = paceline.launch(_steps, ranks=1, strategy="auto", load=None, save=None, steps=6)
     (first, few), (second, many) = way
     folder = str(tmp_path / "saved")
@@ -280,7 +280,7 @@ def _own_loop(strategy: str, low: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), ("hsdp", 4)])
-def test_ones_own_loop_trains_as_on_one_rank(strategy: str, ranks: int) -> None:
+def test_a_custom_loop_trains_as_on_one_rank(strategy: str, ranks: int) -> None:
     reference = paceline.launch(_own_loop, ranks=1, strategy="auto", low=False)
     for low in (False, True):
         own = paceline.launch(_own_loop, ranks=ranks, strategy=strategy, low=low)

@@ -224,7 +224,7 @@ print("\\nend")
         ("def f(:", 1, "SyntaxError"),
     ],
 )
-def test_every_end_of_a_rank_has_its_status_and_words(tmp_path: Path, body: str, status: int, words: str) -> None:
+def test_every_exit_of_a_rank_has_its_status_and_message(tmp_path: Path, body: str, status: int, words: str) -> None:
     done = paceline("launch", "-n", "1", write(tmp_path, body), cwd=tmp_path)
     assert (done.returncode, words in done.stderr) == (status, True), done.stderr
     if "SIGSEGV" not in words:  # a crash below Python is dumped with every frame, which is right
@@ -319,7 +319,7 @@ def test_train_runs_a_recipe_on_two_ranks_and_fills_the_run_folder(tmp_path: Pat
     assert (run / "checkpoints" / "step-000008" / "manifest.json").exists()
 
 
-def test_a_run_goes_on_in_its_own_folder_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_in_its_own_folder_on_another_number_of_ranks(tmp_path: Path) -> None:
     recipe = {
         "model": {"name": "mlp", "inputs": 64, "width": 16},
         "data": {"name": "shapes", "size": 8, "channels": 1, "length": 64, "val_length": 16},
@@ -362,7 +362,7 @@ def test_config_show_and_schema(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["port", "backend"])
-def test_fallback_goes_on_and_says_so(tmp_path: Path, key: str) -> None:
+def test_fallback_continues_with_a_message(tmp_path: Path, key: str) -> None:
     small = ["train.max_steps=2", "model.layers=1", "model.width=32", "data.size=20000", "fallback=true", "-n", "2"]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -374,7 +374,7 @@ def test_fallback_goes_on_and_says_so(tmp_path: Path, key: str) -> None:
     assert ("layout         one rank" if key == "port" else "replicate=2") in done.stdout
 
 
-def test_fallback_goes_on_alone_when_the_others_never_come(tmp_path: Path) -> None:
+def test_fallback_continues_alone_when_the_others_never_join(tmp_path: Path) -> None:
     script = """
 import torch, paceline
 data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
@@ -422,7 +422,7 @@ print("fine")
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
-def test_a_failed_script_is_started_again_as_often_as_was_said(tmp_path: Path) -> None:
+def test_a_failed_script_is_restarted_up_to_max_restarts(tmp_path: Path) -> None:
     script = """
 import os
 print("start", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", os.environ["TORCHELASTIC_MAX_RESTARTS"], flush=True)

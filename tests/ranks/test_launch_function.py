@@ -38,7 +38,7 @@ def test_closures_and_lambdas_run() -> None:
     "value",
     [None, 3, 2.5, "text", [1, [2]], {"a": {"b": None}}, (1, "x"), float("inf"), {"tensor": "0"}, ["tuple", [1]]],
 )
-def test_plain_values_come_back_as_they_were(value: Any) -> None:
+def test_plain_values_are_restored_unchanged(value: Any) -> None:
     assert paceline.launch(lambda: value, ranks=1) == value
 
 
@@ -93,13 +93,13 @@ def test_ranks_draw_different_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1, "2", 2.0, True])
-def test_a_number_that_is_none_has_a_code(number: Any) -> None:
+def test_an_invalid_number_has_a_code(number: Any) -> None:
     with pytest.raises(PacelineError) as caught:
         paceline.launch(total, ranks=number)
     assert caught.value.code == "launch.bad-number"
 
 
-def test_a_call_that_can_not_be_made_fails_before_ranks_start() -> None:
+def test_an_invalid_call_fails_before_ranks_start() -> None:
     with pytest.raises(TypeError, match="scales"):
         paceline.launch(total, ranks=2, scales=3)
 
@@ -150,7 +150,7 @@ def test_a_rank_that_exits_with_a_status_is_named() -> None:
         paceline.launch(lambda: sys.exit(3), ranks=2)
 
 
-def test_a_rank_that_exits_with_zero_is_no_failure() -> None:
+def test_a_rank_that_exits_with_zero_has_not_failed() -> None:
     assert paceline.launch(lambda: sys.exit(0) if dist.rank() == 1 else "fine", ranks=2) == "fine"
     assert paceline.launch(lambda: sys.exit(0), ranks=1) is None
 

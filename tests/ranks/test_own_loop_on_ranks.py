@@ -75,7 +75,7 @@ def test_a_short_last_batch_is_a_step_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_nan_in_ones_own_loop_is_an_error_with_the_rank_and_samples(world: int) -> None:
+def test_a_nan_in_a_custom_loop_is_an_error_with_the_rank_and_samples(world: int) -> None:
     @ranks(world)
     def body() -> None:
         inputs, targets = tiny.blobs().tensors
@@ -164,7 +164,7 @@ def test_a_step_on_averaged_weights_has_a_code() -> None:
     assert caught.value.code == "train.step-on-average"
 
 
-def test_frozen_batch_norms_stay_frozen_in_ones_own_loop() -> None:
+def test_frozen_batch_norms_stay_frozen_in_a_custom_loop() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[1].eval()
     tiny.classifier_trainer(model).training_step(tiny.blobs(16)[:])
@@ -244,7 +244,7 @@ def test_a_criterion_that_leaves_targets_out_or_weighs_classes_is_exact(criterio
     body()
 
 
-def test_a_criterion_that_is_no_mean_has_a_code() -> None:
+def test_a_criterion_that_does_not_return_a_mean_has_a_code() -> None:
     with pytest.raises(TrainError) as caught:
         tiny.classifier_trainer(criterion=nn.CrossEntropyLoss(reduction="sum")).train(tiny.blobs(), max_steps=1)
     assert caught.value.code == "train.criterion-not-a-mean"

@@ -153,7 +153,7 @@ def own_loop(folder: str, load: str | None) -> list[Any]:
     return [every[-1], said, trainer.state_dict()]
 
 
-def test_a_checkpoint_and_one_s_own_loop_go_over_from_one_rank_to_stages_and_back(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_custom_loop_moves_from_one_rank_to_stages_and_back(tmp_path: Path) -> None:
     first, second, third, fourth, fifth = (str(tmp_path / name) for name in "abcde")
     paceline.launch(own_loop, ranks=1, folder=first, load=None)
     one_losses, _, one = paceline.launch(own_loop, ranks=1, folder=second, load=first)

@@ -88,9 +88,7 @@ def steps_in(run: str | Path) -> list[int]:
 
 
 @pytest.mark.parametrize("run", ["mine", None])
-def test_a_killed_training_goes_on_in_its_folder_and_ends_as_if_nothing_had_been(
-    launch: Launch, run: str | None
-) -> None:
+def test_a_killed_training_resumes_in_its_folder_with_the_same_result(launch: Launch, run: str | None) -> None:
     began = time.time()
     broken = launch.start(0, training(run, DIES_IN))
     assert broken[1].status == -signal.SIGKILL and broken[0].status
@@ -135,7 +133,7 @@ def test_each_training_of_a_script_finds_its_own_folder_again(launch: Launch) ->
     assert steps_in(second["run"]) == list(range(1, 10))
 
 
-def test_a_start_that_is_no_restart_makes_a_new_folder(launch: Launch) -> None:
+def test_a_start_that_is_not_a_restart_creates_a_new_folder(launch: Launch) -> None:
     runs = [launch.start(0, training("mine", steps=2), ranks=1)[0].value for _ in range(2)]
     assert [(Path(told["run"]).name, told["began"]) for told in runs] == [("mine", 0), ("mine-2", 0)]
 

@@ -54,9 +54,7 @@ def test_workers_and_accumulation_may_change_at_every_stop(references: dict[str,
 
 
 @pytest.mark.parametrize("first", [0, 5, 10, 15])
-def test_histories_drawn_at_random_can_not_be_told_from_a_run_without_a_stop(
-    references: dict[str, Told], tmp_path: Path, first: int
-) -> None:
+def test_random_histories_equal_a_run_without_a_stop(references: dict[str, Told], tmp_path: Path, first: int) -> None:
     assert visible([histories.drawn(number) for number in range(first, first + 5)], references, tmp_path) == {}
 
 

@@ -132,7 +132,7 @@ def _look_inside(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_each_rank_holds_its_part_of_cut_weights_and_the_same_of_whole_ones() -> None:
+def test_each_rank_holds_its_shard_of_sharded_weights_and_equal_replicated_ones() -> None:
     with_dropout = _recipe("gpt", layout=TENSOR)
     with_dropout["model"]["dropout"] = 0.2
     for sequence in (True, False):
@@ -187,7 +187,7 @@ def _cut_losses(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
     return [_cut_loss(**case) for case in cases]
 
 
-def test_cross_entropy_of_cut_logits_is_torchs() -> None:
+def test_cross_entropy_of_sharded_logits_equals_that_of_torch() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = 50 * torch.randn(2, 5, 12, generator=generator, dtype=torch.float64)
     targets = torch.randint(12, (2, 5), generator=generator)

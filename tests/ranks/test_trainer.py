@@ -186,7 +186,7 @@ def test_saving_on_rank_zero_alone_or_on_all_ranks_both_work(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(tmp_path: Path, number: int) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_on_another_number_of_ranks(tmp_path: Path, number: int) -> None:
     config = paceline.Config.from_dict(tiny.recipe("vae", batch=10, precision="fp64"))
     expected = paceline.Trainer.from_config(config).train().losses
 

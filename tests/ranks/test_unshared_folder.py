@@ -32,7 +32,7 @@ def _train(folder: str, hidden: bool, **settings: Any) -> Any:
     return {"before": before, "weights": list(trainer.state_dict().values())}
 
 
-def test_its_part_of_a_checkpoint_goes_through_rank_0_both_ways(tmp_path: Path) -> None:
+def test_its_part_of_a_checkpoint_is_written_and_read_through_rank_0(tmp_path: Path) -> None:
     folder = a_folder_to_hide(tmp_path)
     first = paceline.launch(_train, ranks=2, folder=str(folder), hidden=True)
     made = verify(folder / "r" / "checkpoints" / "step-000003").manifest

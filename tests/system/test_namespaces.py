@@ -53,7 +53,7 @@ def test_two_machines_train_as_one_does_and_listen_where_they_have_to(
     job.assert_same(unbroken, began=range(11, 12))
 
 
-def test_a_machine_that_is_cut_off_is_missed_and_the_other_goes_on(
+def test_an_unreachable_machine_is_noticed_and_the_other_continues(
     machines: tuple[Machine, Machine], job: Job, unbroken: Job
 ) -> None:
     job.nodes = "1:2"

@@ -109,7 +109,7 @@ def test_launchers_end_when_the_front_end_was_killed(ray: dict[str, str], tmp_pa
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in left))
 
 
-def test_a_cluster_without_room_is_said_and_coded(ray: dict[str, str], tmp_path: Path) -> None:
+def test_a_cluster_without_free_resources_has_a_code(ray: dict[str, str], tmp_path: Path) -> None:
     asking = 'RayBackend("auto", 2, 3, gpu=None, patience=1, wait=3)'
     done = subprocess.run(
         [sys.executable, "-c", f"from paceline.launcher.backends.ray import RayBackend\n{asking}"],

@@ -113,7 +113,7 @@ def machines(allocated: SlurmAllocation) -> slurm_allocation.SlurmBackend:
     return slurm_allocation.SlurmBackend(allocated, workdir=str(Path.cwd()), command=command, patience=SECONDS)
 
 
-def test_a_job_runs_as_asked_and_its_log_and_status_come_back(
+def test_a_job_runs_as_requested_and_its_log_and_status_are_returned(
     cluster: slurm_cluster.Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path.cwd() / "a folder; $(touch x) & `y`"
@@ -153,7 +153,7 @@ def test_launchers_get_their_order_and_end_when_let_go(allocated: SlurmAllocatio
 
 
 @pytest.mark.parametrize("victim", ["launcher", "srun"])
-def test_a_lost_launcher_is_told_and_starts_again(allocated: SlurmAllocation, victim: str) -> None:
+def test_a_lost_launcher_is_reported_and_restarted(allocated: SlurmAllocation, victim: str) -> None:
     nodes = machines(allocated)
     for node in (0, 1):
         nodes.start(node, b"first\n")
@@ -197,7 +197,7 @@ def test_preemption_tells_the_launchers_alone_and_the_front_end_requeues(cluster
     until(lambda: slurm_job.look(job)["Restarts"] == "1")
 
 
-def test_a_cancelled_job_does_not_come_back(cluster: slurm_cluster.Cluster) -> None:
+def test_a_cancelled_job_is_not_requeued(cluster: slurm_cluster.Cluster) -> None:
     job = submit_front("warned")
     cluster.command("scancel", job)
     assert slurm_job.follow(job, Path("job.log")) != 0

@@ -131,7 +131,7 @@ def test_a_front_end_that_is_killed_leaves_nothing_on_the_hosts(launched: Callab
     eventually(launch.leaves_nothing)
 
 
-def test_a_host_that_can_not_be_reached_is_named_in_sshs_words(launched: Callable[..., Launched]) -> None:
+def test_an_unreachable_host_is_named_with_the_message_of_ssh(launched: Callable[..., Launched]) -> None:
     status, said = launched("end", options=("-p", "1")).end()
     assert status != 0
     assert "[launch.node-failed]" in said

@@ -83,7 +83,7 @@ def ssh_process(connection: str) -> psutil.Process:
     )
 
 
-def test_each_host_gets_its_order_and_hears_the_end(front: Front, folder: Path) -> None:
+def test_each_host_gets_its_order_and_is_told_the_end(front: Front, folder: Path) -> None:
     launchers = [front.start(0, script="a 'b' $(c)\\ü\n"), front.start(1)]
     assert [launcher["connection"].split()[2] for launcher in launchers] == list(ssh_server.ADDRESSES.values())
     assert [launcher["folder"] for launcher in launchers] == [str(folder)] * 2
@@ -94,7 +94,7 @@ def test_each_host_gets_its_order_and_hears_the_end(front: Front, folder: Path) 
     assert not list(folder.rglob("canary"))
 
 
-def test_a_killed_launcher_is_told_once_and_can_be_started_again(front: Front) -> None:
+def test_a_killed_launcher_is_reported_once_and_can_be_restarted(front: Front) -> None:
     first, other = front.start(0), front.start(1)
     os.kill(first["pid"], signal.SIGKILL)
     ended = front.last_words()
@@ -106,7 +106,7 @@ def test_a_killed_launcher_is_told_once_and_can_be_started_again(front: Front) -
     assert not is_gone(other["pid"])
 
 
-def test_a_launcher_whose_connection_is_cut_ends(front: Front) -> None:
+def test_a_launcher_that_loses_its_connection_ends(front: Front) -> None:
     launcher = front.start(1)
     ssh_process(launcher["connection"]).kill()
     eventually(lambda: is_gone(launcher["pid"]))
@@ -120,7 +120,7 @@ def test_no_process_list_shows_the_order(front: Front) -> None:
     assert not [line for line in lines if launcher["token"] in line]
 
 
-def test_a_host_that_can_not_be_reached_is_told_in_sshs_words(server: SshServer, folder: Path) -> None:
+def test_an_unreachable_host_is_reported_with_the_message_of_ssh(server: SshServer, folder: Path) -> None:
     front = Front(folder, (*server.ssh, "-p", "1"))
     front.machines.start(1, b"{}\n")
     words = front.last_words()[1]
@@ -128,7 +128,7 @@ def test_a_host_that_can_not_be_reached_is_told_in_sshs_words(server: SshServer,
     assert "Connection refused" in words
 
 
-def test_an_interpreter_that_is_not_there_is_told(server: SshServer, folder: Path) -> None:
+def test_a_missing_interpreter_is_reported(server: SshServer, folder: Path) -> None:
     front = Front(folder, server.ssh, program="/no/such/python")
     front.machines.start(0, b"{}\n")
     words = front.last_words()[0]
@@ -136,7 +136,7 @@ def test_an_interpreter_that_is_not_there_is_told(server: SshServer, folder: Pat
     assert "/no/such/python" in words
 
 
-def test_a_folder_that_is_not_there_is_told(server: SshServer, folder: Path) -> None:
+def test_a_missing_folder_is_reported(server: SshServer, folder: Path) -> None:
     front = Front(folder, server.ssh)
     folder.rename(folder.parent / "moved")
     front.machines.start(0, b"{}\n")

@@ -98,7 +98,7 @@ def test_one_that_was_moved_aside_without_a_successor_gets_its_name_back(tmp_pat
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_one_that_was_being_removed_is_no_candidate_and_is_cleared(tmp_path: Path) -> None:
+def test_a_partly_removed_checkpoint_is_ignored_and_deleted(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
     (tmp_path / "step-000001").rename(tmp_path / ".step-000001.gone-12ab")
     assert names(tmp_path) == ["step-000002"]

@@ -93,14 +93,14 @@ def test_options_that_the_recipe_leaves_out_are_the_models_own(tmp_path: Path) -
     assert (settings["n_head"], settings["n_layer"], settings["vocab_size"]) == (4, 4, 256)
 
 
-def test_a_model_that_is_called_gpt_but_is_none_is_refused(tmp_path: Path) -> None:
+def test_another_model_under_the_name_gpt_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "step-000012", batch_norm(), recipe={"model": {"name": "gpt"}})
     with pytest.raises(ModelError, match="not-gpt2"):
         export(folder, "huggingface", tmp_path / "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
 
 
-def test_another_model_becomes_a_folder_that_says_what_it_is(tmp_path: Path) -> None:
+def test_another_model_is_exported_to_a_folder_with_its_description(tmp_path: Path) -> None:
     model, section = batch_norm(), {"name": "mine", "width": 4}
     export(save(tmp_path / "step-000012", model, recipe={"model": section}), "huggingface", tmp_path / "out")
     fresh = batch_norm()
@@ -150,7 +150,7 @@ def test_a_failed_export_leaves_nothing_and_has_a_code(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_folder_that_can_not_be_made_has_a_code(tmp_path: Path, to: Format) -> None:
+def test_a_folder_that_cannot_be_created_has_a_code(tmp_path: Path, to: Format) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="not-exported"):
         export(of_gpt(tmp_path), to, tmp_path / "file" / "out")

@@ -36,7 +36,7 @@ def refusal(path: Path) -> CheckpointError:
 
 
 @pytest.mark.parametrize("is_archive", [True, False], ids=["zip", "before 1.6"])
-def test_a_bare_state_dict_comes_as_it_is(tmp_path: Path, is_archive: bool) -> None:
+def test_a_bare_state_dict_is_loaded_unchanged(tmp_path: Path, is_archive: bool) -> None:
     brought = load_external_weights(saved(tmp_path, WEIGHTS, "file.pth", _use_new_zipfile_serialization=is_archive))
     assert same(brought.weights, WEIGHTS) and brought.metadata == {}
 
@@ -83,14 +83,14 @@ def test_two_weights_that_would_get_one_name_are_refused(tmp_path: Path) -> None
     assert refusal(saved(tmp_path, names)).code == "checkpoint.no-weights"
 
 
-def test_a_wrapped_model_comes_back_into_a_bare_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_wrapped_model_loads_into_a_bare_one(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     wrapped = torch.nn.DataParallel(model)
     brought = load_external_weights(saved(tmp_path, {"model_state_dict": wrapped.state_dict(), "epoch": 1}))
     model.load_state_dict(brought.weights)
 
 
-def test_a_safetensors_file_comes_with_its_notes_and_tied_names(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_loaded_with_its_metadata_and_tied_names(tmp_path: Path) -> None:
     notes = {"format": "pt", "head.weight": "body.weight"}
     safetensors.torch.save_file(WEIGHTS, tmp_path / "file.safetensors", metadata=notes)
     brought = load_external_weights(tmp_path / "file.safetensors")
@@ -132,7 +132,7 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_archive", [True, False], ids=["zip", "before 1.6"])
-def test_a_file_that_was_cut_off_is_refused_wherever_that_was(tmp_path: Path, is_archive: bool) -> None:
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path, is_archive: bool) -> None:
     path = saved(tmp_path, WEIGHTS, _use_new_zipfile_serialization=is_archive)
     whole = path.read_bytes()
     # Without a list of its parts at the end, half a name at the end of a file is a name that is not known.

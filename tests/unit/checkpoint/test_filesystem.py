@@ -11,7 +11,7 @@ from disks import FailingDisk, RecordingDisk
 from paceline.checkpoint.filesystem import Filesystem, write_all, write_new
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     write_new(Filesystem(), tmp_path / "a", b"one")
     with pytest.raises(FileExistsError):
         write_new(Filesystem(), tmp_path / "a", b"two")

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return saves.save(tmp_path, 4, saves.values(1))
 
 
-def test_bits_dtypes_and_shapes_come_back(folder: Path) -> None:
+def test_bits_dtypes_and_shapes_are_restored(folder: Path) -> None:
     read = checkpoint_reader.read_full(checkpoint_reader.open_checkpoint(folder), "")
     assert saves.bits(read) == saves.bits(saves.values(1))
 
@@ -31,7 +31,7 @@ def test_bits_dtypes_and_shapes_come_back(folder: Path) -> None:
     [torch.float64, torch.float16, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2],
     ids=str,
 )
-def test_every_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_is_restored(dtype: torch.dtype, tmp_path: Path) -> None:
     content = {"x": torch.arange(24).reshape(4, 6).to(dtype), "none": torch.zeros(0, 2).to(dtype)}
     folder = saves.save(tmp_path, 1, content)
     assert saves.bits(checkpoint_reader.read_full(checkpoint_reader.verify(folder), "")) == saves.bits(content)

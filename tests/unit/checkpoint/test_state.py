@@ -52,7 +52,7 @@ def test_an_entrys_key_is_its_name_in_the_manifest_and_the_prefix_of_its_tensors
     assert manifest.state == {"mine": {"mean": {"$tensor": "mine/mean"}, "count": 3}}
 
 
-def test_plain_values_tensors_and_metadata_come_back(tmp_path: Path) -> None:
+def test_plain_values_tensors_and_metadata_are_restored(tmp_path: Path) -> None:
     saved = {"mean": torch.arange(3.0), 3: [float("inf"), None]}
     checkpoint = save(tmp_path, training_state(StateEntry("a", Part(saved))), {"of": torch.ones(1)})
     part = Part()

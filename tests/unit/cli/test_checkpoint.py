@@ -71,7 +71,7 @@ def test_ls_says_why_one_is_damaged(run: Any, checkpoints: Path) -> None:
     assert status == 0 and "damaged: rank-0.safetensors has " in text
 
 
-def test_ls_says_that_there_are_none(run: Any, in_folder: Path) -> None:
+def test_ls_reports_that_there_are_no_checkpoints(run: Any, in_folder: Path) -> None:
     assert run("ls") == ("There are no checkpoints in runs.\n", 0)
     (in_folder / "empty").mkdir()
     assert run("ls", "empty") == ("There are no checkpoints in empty.\n", 0)

@@ -60,7 +60,7 @@ def test_a_short_grace_is_lengthened() -> None:
     assert LaunchSpec.resolve(Config.from_dict({"checkpoint": {"grace": 1.0}}), {}).grace == LaunchSpec().grace
 
 
-def test_a_spec_is_the_same_after_a_journey_as_json() -> None:
+def test_a_spec_survives_json() -> None:
     spec = LaunchSpec(
         ranks=2, nodes=NodeRange(1, 4), master=Endpoint("a", 7), tee=(0, 2), env={"A": "ä\n"}, device=1, grace=0.5
     )

@@ -11,7 +11,7 @@ from paceline.data.sample_order import FormulaOrder
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_every_sample_comes_exactly_once(n: int, seed: int, epoch: int) -> None:
+def test_every_sample_is_used_exactly_once(n: int, seed: int, epoch: int) -> None:
     samples = Permutation(n, seed, epoch)(np.arange(n))
     assert np.array_equal(np.sort(samples), np.arange(n))
 
@@ -22,7 +22,7 @@ def test_a_position_is_the_same_whether_asked_alone_or_in_a_block() -> None:
     assert all(permutation(np.array([position]))[0] == whole[position] for position in (0, 1, 499, 999))
 
 
-def test_a_billion_samples_can_be_asked_anywhere_and_do_not_repeat() -> None:
+def test_positions_among_a_billion_samples_do_not_repeat() -> None:
     n = 10**9
     permutation = Permutation(n, 0, 0)
     samples = np.concatenate([permutation(np.arange(start, start + 100_000)) for start in (0, n // 2, n - 100_000)])
@@ -56,7 +56,7 @@ def test_neighbours_in_the_data_are_not_neighbours_in_the_order() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 5000])
-def test_an_epoch_resumed_at_any_step_goes_on_as_if_it_had_not_stopped(batch: int) -> None:
+def test_an_epoch_may_be_resumed_at_any_step(batch: int) -> None:
     order = FormulaOrder(9001, batch, seed=2, shuffle=True)
     whole = list(order.epoch(3, 0))
     assert len(whole) == order.steps_per_epoch

@@ -61,7 +61,7 @@ def test_of_independent_failures_the_earliest_is_the_cause() -> None:
     assert cause.what == "rank 1 raised ValueError" and cause.text.endswith("ValueError: early")
 
 
-def test_a_kill_is_noticed_late_and_still_the_first_failure() -> None:
+def test_a_kill_that_is_noticed_late_is_still_the_first_failure() -> None:
     exits = [raised(0, 5.01, "Exception: of the user, because a rank was gone"), gone(1, 5.06, -9)]
     assert brief(find_cause(exits)) == ("signal", 1, 137)
 
@@ -148,7 +148,7 @@ def test_a_rank_that_had_finished_is_not_the_cause_of_later_failures() -> None:
     assert brief(find_cause(exits)) == ("signal", 1, 137)
 
 
-def test_an_oom_kill_is_told_from_another_kill() -> None:
+def test_an_oom_kill_is_distinguished_from_another_kill() -> None:
     exits = [gone(1, 5.0, -9, phase="saving", step=12), raised(0, 5.1, CLOSED)]
     cause = find_cause(exits, oom_killed={1}, several_nodes=True)
     assert brief(cause) == ("oom-killer", 1, 71)

@@ -54,7 +54,7 @@ def test_a_model_without_declaration_has_an_empty_spec() -> None:
     assert spec_of(model) == ModelSpec()
 
 
-def test_an_attribute_of_that_name_which_is_no_spec_is_the_users_own() -> None:
+def test_an_attribute_of_that_name_that_is_not_a_spec_is_ignored() -> None:
     model = nn.Linear(2, 2)
     model.model_spec = "v2"  # type: ignore[assignment]
     assert spec_of(model) == ModelSpec()

@@ -53,7 +53,7 @@ def test_a_style_for_another_kind_of_layer_is_refused(plan: dict[str, str]) -> N
     assert code_of(plan) == "layout.tensor-plan-kind"
 
 
-def test_an_embedding_that_renormalizes_its_rows_can_not_be_sharded() -> None:
+def test_an_embedding_that_renormalizes_its_rows_is_refused() -> None:
     model = nn.ModuleDict({"tokens": nn.Embedding(9, 4, max_norm=1.0)})
     with pytest.raises(LayoutError) as caught:
         styles_of_modules(model, {"tokens": "vocabulary"})

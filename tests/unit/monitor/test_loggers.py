@@ -56,7 +56,7 @@ def test_csv_holds_a_row_a_record_and_its_columns_grow(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_csv_goes_on_behind_what_a_killed_run_left(tmp_path: Path) -> None:
+def test_csv_continues_after_what_a_killed_run_left(tmp_path: Path) -> None:
     log("csv", tmp_path, RECORDS[:1])
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("2,0")
@@ -133,7 +133,7 @@ def test_wandb_reads_training_and_evaluations_back(tmp_path: Path, offline_wandb
     assert math.isnan(float(history[1]["train/loss"]))
 
 
-def test_a_run_that_goes_on_is_the_same_wandb_run(tmp_path: Path, offline_wandb: None) -> None:
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, offline_wandb: None) -> None:
     log("wandb", tmp_path, RECORDS[:2])
     log("wandb", tmp_path, RECORDS[2:])
     names = {record.run.run_id for path in tmp_path.glob("wandb/offline-run-*/*.wandb")

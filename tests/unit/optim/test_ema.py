@@ -117,7 +117,7 @@ def test_tied_parameters_are_averaged_once() -> None:
     torch.testing.assert_close(average.state_dict()["tokens.weight"], (start + model["head"].weight.detach()) / 2)
 
 
-def test_a_resumed_average_goes_on_with_the_same_bits() -> None:
+def test_a_resumed_average_continues_with_the_same_bits() -> None:
     model = small_model()
     average = Ema(dict(model.named_parameters()), 0.9, True)
     drift(model, 1)

@@ -119,7 +119,7 @@ def values(seed: int, count: int = 60) -> list[float]:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize(("patience", "threshold", "floor"), [(0, 1e-2, 1e-3), (2, 1e-4, 0.0), (3, 0.0, 0.3)])
-def test_it_cuts_where_torchs_scheduler_does(
+def test_the_rate_is_lowered_where_torchs_scheduler_lowers_it(
     seed: int, mode: str, patience: int, threshold: float, floor: float
 ) -> None:
     plateau = Plateau(0.5, patience, threshold, mode, floor)
@@ -147,7 +147,7 @@ def test_the_direction_follows_from_the_metric() -> None:
 
 
 @pytest.mark.parametrize("stop", range(0, 60, 4))
-def test_a_resumed_plateau_cuts_at_the_same_evaluation(stop: int) -> None:
+def test_a_resumed_plateau_lowers_the_rate_at_the_same_evaluation(stop: int) -> None:
     whole, first, second = (Plateau(0.5, 3, 1e-2, "min", 0.0) for _ in range(3))
     expected = [(whole.observe(value), whole.scale) for value in values(3)]
     seen = [(first.observe(value), first.scale) for value in values(3)[:stop]]
@@ -156,7 +156,7 @@ def test_a_resumed_plateau_cuts_at_the_same_evaluation(stop: int) -> None:
     assert seen == expected
 
 
-def test_at_the_floor_nothing_is_cut() -> None:
+def test_at_the_floor_the_rate_is_not_lowered() -> None:
     plateau = Plateau(0.1, 0, 0.0, "min", 0.5)
     assert [plateau.observe(1.0) for _ in range(4)] == [False, True, False, False]
     assert plateau.scale == 0.5

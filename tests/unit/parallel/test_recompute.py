@@ -59,7 +59,7 @@ def gradients(model: nn.Module, *inputs: Any, autocast: bool = False) -> tuple[l
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_noise_dropout_and_batch_norm_come_out_with_the_same_bits(kind: str, autocast: bool) -> None:
+def test_noise_dropout_and_batch_norm_have_the_same_bits(kind: str, autocast: bool) -> None:
     inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     plain, recomputed = Stack(), Stack()
     recompute(recomputed, kind)

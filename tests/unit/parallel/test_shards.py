@@ -35,7 +35,7 @@ def _pieces() -> list[bool]:
     return facts
 
 
-def test_a_piece_is_what_torch_puts_on_the_rank_and_goes_back_into_the_whole() -> None:
+def test_a_shard_is_what_torch_puts_on_the_rank_and_can_be_reassembled() -> None:
     facts = paceline.launch(_pieces, ranks=4)
     assert len(facts) == len(SHAPES) * 15
     assert all(facts)

@@ -40,7 +40,7 @@ WITHOUT_PLAN = ModelSize(6_000_000_000, largest_block=800_000_000, stages=8)
         ({}, SEVEN, MachineFacts(1, 1, 80 * GIB), Degrees()),
     ],
 )
-def test_auto_picks_what_the_arithmetic_says(
+def test_auto_chooses_by_the_memory_estimate(
     recipe: dict[str, Any], size: ModelSize, machine: MachineFacts, expected: Degrees
 ) -> None:
     plan = choose_layout(Config.from_dict(recipe), size, machine)
@@ -55,7 +55,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_the_numbers() -> None:
     assert "1043.1 GiB" in str(caught.value)
 
 
-def test_a_layout_that_was_asked_for_and_can_not_fit_is_refused() -> None:
+def test_a_requested_layout_that_does_not_fit_in_memory_is_refused() -> None:
     config = Config.from_dict({"strategy": "ddp"})
     with pytest.raises(LayoutError) as caught:
         require_fit(config, SEVEN, derive_layout(config, 8), MachineFacts(8, 1, 80 * GIB))

@@ -37,7 +37,7 @@ def test_a_traceback_begins_at_the_users_first_line(tmp_path: Path, monkeypatch:
     assert text.endswith("ValueError: the user's own\n")
 
 
-def test_a_record_comes_back_as_the_error_that_it_was(folder: RunFolder) -> None:
+def test_a_recorded_error_is_restored(folder: RunFolder) -> None:
     failures.describe(ConfigError("type", "Wrong.", why="because", fix="do"), rank=1).write(folder)
     failures.describe(ZeroDivisionError("division by zero"), rank=2).write(folder)
     records = failures.read(folder)

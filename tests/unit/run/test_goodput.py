@@ -77,7 +77,7 @@ def test_the_step_on_a_dead_ranks_page_counts_as_done_and_lost(tmp_path: Path) -
     assert (found.lost_steps, found.steps) == (10, 2) and found.lost == pytest.approx(10.0)
 
 
-def test_a_saved_step_was_done_though_nobody_noted_it(tmp_path: Path) -> None:
+def test_a_saved_step_counts_as_done_without_a_record(tmp_path: Path) -> None:
     """An exception's last save, of step 12, before a failure of which no step is known."""
     lines: list[Line] = [*UNBROKEN[:5], (1016, "saved", {"step": 12, "seconds": 0.0}), (1016, "failed", {})]
     first = (1020, "first-step", {"step": 13, "steps": 1, "seconds": 1.0})
@@ -124,7 +124,7 @@ def test_a_second_training_of_a_script_undoes_nothing_of_the_first(tmp_path: Pat
     assert found.total == pytest.approx(39.0)
 
 
-def test_a_save_in_the_background_is_no_training_either(tmp_path: Path) -> None:
+def test_a_background_save_does_not_count_as_training(tmp_path: Path) -> None:
     """It held training up before the step that was noted in between."""
     lines: list[Line] = [
         (0, "launched", {"generation": 0}),

@@ -28,7 +28,7 @@ def writer(folder: RunFolder, rank: int = 0) -> heartbeat.HeartbeatWriter:
     return heartbeat.open_writer(folder.heartbeat(rank))
 
 
-def test_pages_tell_who_is_doing_what_since_when(folder: RunFolder) -> None:
+def test_heartbeats_have_the_phase_of_each_rank_and_its_duration(folder: RunFolder) -> None:
     before = time.time()
     writer(folder, 0).at(12)
     writer(folder, 3).enter("rendezvous")

@@ -31,14 +31,14 @@ def test_a_record_is_a_line_that_is_there_before_the_file_is_closed(
     assert lines(file.path)[4:] == [{"step": 5}]
 
 
-def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:
+def test_nonfinite_numbers_become_null(tmp_path: Path) -> None:
     file = JsonlWriter(tmp_path / "metrics.jsonl")
     file.append([{"loss": float("nan"), "parts": {"a": float("inf"), "b": [1.0, float("-inf")]}}, {"loss": 1.0}])
     file.close()
     assert lines(file.path) == [{"loss": None, "parts": {"a": None, "b": [1.0, None]}}, {"loss": 1.0}]
 
 
-def test_a_second_run_in_the_same_file_goes_on_behind_the_first(tmp_path: Path) -> None:
+def test_a_second_run_appends_to_the_same_file(tmp_path: Path) -> None:
     for step in (1, 2):
         file = JsonlWriter(tmp_path / "metrics.jsonl")
         file.append([{"step": step}])

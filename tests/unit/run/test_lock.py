@@ -83,7 +83,7 @@ def test_a_released_one_can_be_taken_by_another_process(tmp_path: Path) -> None:
         assert said == "held"
 
 
-def test_one_process_can_not_take_it_twice(tmp_path: Path) -> None:
+def test_one_process_cannot_take_the_lock_twice(tmp_path: Path) -> None:
     lock = RunLock(RunFolder(tmp_path))
     lock.take()
     with pytest.raises(CheckpointError, match="another Trainer in this process"):
@@ -93,7 +93,7 @@ def test_one_process_can_not_take_it_twice(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_folder_that_can_not_be_locked_has_a_code(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_locked_has_a_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint.no-lock.*No such file"):
         RunLock(RunFolder(tmp_path / "none")).take()
 

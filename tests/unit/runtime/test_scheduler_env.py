@@ -29,7 +29,7 @@ def test_the_shell_of_salloc_is_the_front_end() -> None:
         assert found is not None and found.is_front_end and found.gpus == 4
 
 
-def test_a_task_of_srun_is_no_front_end() -> None:
+def test_a_task_of_srun_is_not_a_front_end() -> None:
     found = read_allocation({**BATCH, "SLURM_STEP_ID": "3"})
     assert found is not None and not found.is_front_end
 

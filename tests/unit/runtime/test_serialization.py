@@ -37,7 +37,7 @@ def there_and_back(value: Any) -> Any:
 
 @settings(max_examples=40, deadline=None)
 @given(PLAIN)
-def test_plain_values_come_back(value: Any) -> None:
+def test_plain_values_are_restored(value: Any) -> None:
     assert there_and_back(value) == value
 
 
@@ -78,13 +78,13 @@ def test_what_is_not_plain_is_named() -> None:
     ],
     ids=str,
 )
-def test_a_value_that_nobody_wrote_is_damage(value: Any) -> None:
+def test_an_invalid_value_is_reported_as_damage(value: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         from_json({"inside": [value]}, {}.__getitem__)
     assert caught.value.code == "checkpoint.damaged"
 
 
-def test_keys_of_any_plain_kind_come_back() -> None:
+def test_keys_of_any_plain_type_are_restored() -> None:
     value = {(1, ("a", 2)): 1, 3: 2, None: 3, 1.5: 4}
     assert from_json(to_json(value, "state", {}), {}.__getitem__) == value
 
@@ -133,5 +133,5 @@ def test_a_result_may_not_choose_what_is_imported(tmp_path: Path) -> None:
         load_result(tmp_path)
 
 
-def test_no_result_is_none(tmp_path: Path) -> None:
+def test_a_missing_result_is_none(tmp_path: Path) -> None:
     assert load_result(tmp_path) is None

@@ -47,7 +47,7 @@ def by_parts(trainer: paceline.Trainer, data: Any, epochs: int) -> None:
 
 @pytest.mark.parametrize("loop", [by_training_step, by_parts])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_ones_own_loop_gives_the_bits_of_train(settings: dict[str, Any], loop: Any) -> None:
+def test_a_custom_loop_gives_the_bits_of_train(settings: dict[str, Any], loop: Any) -> None:
     data = tiny.blobs(48)
     whole = tiny.classifier_trainer(**settings)
     whole.train(data, epochs=2)
@@ -69,7 +69,7 @@ def test_a_training_step_returns_the_local_loss_and_whether_it_stepped() -> None
     assert loss.item() == pytest.approx(0.7, abs=0.3) and not stepped
 
 
-def test_a_weighted_loss_comes_back_as_its_mean() -> None:
+def test_a_weighted_loss_is_returned_as_its_mean() -> None:
     def total(model: nn.Module, batch: Any) -> paceline.Loss:
         return paceline.Loss(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
 
@@ -79,7 +79,7 @@ def test_a_weighted_loss_comes_back_as_its_mean() -> None:
     assert trainer.forward(batch).item() == pytest.approx(plain.forward(batch).item(), rel=1e-5)
 
 
-def test_batches_of_ones_own_step_when_the_batch_is_full() -> None:
+def test_custom_batches_step_when_the_batch_is_full() -> None:
     data = tiny.blobs(48)
     trainer = tiny.classifier_trainer(batch=16)
     stepped = [trainer.training_step(data[start : start + 8]).stepped for start in range(0, 48, 8)]
@@ -157,7 +157,7 @@ def test_several_optimizers_are_refused_with_a_code() -> None:
     assert caught.value.code == "train.several-optimizers"
 
 
-def test_ones_own_loop_is_attended_to_after_train_and_load(tmp_path: Path) -> None:
+def test_a_custom_loop_works_after_train_and_load(tmp_path: Path) -> None:
     one = resumable.trainer(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), log_every=5)
     batches = one.loader(resumable.points())
     for batch, _ in zip(batches, range(3), strict=False):

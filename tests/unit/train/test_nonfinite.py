@@ -94,14 +94,14 @@ def test_stop_ends_with_the_weights_before_it() -> None:
     assert torch.isfinite(tiny.weights(trainer)).all()
 
 
-def test_data_that_cannot_be_read_twice_is_said_so() -> None:
+def test_data_that_can_be_read_only_once_is_reported() -> None:
     batches = ((inputs[None].expand(4, 8) * float("inf"), torch.zeros(4).long()) for inputs, _ in tiny.blobs())
     with pytest.raises(TrainError) as caught:
         tiny.classifier_trainer(batch=None).train(batches, max_steps=2)
     assert "can't be read again" in str(caught.value)
 
 
-def test_a_step_in_which_all_is_padding_is_no_error() -> None:
+def test_a_step_with_nothing_but_padding_is_not_an_error() -> None:
     from paceline import Loss
 
     def nothing_counts(model: nn.Module, batch: Any) -> Loss:

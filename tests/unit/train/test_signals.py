@@ -24,7 +24,7 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HEAD + body], capture_output=True, text=True, timeout=60)
 
 
-def test_the_strongest_wish_wins_and_a_save_can_be_taken() -> None:
+def test_the_strongest_request_wins_and_a_save_can_be_taken() -> None:
     done = run("""
 with Signals() as signals:
     def after(number):
@@ -141,7 +141,7 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     assert seen == [(before, "")]
 
 
-def test_wishes_travel_as_numbers_of_which_the_largest_wins() -> None:
+def test_requests_are_encoded_so_that_the_largest_wins() -> None:
     wishes = ["", "save", "SIGTERM", "SIGINT"]
     assert [decode(number) for number in range(4)] == wishes
     assert decode(max(encode(request) for request in wishes)) == "SIGINT"

@@ -135,7 +135,7 @@ def test_two_trainers_under_one_launcher_do_not_share_a_folder(
     assert run(None) == str(in_folder / "runs" / "linear")
 
 
-def test_a_loss_that_is_no_number_is_null_in_the_file_and_never_the_best(tmp_path: Path) -> None:
+def test_a_nan_loss_is_null_in_the_file_and_never_the_best(tmp_path: Path) -> None:
     def bad(model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch[0]).mean() * float("nan")
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_resumes_as_if_training_had_not_stopped(tmp_path: Path) -> 
     )
 
 
-def test_a_run_that_goes_back_keeps_both_checkpoints_of_a_step(tmp_path: Path) -> None:
+def test_a_run_that_repeats_a_step_keeps_both_of_its_checkpoints(tmp_path: Path) -> None:
     trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, quiet=True, run=str(tmp_path / "r"))
     trainer.train(points(), max_steps=2)
     trainer.save_checkpoint(tmp_path / "early")
@@ -272,7 +272,7 @@ def test_ready_loaders_train_with_their_batch_as_the_global_batch() -> None:
     assert len(trainer.train(DataLoader(points(), batch_size=20), epochs=2).steps) == 4
 
 
-def test_a_wrapped_model_is_unwrapped_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrapped_model_is_unwrapped_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     model = linear()
     trainer = paceline.Trainer(nn.DataParallel(model), criterion=nn.MSELoss(), run=False)
     assert trainer.model is model

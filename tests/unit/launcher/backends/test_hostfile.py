@@ -71,6 +71,6 @@ def test_a_path_without_a_file_is_told_from_a_host(in_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"a slots=4\n" * 200_000])
-def test_a_file_that_is_no_hostfile_is_refused(in_folder: Path, content: bytes) -> None:
+def test_an_invalid_hostfile_is_refused(in_folder: Path, content: bytes) -> None:
     Path("model.pt").write_bytes(content)
     assert refusal("model.pt").code == "launch.no-hostfile"

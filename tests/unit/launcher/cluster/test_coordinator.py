@@ -162,7 +162,7 @@ def test_ranks_start_on_all_nodes_and_the_job_ends_when_all_have_succeeded(clust
     assert cluster.coordinator.status == 0
 
 
-def test_a_failed_rank_stops_the_other_nodes_and_its_cause_is_told_to_all(cluster: Cluster) -> None:
+def test_a_failed_rank_stops_the_other_nodes_and_all_report_its_cause(cluster: Cluster) -> None:
     first, second, _ = start_ranks(cluster)
     second.send(exited(rank2=3))
     assert cluster.expect(first, "stop")["signal"] == 0

@@ -52,7 +52,7 @@ MPIRUN = {  # mpirun --map-by ppr:1:node paceline launch …
 GUIDE = {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}  # 4 GPUs on each of 2
 
 
-def test_nothing_said_is_no_contract() -> None:
+def test_without_variables_there_is_no_node_environment() -> None:
     assert read_node_environment({}) is None
     assert read_node_environment(GUIDE) is None
 
@@ -178,7 +178,7 @@ def test_an_exported_rank_on_one_machine_changes_nothing(said: dict[str, str]) -
 
 
 @pytest.mark.parametrize(("rank", "world"), [("4", "9"), ("3", "8"), ("1", "2"), ("0", "2")])
-def test_a_rank_that_is_no_machines_first_has_a_code(rank: str, world: str) -> None:
+def test_a_rank_that_is_not_the_first_of_its_machine_has_a_code(rank: str, world: str) -> None:
     with pytest.raises(LaunchError) as caught:
         first_rank_environment({**GUIDE, "RANK": rank, "WORLD_SIZE": world}, 4)
     assert caught.value.code == "launch.first-rank"

@@ -105,7 +105,7 @@ def test_what_can_not_be_cut_is_refused(model: Any, settings: dict[str, Any], co
     assert found.value.code == f"layout.{code}"
 
 
-def test_a_recipe_that_can_not_be_cut_is_refused_before_ranks_start() -> None:
+def test_a_recipe_that_cannot_be_partitioned_is_refused_before_ranks_start() -> None:
     recipe = {"model": {"name": "gpt", "layers": 3}, "data": {"name": "stdlib-text"}, "batch": 8, "strategy": "pp"}
     config = Config.from_dict({**recipe, "train": {"max_steps": 1}})
     factory.check(config, 3)

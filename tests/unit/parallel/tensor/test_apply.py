@@ -56,7 +56,7 @@ def mlp() -> nn.Sequential:
         (tiny.tiny_hf_gpt2(), 2, {}, "no-tensor-plan"),
     ],
 )
-def test_a_plan_that_can_not_be_is_named(model: nn.Module, degree: int, settings: Any, code: str | None) -> None:
+def test_an_impossible_plan_has_a_code(model: nn.Module, degree: int, settings: Any, code: str | None) -> None:
     assert code_of(model, degree, **settings) == (code and f"layout.{code}")
 
 
@@ -71,7 +71,7 @@ def test_the_recipes_plan_stands_before_the_models() -> None:
     assert plan_of(on_meta(), {"head": "vocabulary"}) == {"head": "vocabulary"}
 
 
-def test_a_hugging_face_plan_is_read_in_its_own_words() -> None:
+def test_the_tensor_plan_of_a_hugging_face_model_is_translated() -> None:
     model = tiny.tiny_llama()
     plan = plan_of(model, None)
     assert plan["model.layers.*.self_attn.q_proj"] == "column" and plan["lm_head"] == "gathered"

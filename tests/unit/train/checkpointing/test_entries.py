@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 from resumable import points, require_same_end, trainer
 
 
-def test_a_multi_step_scheduler_inside_of_another_goes_on(tmp_path: Path) -> None:
+def test_a_multi_step_scheduler_inside_another_one_resumes(tmp_path: Path) -> None:
     def nested(optimizer: Any) -> Any:
         parts = [lr_scheduler.LinearLR(optimizer, 0.1, 1, 3), lr_scheduler.MultiStepLR(optimizer, [2, 4])]
         return lr_scheduler.SequentialLR(optimizer, parts, [6])

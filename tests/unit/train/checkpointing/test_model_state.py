@@ -29,7 +29,7 @@ class Counts(Net):
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_extra_state_that_is_a_tensor_comes_back(tmp_path: Path, weights_only: bool) -> None:
+def test_extra_state_that_is_a_tensor_is_restored(tmp_path: Path, weights_only: bool) -> None:
     first, second = trainer(Counts), trainer(Counts)
     first.train(points(), max_steps=3)
     first.save_checkpoint(tmp_path / "c")

@@ -57,7 +57,7 @@ class CountsEpochs(OwnGenerator):
 
 
 @pytest.mark.parametrize("sampler", [OwnGenerator, CountsEpochs])
-def test_a_sampler_that_remembers_goes_on_where_it_was(tmp_path: Path, sampler: Any) -> None:
+def test_a_stateful_sampler_resumes_where_it_was(tmp_path: Path, sampler: Any) -> None:
     def losses(stop: int | None) -> list[float]:
         one = trainer()
         if stop is not None:

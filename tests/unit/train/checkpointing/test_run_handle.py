@@ -31,7 +31,7 @@ def test_two_jobs_can_not_go_on_with_one_run(tmp_path: Path) -> None:
     assert tiny.classifier_trainer(run=str(run), resume="auto").step_count == 2
 
 
-def test_a_second_trainer_of_a_process_goes_on_when_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_trainer_of_a_process_continues_when_the_first_has_ended(tmp_path: Path) -> None:
     first = tiny.classifier_trainer(run=str(tmp_path / "r"))
     first.train(tiny.blobs(), max_steps=2)
     second = tiny.classifier_trainer(run=str(tmp_path / "r"), resume="auto")

@@ -17,9 +17,7 @@ from paceline.testing import ranks
 from resumable import Stream, points, trainer
 
 
-def test_a_copy_that_is_late_has_the_weights_and_not_the_averages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_copy_holds_the_weights_and_not_the_averages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the save of an epoch's last step comes its evaluation, with the averages in the model's place."""
     settled, at_once, settle = threading.Event(), host_copy._copy_all, host_copy.HostCopy.wait_for_copy
 
