@@ -74,10 +74,10 @@ def test_a_tensor_of_many_blocks_sharded_over_two_ranks_is_reassembled(reader: d
 def test_damage_is_found_by_it_too(reader: dict[str, Any], tmp_path: Path) -> None:
     folder = write(tmp_path / "step-000012", {"model/a": torch.zeros(100)})
     flip_a_bit(folder)
-    with pytest.raises(ValueError, match=r"model/a in rank-0\.safetensors is damaged"):
+    with pytest.raises(ValueError, match=r"model/a in rank-0\.safetensors is corrupted"):
         reader["read"](folder)
     (folder / "manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+    with pytest.raises(ValueError, match=r"manifest\.json is corrupted"):
         reader["read"](folder)
 
 

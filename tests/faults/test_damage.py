@@ -41,7 +41,7 @@ def test_damage_is_named_by_file_tensor_and_place(made: Made, tmp_path: Path) ->
     data = bytearray(path.read_bytes())
     data[chunk.at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"model/half in {chunk.file}, bytes {chunk.at} and following"):
+    with pytest.raises(CheckpointError, match=rf"model/half in {chunk.file}, block at byte {chunk.at}"):
         reader.verify(damaged.folder)
 
 

@@ -45,7 +45,7 @@ def test_after_a_kill_in_a_save_the_run_resumes_exactly(
     strategy: str,
     background: bool,
 ) -> None:
-    monkeypatch.setattr(saver, "_RESCUE_SECONDS", 0.2)  # nobody comes
+    monkeypatch.setattr(saver, "_ON_ERROR_SECONDS", 0.2)  # nobody comes
     kill = Kill(next(each for each in kills.PHASES if each.name == phase), rank, strategy, background)
     assert kills.problem_after(kill, tmp_path, unbroken[strategy]) == ""
 

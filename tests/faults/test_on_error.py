@@ -148,11 +148,11 @@ def test_where_one_rank_of_two_fails_the_first_saves_what_both_had(tmp_path: Pat
 def test_pieces_without_those_of_another_rank_are_not_saved_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "_RESCUE_SECONDS", 0.2)
+    monkeypatch.setattr(saver, "_ON_ERROR_SECONDS", 0.2)
     callbacks = [RaisesAfter(BROKEN, ranks=(1,))]
     ended = broken(2, partial(train, tmp_path, strategy="fsdp", save_every=2, callbacks=callbacks))
     assert ended[1].kind == "Broken"
-    assert f"step {BROKEN} was not saved: the weights are cut over ranks" in ended[0].output
+    assert f"step {BROKEN} was not saved: parameters are sharded" in ended[0].output
     assert saved(tmp_path) == ["step-000002", "step-000004"]
 
 
@@ -214,7 +214,7 @@ def test_a_failed_save_does_not_end_training(tmp_path: Path, background: bool) -
     settings = {"save_every": 2, "checkpoint": {"background": background}}
     ended = worlds.run(2, partial(train_on, FullFor(1, 2), tmp_path, **settings))
     assert [len(each.value) for each in ended] == [STEPS, STEPS]
-    assert ended[0].output.count("No space left on device") == ended[0].output.count("Training goes on") == 2
+    assert ended[0].output.count("No space left on device") == ended[0].output.count("Training continues") == 2
     assert saved(tmp_path) == ["step-000006", "step-000008"]
 
 

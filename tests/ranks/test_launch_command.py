@@ -329,7 +329,7 @@ def test_a_run_resumes_in_its_own_folder_on_another_number_of_ranks(tmp_path: Pa
     first = paceline("train", "small.yaml", "train.max_steps=5", "-n", "2", cwd=tmp_path)
     second = paceline("train", "small.yaml", "train.max_steps=8", "resume=auto", "-n", "1", cwd=tmp_path)
     assert (first.returncode, second.returncode) == (0, 0), second.stderr
-    assert "resume: runs/small goes on from step-000005, after step 5" in second.stdout
+    assert "resuming runs/small from step-000005 (step 5)" in second.stdout
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["small"]
     lines = [json.loads(line) for line in (tmp_path / "runs" / "small" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "evaluation" not in line] == list(range(1, 9))

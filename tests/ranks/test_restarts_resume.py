@@ -98,7 +98,7 @@ def test_a_killed_training_resumes_in_its_folder_with_the_same_result(launch: La
     told = again[0].value
     expected = launch.folder.path if run is None else launch.folder.path.with_name("mine")
     assert (told["began"], told["run"]) == (14, str(expected))
-    assert f"start 2: {short(expected)} goes on from step-000014, after step 14" in again[0].output
+    assert f"start 2: resuming {short(expected)} from step-000014 (step 14)" in again[0].output
     assert steps_in(expected) == list(range(1, STEPS + 1))
     assert sorted(path.name for path in Path("runs").iterdir()) == sorted({"script", expected.name})
     unbroken = Launch(RunFolder.create("elsewhere/unbroken")).start(0, training("whole"))

@@ -48,5 +48,5 @@ def test_its_part_of_a_checkpoint_is_written_and_read_through_rank_0(tmp_path: P
 
 def test_it_is_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
     folder = a_folder_to_hide(tmp_path)
-    with pytest.raises(CheckpointError, match=r"checkpoint.unshared-folder.*Rank 1 can't see"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.unshared-folder.*Rank 1 can't access"):
         paceline.launch(_train, ranks=2, folder=str(folder), hidden=True, checkpoint={"unshared": "refuse"})

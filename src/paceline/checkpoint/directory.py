@@ -2,12 +2,12 @@
 
     checkpoints/
       step-000100/  step-000200/  step-000300/
-      latest                       the name of the last one, for people and other tools
-      best                         the names of the best ones, best first
-      .step-000400.partial-1f2e/   being written, or left behind by a save that was killed
+      latest                       the name of the last checkpoint, for users and other tools
+      best                         the names of the best checkpoints, best first
+      .step-000400.partial-1f2e/   in progress, or left behind by a save that was killed
 
-A folder whose name begins with a dot is not a checkpoint. Every other one was renamed once it was complete and synced,
-so at any moment, also after a power failure, there is either the old state or the new one.
+A folder whose name starts with a dot is not a checkpoint. All others were renamed after they were complete and synced,
+so at any time, even after a power failure, the folder contains either the old state or the new one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.checkpoint.reader import Checkpoint, open_checkpoint, verify
 from paceline.errors import CheckpointError
 from paceline.run.folder import BEST, LATEST
 
-_HEADROOM = 1.05  # times the bytes to write must be free
+_HEADROOM = 1.05  # required free space, as a multiple of the bytes to write
 _LEFTOVERS = (".partial-", ".old-", ".gone-")
 
 
@@ -36,7 +36,7 @@ def step_name(step: int) -> str:
 
 
 def unused_name(folder: Path) -> Path:
-    """`folder`, with a number appended if it exists: a run that resumed from an earlier step."""
+    """`folder`, with a number appended if it exists, as after resuming from an earlier step."""
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
     return next(name for name in names if not name.exists())
 
@@ -46,23 +46,24 @@ def create_partial(disk: Filesystem, target: Path, size: int, *, overwrite: bool
     if target.exists() and not overwrite:
         raise CheckpointError(
             "exists",
-            f"There is already something at {target}.",
-            why="a committed checkpoint is never overwritten unless that is asked for",
-            fix="save under another name, or save_checkpoint(…, overwrite=True)",
+            f"{target} already exists.",
+            why="existing checkpoints are not overwritten by default",
+            fix="use another name, or pass overwrite=True to save_checkpoint",
         )
     if target.exists() and not (target / manifests.NAME).exists():
         raise CheckpointError(
             "exists",
-            f"What lies at {target} is no checkpoint, so it is not overwritten.",
-            fix="save under another name, or remove it first",
+            f"{target} already exists and is not a checkpoint.",
+            why="overwrite=True replaces checkpoints only",
+            fix="use another name, or remove it first",
         )
     _make_parents(disk, target.parent)
     needed, free = int(size * _HEADROOM), disk.free_bytes(target.parent)
     if 0 < free < needed:
         raise CheckpointError(
             "no-space",
-            f"The checkpoint {target} needs {needed / 1e6:.3g} MB, but the disk has {free / 1e6:.3g} MB left.",
-            fix="make room, or save on another disk; in training, keep: a smaller number",
+            f"Not enough disk space for checkpoint {target}: {needed / 1e6:.3g} MB required, {free / 1e6:.3g} MB free.",
+            fix="free some space, save to another disk, or lower keep",
         )
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     disk.make_folder(partial)
@@ -89,7 +90,7 @@ def commit(disk: Filesystem, partial: Path, target: Path, manifest: Manifest, *,
     except BaseException:
         try_to_remove(disk, partial)
         raise
-    disk.sync_folder(target.parent)  # should this fail, the old one stays: the new name may not outlast a power cut
+    disk.sync_folder(target.parent)  # on failure keep the old one: the rename may be lost in a power failure
     if replaced is not None:
         try_to_remove(disk, replaced)
 
@@ -99,20 +100,20 @@ def _require_readable(length: int, manifest: Manifest, target: Path) -> None:
     if length > limit:
         raise CheckpointError(
             "too-much-metadata",
-            f"The manifest of {target} would have {length} bytes; {limit} are the most that is read again.",
-            why="metadata and the states of callbacks are JSON; long lists of numbers do not belong into it",
-            fix="keep them as tensors, which are stored as such",
+            f"The manifest of {target} is too large: {length} bytes, the limit is {limit}.",
+            why="metadata and callback state are stored in it as JSON",
+            fix="store long lists of numbers as tensors",
         )
 
 
 def _publish(disk: Filesystem, partial: Path, target: Path, overwrite: bool) -> Path | None:
-    """Returns where the checkpoint that had the name was moved to."""
+    """Returns the new path of the checkpoint that was replaced, if any."""
     if not (overwrite and target.exists()):
         disk.rename(partial, target)
         return None
     if disk.exchange(partial, target):
         return partial
-    # Between the two renames the old one has another name, under which `candidates` finds it.
+    # Between the two renames, `candidates` finds the old checkpoint under its temporary name.
     old = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
     disk.rename(target, old)
     try:
@@ -124,7 +125,7 @@ def _publish(disk: Filesystem, partial: Path, target: Path, overwrite: bool) -> 
 
 
 def try_to_remove(disk: Filesystem, path: Path) -> None:
-    """Leftovers are removed when the run is opened again."""
+    """Ignores errors: leftovers are removed when the run is next opened."""
     with suppress(OSError):
         disk.remove(path)
 
@@ -138,7 +139,7 @@ def write_pointer(disk: Filesystem, folder: Path, pointer: str, names: Collectio
 
 
 def creation_time(folder: Path) -> str:
-    """Now, or just after the latest checkpoint if the clock was set back: the newest one is found by it."""
+    """Now, or just after the latest checkpoint if the clock was set back, because checkpoints are sorted by it."""
     now = datetime.now(UTC)
     for name in read_pointer(folder, LATEST)[:1]:
         try:
@@ -157,20 +158,20 @@ def read_pointer(folder: Path, pointer: str) -> list[str]:
 
 
 def prune(disk: Filesystem, folder: Path, keep: int, keep_every: int | None) -> list[str]:
-    """Remove all but the newest `keep`, the best ones, and every `keep_every`-th step. Returns the removed names."""
+    """Remove all but the newest `keep`, the best, and multiples of `keep_every` steps. Returns the removed names."""
     best = set(read_pointer(folder, BEST))
-    gone = []
+    removed = []
     for found in [each for each in candidates(folder) if each.manifest is not None][keep:]:
         assert found.manifest is not None
-        spared = keep_every is not None and found.manifest.step % keep_every == 0
-        if found.folder.name not in best and not spared and found.folder.name.startswith("step-"):
+        is_kept = keep_every is not None and found.manifest.step % keep_every == 0
+        if found.folder.name not in best and not is_kept and found.folder.name.startswith("step-"):
             remove(disk, found.folder)
-            gone.append(found.folder.name)
-    return gone
+            removed.append(found.folder.name)
+    return removed
 
 
 def remove(disk: Filesystem, folder: Path) -> None:
-    """Rename first, so that a partly removed checkpoint is not mistaken for a corrupted one."""
+    """Rename first, so that a partially removed checkpoint does not look corrupted."""
     gone = folder.with_name(f".{folder.name}.gone-{secrets.token_hex(4)}")
     disk.rename(folder, gone)
     disk.sync_folder(folder.parent)
@@ -178,7 +179,7 @@ def remove(disk: Filesystem, folder: Path) -> None:
 
 
 def remove_leftovers(disk: Filesystem, folder: Path) -> None:
-    """Remove the leftovers of killed saves. Requires the run's lock: nobody else may be writing."""
+    """Remove the leftovers of killed saves. Requires the run's lock, so that no other process is writing."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if _is_only_copy(path):
             disk.rename(path, _original_name(path))
@@ -188,7 +189,7 @@ def remove_leftovers(disk: Filesystem, folder: Path) -> None:
 
 
 def _is_only_copy(path: Path) -> bool:
-    """An overwritten checkpoint that was moved aside, and whose replacement was not committed."""
+    """Whether this is an overwritten checkpoint whose replacement was not committed."""
     return path.name.startswith(".") and ".old-" in path.name and not _original_name(path).exists()
 
 
@@ -198,7 +199,7 @@ def _original_name(moved: Path) -> Path:
 
 @dataclass(frozen=True)
 class Found:
-    """What looks like a checkpoint. `manifest` is None if it can't be read."""
+    """A folder that looks like a checkpoint. `manifest` is None if it can't be read."""
 
     folder: Path
     manifest: Manifest | None
@@ -206,8 +207,8 @@ class Found:
 
 
 def candidates(folder: Path) -> list[Found]:
-    """The checkpoints in a folder, newest first. Sizes are checked, hashes are not. Those without
-    a readable manifest are sorted by modification time."""
+    """The checkpoints in a folder, newest first. Checks file sizes, not hashes. Checkpoints without a readable manifest
+    are sorted by modification time."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".") and not _is_only_copy(path):
@@ -224,12 +225,12 @@ def candidates(folder: Path) -> list[Found]:
 def _age(found: Found) -> tuple[str, int]:
     if found.manifest is not None:
         return (found.manifest.created, found.manifest.step)
-    # The folder's own time is that of the last file in it; copying may change it, but there is nothing better.
+    # The best guess: a copy may have changed the folder's modification time.
     return (datetime.fromtimestamp(found.folder.stat().st_mtime, UTC).isoformat(timespec="microseconds"), 0)
 
 
 def verified(folder: Path, excluding: Path | None = None) -> Iterator[Checkpoint]:
-    """The intact checkpoints in a folder, newest first. Each is read and verified in full."""
+    """The intact checkpoints in a folder, newest first, each fully verified."""
     for found in candidates(folder):
         if found.manifest is not None and found.folder != excluding:
             try:

@@ -2,11 +2,11 @@
 
     export(Path("runs/gpt/checkpoints/step-000120"), "safetensors", Path("gpt.safetensors"))
 
-`safetensors`: one file. Tied weights are stored once, with their other names in the metadata, as safetensors'
-`save_model` does for its `load_model`.
+`safetensors`: one file. Tied weights are stored once, with their other names in the metadata, as in
+`safetensors.torch.save_model`.
 `torch`: a state dict with every name, for `model.load_state_dict`.
-`huggingface`: a folder. A `gpt` becomes a GPT-2 for transformers; for any other model, its weights under their own
-names and the recipe's model section.
+`huggingface`: a folder. A `gpt` is exported as a GPT-2 for transformers; any other model as its weights and the model
+section of the recipe.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _MODEL, _EMA = "model/", "ema/"
 
 
 def export(folder: Path, to: Format, output: Path, *, ema: bool = False) -> int:
-    """Write the model of the checkpoint `folder`, or its averages with `ema`. Returns the number of weights.
+    """Export the model of the checkpoint `folder`, or its EMA weights with `ema`. Every byte is verified.
 
-    Every byte is compared with its hash.
+    Returns the number of weights.
     """
     checkpoint = open_checkpoint(folder)
     sources = _sources(checkpoint, ema)
@@ -54,11 +54,11 @@ def export(folder: Path, to: Format, output: Path, *, ema: bool = False) -> int:
 
 
 def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
-    """Each name of the model, with the tensor that is read for it: the same for tied weights."""
+    """The tensor to read for each name in the model. Tied weights share one."""
     manifest = checkpoint.manifest
     names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(_MODEL)]
     if not names:
-        raise CheckpointError("no-weights", f"The checkpoint {checkpoint.folder} holds no model.")
+        raise CheckpointError("no-weights", f"Checkpoint {checkpoint.folder} contains no model.")
     sources = {name.removeprefix(_MODEL): manifest.aliases.get(name, name) for name in names}
     if not ema:
         return sources
@@ -66,15 +66,15 @@ def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
     if not averages:
         raise CheckpointError(
             "no-ema",
-            f"The checkpoint {checkpoint.folder} holds no averaged weights.",
-            why="they are kept where the recipe has an ema: section",
+            f"Checkpoint {checkpoint.folder} contains no averaged weights.",
+            why="it was trained without an ema: section in the recipe",
             fix="export without --ema",
         )
     return {name: averages.get(source, source) for name, source in sources.items()}
 
 
 def _averages(manifest: Manifest, sources: Mapping[str, str]) -> dict[str, str]:
-    """Averages, by the tensor they belong to. Tied weights have one, under any of their names; buffers none."""
+    """The EMA of each tensor. Tied weights have one, under any of their names; buffers have none."""
     averages: dict[str, str] = {}
     for name, source in sources.items():
         average = manifest.aliases.get(_EMA + name, _EMA + name)
@@ -98,9 +98,9 @@ def _safetensors(path: Path, named: Mapping[str, Tensor], manifest: Manifest) ->
         if first != name:
             notes[name] = first
     path.touch()
-    usual = path.stat().st_mode  # save_file makes one that nobody else may read
+    mode = path.stat().st_mode  # save_file creates files that only the owner can read
     save_file({name: named[name].contiguous() for name in kept.values()}, path, metadata=notes)
-    path.chmod(stat.S_IMODE(usual))
+    path.chmod(stat.S_IMODE(mode))
 
 
 def _torch(path: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
@@ -109,7 +109,7 @@ def _torch(path: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
 
 def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
     section = dict(manifest.recipe.get("model") or {})
-    origin = f"step {manifest.step} of a training with paceline {manifest.versions.get('paceline', '')}".strip()
+    origin = f"trained to step {manifest.step} with paceline {manifest.versions.get('paceline', '')}".strip()
     if section.get("name") == "gpt":
         heads, dropout = (section.get(option, _default(option)) for option in ("heads", "dropout"))
         named, settings = gpt2_export.weights(named, heads), gpt2_export.config(named, heads, dropout)
@@ -117,8 +117,8 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
     else:
         settings = {"model": section, "step": manifest.step}
         text = (
-            f"The weights of {section.get('name', 'a model')}, {origin}, under the model's own names. config.json "
-            "holds what the recipe says of the model. Build it, then `safetensors.torch.load_model(model, path)`.\n"
+            f"The weights of {section.get('name', 'a model')}, {origin}. config.json contains the model section of the "
+            "recipe. Build the model, then call `safetensors.torch.load_model(model, path)`.\n"
         )
     folder.mkdir()
     _safetensors(folder / "model.safetensors", named, manifest)
@@ -127,7 +127,7 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
 
 
 def _default(option: str) -> Any:
-    """The model's default for an option that the recipe leaves out."""
+    """The model's default for an option that is not in the recipe."""
     return inspect.signature(GPT).parameters[option].default
 
 
@@ -145,8 +145,8 @@ def _atomically(output: Path, write: Callable[[Path], None]) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             "not-exported",
-            f"{output} could not be written: {getattr(error, 'strerror', None) or error}.",
-            fix="check free space and rights of that folder",
+            f"Could not write {output}: {getattr(error, 'strerror', None) or error}.",
+            fix="check the free space and the permissions of its folder",
         ) from None
     finally:
         with suppress(OSError):
@@ -168,6 +168,4 @@ def _sync_file(path: Path) -> None:
 
 def _require_free(output: Path) -> None:
     if output.exists() or output.is_symlink():
-        raise CheckpointError(
-            "exists", f"There is already something at {output}.", fix="give another name, or remove it first"
-        )
+        raise CheckpointError("exists", f"{output} already exists.", fix="use another name, or remove it first")

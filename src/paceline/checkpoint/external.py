@@ -4,11 +4,11 @@
     model.load_state_dict(external.weights)
     external.metadata                      # {"epoch": 90, ...}: the plain values around the weights
 
-A torch file may hold a state dict, or a dict around one: `WRAPPERS` lists the keys to look under, in order. Prefixes of
-training wrappers are removed from names: `_orig_mod` and the like anywhere, and a leading `module.` if every name has
-it. Optimizer state and other values with tensors are ignored.
+A torch file may contain a state dict, or a dict with one under one of the keys in `WRAPPERS`, tried in order. Prefixes
+added by training wrappers are removed from names: `_orig_mod` and similar anywhere, and a leading `module.` if every
+name has it. Optimizer state and other values with tensors are ignored.
 
-No pickled code is ever run: a file that needs some is refused. Tensors are loaded to the CPU, memory-mapped where the
+Pickled code is never executed: files that require it are rejected. Tensors are loaded to the CPU, memory-mapped if the
 format allows it.
 """
 
@@ -32,9 +32,14 @@ WRAPPERS = (
     "model_state_dict", "state_dict", "model_state", "model", "module", "net", "network", "weights", "params",
     "ema_state_dict", "model_ema", "params_ema", "ema",
 )  # fmt: skip
-_ANYWHERE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # compile, FSDP, recomputation
+# Of torch.compile, FSDP and activation checkpointing.
+_ANYWHERE = {
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
 _FRONT = "module."  # DDP and DataParallel
-_DEEPEST = 8  # dicts within dicts that are looked into
+_MAX_DEPTH = 8  # of nested dicts
 _PIECE = 1 << 20
 
 
@@ -45,11 +50,11 @@ class ExternalWeights:
 
 
 def load_external_weights(path: Path) -> ExternalWeights:
-    """The weights and plain values of a file, with the names of the unwrapped model."""
+    """Load the weights and plain values of a file, under the names of the unwrapped model."""
     if not path.exists():
-        raise CheckpointError("missing", f"There is no file {path}.", fix="check the path")
+        raise CheckpointError("missing", f"File {path} does not exist.", fix="check the path")
     if not path.is_file():
-        raise _unreadable(path, "it is a folder" if path.is_dir() else "it is not a plain file")
+        raise _unreadable(path, "it is a folder" if path.is_dir() else "it is not a regular file")
     if path.suffix == ".safetensors":
         weights, metadata = _from_safetensors(path)
     else:
@@ -60,13 +65,13 @@ def load_external_weights(path: Path) -> ExternalWeights:
 def _from_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
             notes = dict(file.metadata() or {})
     except (SafetensorError, OSError, ValueError) as error:
         raise _unreadable(path, str(error)) from None
     if not weights:
         raise _no_weights(path, "it is empty")
-    # A weight that has several names lies there once; safetensors notes the other names like this.
+    # A tied weight is stored once; save_model puts its other names into the metadata.
     for name in [name for name, kept in notes.items() if kept in weights and name not in weights]:
         weights[name] = weights[notes.pop(name)]
     return weights, notes
@@ -81,26 +86,26 @@ def _from_torch(path: Path) -> Any:
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        code = re.search(r"GLOBAL (\S+)", str(error))  # torch's word for what it refuses to import
-        raise (_foreign(path, "no pickle") if code is None else _needs_code(path, code[1])) from None
-    except Exception as error:  # a damaged or made-up file may raise anything
+        code = re.search(r"GLOBAL (\S+)", str(error))  # what torch refused to import
+        raise (_foreign(path, "not a pickle") if code is None else _needs_code(path, code[1])) from None
+    except Exception as error:  # a corrupted or forged file may raise anything
         first_line = str(error).partition("\n")[0]
         raise _foreign(path, f"{type(error).__name__}: {first_line[:100]}".removesuffix(": ")) from None
 
 
 def _check_archive(path: Path) -> None:
-    """torch does not compare checksums, and would return a flipped bit as a weight."""
+    """Verify checksums. torch does not, so flipped bits would go unnoticed."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if any(record.filename.endswith("/constants.pkl") for record in records):
             raise _needs_code(path, "a TorchScript program")
         for record in records:
-            if record.CRC:  # 0: it was saved without (torch.serialization.set_crc32_options)
+            if record.CRC:  # 0 if saved without (torch.serialization.set_crc32_options)
                 _read_through(archive, record)
 
 
 def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """zipfile compares the checksum at the end of a record."""
+    """zipfile verifies the checksum at the end of a record."""
     with archive.open(record) as content:
         while content.read(_PIECE):
             pass
@@ -109,7 +114,7 @@ def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 def _unwrapped(path: Path, found: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The first state dict found, and the plain values around it."""
     metadata: dict[str, Any] = {}
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         if not isinstance(found, Mapping):
             break
         inner = next((key for key in WRAPPERS if isinstance(found.get(key), Mapping) and found[key]), None)
@@ -120,14 +125,14 @@ def _unwrapped(path: Path, found: Any) -> tuple[dict[str, Tensor], dict[str, Any
             raise _no_weights(path, f"its keys are {_listed(found)}")
         metadata |= dict(_plain_values(found, besides={inner: None}))
         found = found[inner]
-    raise _no_weights(path, f"it holds a {type(found).__name__}")
+    raise _no_weights(path, f"it contains a {type(found).__name__}")
 
 
 def _plain_values(found: Mapping[Any, Any], besides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in found.items():
         if isinstance(value, Tensor) and value.ndim == 0:  # an accuracy, a loss
             value = value.item()
-        if isinstance(key, str) and key not in besides and _is_plain(value, _DEEPEST):
+        if isinstance(key, str) and key not in besides and _is_plain(value, _MAX_DEPTH):
             yield key, value
 
 
@@ -144,7 +149,7 @@ def _bare_names(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     while all(name.startswith(_FRONT) and name != _FRONT for name in names.values()):
         names = {old: name.removeprefix(_FRONT) for old, name in names.items()}
     if len(set(names.values())) < len(names):
-        raise _no_weights(path, "two of its weights have the same name once wrappers' prefixes are taken away")
+        raise _no_weights(path, "removing the prefixes of wrappers gives two weights the same name")
     return {names[old]: tensor for old, tensor in weights.items()}
 
 
@@ -156,28 +161,28 @@ def _listed(found: Mapping[Any, Any]) -> str:
 def _unreadable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         "unreadable",
-        f"{path} can't be read: {reason}.",
-        fix="copy it again from its source; or give a file that torch.save or safetensors wrote, or a checkpoint",
+        f"Can't read {path}: {reason}.",
+        fix="copy it again, or pass a file written by torch.save or safetensors, or a checkpoint folder",
     )
 
 
 def _foreign(path: Path, seen: str) -> CheckpointError:
-    return _unreadable(path, f"it is damaged, or no file that torch.save wrote ({seen})")
+    return _unreadable(path, f"it is corrupted, or was not written by torch.save ({seen})")
 
 
 def _needs_code(path: Path, code: str) -> CheckpointError:
     return CheckpointError(
         "needs-code",
-        f"To load {path}, {code} would have to be run.",
-        why="it holds more than tensors and plain values, and loading pickled objects runs whatever code they name",
-        fix="where you trust it, load it with torch itself, torch.save the model's state_dict() alone, and give that",
+        f"Loading {path} would execute code: {code}.",
+        why="it contains pickled objects other than tensors and plain values, which can run arbitrary code",
+        fix="if you trust it, load it with torch.load, torch.save only the model's state_dict(), and load that file",
     )
 
 
 def _no_weights(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         "no-weights",
-        f"No weights were found in {path}: {reason}.",
-        why=f"it should hold a state dict, or a dict with one under one of {', '.join(WRAPPERS[:6])}, …",
-        fix="save the state dict alone: torch.save(loaded['the key'], new_path)",
+        f"No weights found in {path}: {reason}.",
+        why=f"expected a state dict, or a dict with one under a key such as {', '.join(WRAPPERS[:6])}",
+        fix="save only the state dict: torch.save(loaded[key], new_path)",
     )

@@ -1,6 +1,6 @@
 """The file operations of a save.
 
-They are methods of one class so that a test can record them, replay every prefix of them, or make any of them fail.
+They are methods of one class so that tests can record them, replay any prefix of them, or make any of them fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Filesystem:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Returns how many bytes were written, which may be fewer."""
+        """Returns the number of bytes written, which may be less than all."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
@@ -46,7 +46,7 @@ class Filesystem:
         source.rename(target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Swap two names atomically. Returns False where that is not supported."""
+        """Swap two names atomically. Returns False if that is not supported."""
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if renameat2 is None:
             return False
@@ -69,16 +69,16 @@ class Filesystem:
 
 
 def write_all(disk: Filesystem, descriptor: int, data: memoryview) -> None:
-    """Write all of `data`: a single call may write less."""
+    """Write all of `data`, in as many calls as it takes."""
     while data:
         written = disk.write(descriptor, data)
         if written <= 0:
-            raise OSError(errno.EIO, "nothing was written")
+            raise OSError(errno.EIO, "no bytes were written")
         data = data[written:]
 
 
 def write_new(disk: Filesystem, path: Path, data: bytes) -> None:
-    """Write a new small file. Synced to disk when this returns."""
+    """Write a small new file. It is synced to disk when this returns."""
     descriptor = disk.create(path)
     try:
         write_all(disk, descriptor, memoryview(data))

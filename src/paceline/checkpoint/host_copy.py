@@ -1,9 +1,9 @@
 """Copies tensors to host memory while training continues.
 
 Weights, optimizer state and averages change only when the optimizer steps, so they can be copied during the next
-forward and backward: CPU tensors by a thread, if a core is free; CUDA tensors on a stream of their own into pinned
-memory. Call `wait_for_copy` before they change. Volatile tensors, which a forward may change (buffers, random state),
-are copied before `begin` returns.
+forward and backward: CPU tensors by a thread, if a core is free; CUDA tensors on a separate stream into pinned memory.
+Call `wait_for_copy` before they change. Volatile tensors, which a forward may change (buffers, random state), are
+copied before `begin` returns.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class HostCopy:
         self._pending: Future[None] | None = None
 
     def _buffer(self, index: int) -> Tensor:
-        """An item's slice, as integers of its width: numpy has neither bfloat16 nor float8."""
+        """The slice of an item, as integers of its width, because numpy has neither bfloat16 nor float8."""
         item, start = self.layout.items[index], self.layout.starts[index]
         size = prod(item.sizes) * item.dtype.itemsize
         return self._memory[start : start + size].view(_SAME_SIZE[item.dtype.itemsize]).view(item.sizes)
 
     def begin(self, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
-        """Copy each item from its tensor: those with an index in `volatile` before this returns."""
+        """Copy each item from its tensor. Indices in `volatile` are copied before this returns."""
         deferred: list[tuple[Tensor, Tensor]] = []
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -52,7 +52,7 @@ class HostCopy:
                 with torch.cuda.stream(self._streams[tensor.device]):
                     self._buffer(index).copy_(source, non_blocking=True)
                     if index in volatile:
-                        # A clone's worth of waiting: it is small, and the forward may change it at any time.
+                        # A short wait, since these tensors are small.
                         self._streams[tensor.device].synchronize()
             elif index in volatile:
                 self._buffer(index).copy_(source)
@@ -64,11 +64,11 @@ class HostCopy:
             for target, source in deferred:
                 target.copy_(source)
         elif deferred:
-            # numpy copies on one thread and without Python's lock; torch would start a second team of threads.
+            # numpy copies on one thread and releases the GIL; torch would start a second thread pool.
             self._pending = self._thread.submit(_copy_all, deferred)
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors may change. GPU streams wait by themselves, so this blocks on the CPU copy only."""
+        """Return when the tensors may change. Blocks on CPU copies only: for GPU copies, the current stream waits."""
         for device, event in self._copy_events.items():
             torch.cuda.current_stream(device).wait_event(event)
         if self._pending is not None:
@@ -91,7 +91,7 @@ class HostCopy:
 
 
 def _cores_are_busy() -> bool:
-    """A forward that computes on every core loses more to a concurrent copy than to one before it."""
+    """If the forward uses every core, a concurrent copy slows it down more than a synchronous one."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return torch.get_num_threads() >= cores
 

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and where, with a hash for every block. See docs/reference/checkpoint.md.
+"""The manifest: what a checkpoint contains and where, with a hash of every block. See docs/reference/checkpoint.md.
 
 Files on a disk may be corrupted or forged. A manifest that `decode` accepts is safe to use: names stay inside the
 folder, every byte of every file belongs to exactly one chunk, and the chunks of a tensor cover it without gaps or
@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstra
 
 FORMAT = 2
 BLOCK = 16 << 20  # bytes per hash
-_LARGEST_MANIFEST = 256 << 20  # bytes; a larger one is refused
+_LARGEST_MANIFEST = 256 << 20  # bytes; larger ones are rejected
 _SMALL_MANIFEST = 4 << 20  # bytes that are always accepted
-_PARSED_FACTOR = 16  # a parsed manifest takes up to so many times its bytes: a long one must describe that much
-_MOST_SHARDED_DIMS = 8
+_PARSED_FACTOR = 16  # memory of a parsed manifest per byte: a large one must describe as much tensor data
+_MAX_SHARDED_DIMS = 8
 NAME, DIGEST = "manifest.json", "manifest.xxh128"
 
 DTYPES = {
@@ -76,9 +76,9 @@ class Manifest(_Record):
     format: int
     step: NonNegativeInt
     epoch: NonNegativeInt
-    optimizer: bool  # whether it holds the optimizer's state, without which a resumed run differs
+    optimizer: bool  # whether it has optimizer state, without which a resumed run differs
     created: str
-    parent: str | None  # the checkpoint saved or loaded before it
+    parent: str | None  # the checkpoint saved or loaded before this one
     versions: dict[str, str]
     layout: dict[str, Any]
     recipe: dict[str, Any]
@@ -95,7 +95,7 @@ class Manifest(_Record):
 
 
 class InvalidManifest(ValueError):
-    """Why a manifest is not accepted."""
+    """The reason why a manifest is rejected."""
 
 
 class UnsupportedFormat(InvalidManifest):
@@ -107,7 +107,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def max_bytes(tensor_bytes: int) -> int:
-    """The size limit of a manifest for so many bytes of tensors."""
+    """The size limit of a manifest that describes `tensor_bytes`."""
     return min(_LARGEST_MANIFEST, max(_SMALL_MANIFEST, tensor_bytes // _PARSED_FACTOR))
 
 
@@ -116,65 +116,65 @@ def chunk_bytes(entry: Entry, chunk: Chunk) -> int:
 
 
 def encode(manifest: Manifest) -> tuple[bytes, bytes]:
-    """The contents of both files. `xxh128sum -c` reads the second."""
+    """The contents of both files. The second can be checked with `xxh128sum -c`."""
     body = manifest.model_dump_json().encode() + b"\n"
     return body, f"{digest(body)}  {NAME}\n".encode()
 
 
 def decode(body: bytes, digest_file: bytes) -> Manifest:
     if digest_file != f"{digest(body)}  {NAME}\n".encode():
-        raise InvalidManifest(f"{NAME} is not what {DIGEST} was made from")
+        raise InvalidManifest(f"{NAME} does not match {DIGEST}")
     try:
         manifest = Manifest.model_validate_json(body)
     except (ValidationError, RecursionError) as error:
-        found = re.match(rb'\{"format":(\d{1,9}),', body)  # always its first word
+        found = re.match(rb'\{"format":(\d{1,9}),', body)  # always the first key
         if found and int(found[1]) != FORMAT:
-            raise UnsupportedFormat(f"it has the format {int(found[1])}, this version reads {FORMAT}") from None
+            raise UnsupportedFormat(f"format {int(found[1])}, expected {FORMAT}") from None
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "nested too deeply"}
-        place = ".".join(str(part) for part in first["loc"]) or "all of it"
+        place = ".".join(str(part) for part in first["loc"]) or "manifest"
         raise InvalidManifest(f"{NAME}: {place[:200]}: {first['msg']}") from None
     if manifest.format != FORMAT:
-        raise UnsupportedFormat(f"it has the format {manifest.format}, this version reads {FORMAT}")
+        raise UnsupportedFormat(f"format {manifest.format}, expected {FORMAT}")
     for name, entry in manifest.tensors.items():
         problem = _problem(entry, manifest)
         if problem:
             raise InvalidManifest(f"{NAME}: {name}: {problem}")
     for name, target in manifest.aliases.items():
         if target not in manifest.tensors:
-            raise InvalidManifest(f"{NAME}: {name} stands for {target}, which is not there")
+            raise InvalidManifest(f"{NAME}: {name} is an alias of {target}, which does not exist")
     _check_files(manifest)
     for name, entry in manifest.tensors.items():
         if _overlap(entry):
-            raise InvalidManifest(f"{NAME}: {name}: its chunks overlap")
+            raise InvalidManifest(f"{NAME}: {name}: chunks overlap")
     return manifest
 
 
 def _problem(entry: Entry, manifest: Manifest) -> str | None:
     if entry.dtype not in DTYPES:
-        return f"the dtype {entry.dtype} is unknown"
+        return f"unknown dtype {entry.dtype}"
     for chunk in entry.chunks:
         if chunk.file not in manifest.files:
-            return f"it lies in {chunk.file}, which is not listed"
+            return f"unknown file {chunk.file}"
         if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
-            return "a chunk has other dimensions"
+            return "a chunk has the wrong number of dimensions"
         if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)):
-            return f"a chunk lies outside of its shape {entry.shape}"
+            return f"a chunk is outside of the shape {entry.shape}"
         blocks = -(-chunk_bytes(entry, chunk) // manifest.block)
         if len(chunk.hashes) != blocks:
-            return f"there are {len(chunk.hashes)} hashes for {blocks} blocks"
+            return f"{len(chunk.hashes)} hashes for {blocks} blocks"
     covered = sum(prod(chunk.sizes) for chunk in entry.chunks)
-    return f"its chunks hold {covered} of {prod(entry.shape)} values" if covered != prod(entry.shape) else None
+    return f"chunks cover {covered} of {prod(entry.shape)} values" if covered != prod(entry.shape) else None
 
 
 def _overlap(entry: Entry) -> bool:
     """Whether chunks overlap, in time linear in their number.
 
-    Each corner of a rectangle has a sign, + or - in turn. Where chunks adjoin, their corners cancel out, so chunks that
-    tile a tensor leave just its own corners.
+    Each corner of a rectangle has an alternating sign. The corners of adjacent chunks cancel out, so chunks that tile a
+    tensor leave only the corners of the tensor.
     """
     sharded = [dim for dim, size in enumerate(entry.shape) if any(chunk.sizes[dim] != size for chunk in entry.chunks)]
-    if len(sharded) > _MOST_SHARDED_DIMS:
-        raise InvalidManifest(f"{NAME}: a tensor is cut in {len(sharded)} dimensions")
+    if len(sharded) > _MAX_SHARDED_DIMS:
+        raise InvalidManifest(f"{NAME}: a tensor is sharded in {len(sharded)} dimensions")
     corners: Counter[tuple[int, ...]] = Counter()
     for corner in product((0, 1), repeat=len(sharded)):
         sign = (-1) ** sum(corner)
@@ -187,7 +187,7 @@ def _overlap(entry: Entry) -> bool:
 
 
 def _check_files(manifest: Manifest) -> None:
-    """The chunks of a file must cover it from its header to its end."""
+    """Require that the chunks of a file cover it from the end of its header to its end."""
     spans: dict[str, list[tuple[int, int]]] = {
         name: [(0, file.header_bytes), (file.bytes, file.bytes)] for name, file in manifest.files.items()
     }
@@ -197,4 +197,4 @@ def _check_files(manifest: Manifest) -> None:
     for name, parts in spans.items():
         parts.sort()
         if any(end != begin for (_, end), (begin, _) in pairwise(parts)):
-            raise InvalidManifest(f"{NAME}: the chunks of {name} leave a gap or overlap")
+            raise InvalidManifest(f"{NAME}: chunks of {name} overlap or leave a gap")

@@ -1,8 +1,8 @@
-"""Which rank writes and reads what, planned by torch.distributed.checkpoint.
+"""Plans of what each rank writes and reads, made by torch.distributed.checkpoint.
 
-Save: each replicated tensor is written by one rank, and bytes are balanced across ranks. A plan stays valid while
-names, shapes and placements do, so it is made once and reused. Load: which rectangles of which chunks make up this
-rank's shards, whatever layout they were saved on.
+Save: each replicated tensor is written by one rank, and bytes are balanced across ranks. A plan is reused while names,
+shapes and placements stay the same. Load: the rectangles of saved chunks that make up the shards of this rank,
+whatever layout they were saved with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Group = torch_dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a tensor, and a DTensor with the same placement; None if it is not sharded."""
+    """This rank's shard of a tensor, and a DTensor with the same placements if it is sharded."""
 
     local: Tensor
     like: DTensor | None = None
@@ -71,7 +71,7 @@ def signature(tensors: Mapping[str, LocalShard]) -> tuple[Any, ...]:
 
 
 def plan_save(tensors: Mapping[str, LocalShard], group: Group) -> list[WriteItem]:
-    """What this rank writes. Collective over `group`; without one, this rank writes everything it has."""
+    """The items that this rank writes. Collective over `group`; without a group, this rank writes everything."""
     alone = group is None
     rank = 0 if alone else torch_dist.get_rank(group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -106,7 +106,7 @@ def _write_item(item: Any) -> WriteItem:
 
 @dataclass(frozen=True)
 class ReadItem:
-    """A rectangle of a chunk, and where it goes in this rank's shard."""
+    """A rectangle of a chunk, and its place in this rank's shard."""
 
     name: str
     chunk: int  # index into the tensor's chunks
@@ -116,7 +116,7 @@ class ReadItem:
 
 
 def plan_load(targets: Mapping[str, Tensor], manifest: Manifest) -> list[ReadItem]:
-    """`targets` are tensors of the manifest's shapes, sharded as they are on this rank."""
+    """The items to read. `targets` have the shapes in the manifest, and the sharding of this rank."""
     known = {name: entry for name in targets if (entry := manifest.entry(name)) is not None}
     metadata = Metadata({name: _metadata(entry) for name, entry in known.items()})
     plan = create_default_local_load_plan(dict(targets), metadata)

@@ -1,4 +1,4 @@
-"""Verified reads: every block is compared with its hash before it is returned."""
+"""Verified reads: the hash of every block is compared before the block is returned."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _ItemsOfChunk = dict[tuple[str, int], list[ReadItem]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint whose manifest is valid and whose files have the right sizes."""
+    """A committed checkpoint with a valid manifest and files of the right sizes."""
 
     folder: Path
     manifest: Manifest
 
 
-def damaged(folder: Path, what: str) -> CheckpointError:
+def corrupted(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         "damaged",
-        f"The checkpoint {folder} is damaged: {what}.",
-        why="it is not what was written: a disk, a copy or a program has changed it",
-        fix=f"take an older one; paceline checkpoint verify {folder.parent} shows which are good",
+        f"Checkpoint {folder} is corrupted: {reason}.",
+        why="its files have changed since they were written",
+        fix=f"use an older checkpoint; run paceline checkpoint verify {folder.parent} to find an intact one",
     )
 
 
@@ -49,11 +49,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the manifest and check every file's size."""
     if not (folder / manifests.NAME).exists():
         if folder.is_dir() and folder.name.startswith("step-"):
-            raise damaged(folder, f"there is no {manifests.NAME} in it")
+            raise corrupted(folder, f"{manifests.NAME} is missing")
         raise CheckpointError(
             "missing",
-            f"There is no checkpoint at {folder}.",
-            fix=f"give the folder that holds {manifests.NAME}, e.g. {RunFolder(ROOT / 'gpt').checkpoints}/step-000120",
+            f"No checkpoint found at {folder}.",
+            fix=f"pass the folder with {manifests.NAME}, e.g. {RunFolder(ROOT / 'gpt').checkpoints}/step-000120",
         )
     try:
         limit = manifests.max_bytes(sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors")))
@@ -63,15 +63,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             with _open_regular(folder / name) as descriptor:
                 size = os.fstat(descriptor).st_size
             if size != file.bytes:
-                raise InvalidManifest(f"{name} has {size} bytes instead of {file.bytes}")
+                raise InvalidManifest(f"{name} has {size} bytes, expected {file.bytes}")
     except UnsupportedFormat as error:
         raise CheckpointError(
             "other-format",
-            f"The checkpoint {folder} can't be read: {error}.",
-            fix="load it with the version that wrote it",
+            f"Checkpoint {folder} has an unsupported format: {error}.",
+            fix="load it with the version of paceline that wrote it",
         ) from None
     except (OSError, InvalidManifest) as error:
-        raise damaged(folder, _reason(error)) from None
+        raise corrupted(folder, _reason(error)) from None
     return Checkpoint(folder, manifest)
 
 
@@ -83,11 +83,11 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _open_regular(path: Path) -> Iterator[int]:
-    """A regular file: links are not followed, and a pipe does not block."""
+    """Open a regular file. Links are not followed, and pipes do not block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidManifest(f"{path.name} is not a plain file")
+            raise InvalidManifest(f"{path.name} is not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -102,9 +102,9 @@ def _small_file(path: Path, limit: int) -> bytes:
 
 
 def read_tensors(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's shard of each target, on the CPU, in the dtype in which it was saved.
+    """This rank's shard of each target, on the CPU, in its saved dtype.
 
-    `targets` are tensors (also on `meta`, also DTensors) with names and shapes of the checkpoint.
+    `targets` are tensors (including meta tensors and DTensors) with the names and shapes in the checkpoint.
     """
     manifest = checkpoint.manifest
     items: _ItemsOfChunk = defaultdict(list)
@@ -163,7 +163,7 @@ def _read_chunk(
 
 
 def _headers(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """The header that each file must have."""
+    """The expected header of each file."""
     expected: dict[str, dict[str, Any]] = {name: {} for name in manifest.files}
     for name, entry in manifest.tensors.items():
         for chunk in entry.chunks:
@@ -174,14 +174,14 @@ def _headers(manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 
 def _rows(chunk: Chunk, items: list[ReadItem]) -> tuple[int, int]:
-    """The rows of the chunk that are needed: those before and after them are not read."""
+    """The range of rows of the chunk that must be read."""
     if not chunk.sizes:
         return 0, 1
     return min(item.source[0] for item in items), max(item.source[0] + item.lengths[0] for item in items)
 
 
 class _Reader:
-    """Reads rows of chunks, which another thread hashes meanwhile."""
+    """Reads rows of chunks while another thread hashes them."""
 
     def __init__(self, folder: Path, block: int) -> None:
         self._folder, self._block = folder, block
@@ -214,20 +214,20 @@ class _Reader:
         return self._descriptor
 
     def check_headers(self, manifest: Manifest) -> None:
-        """We go by the manifest, other programs by the headers: both must list the same tensors."""
+        """Other programs read the headers instead of the manifest, so both must list the same tensors."""
         expected = _headers(manifest)
         for name, file in manifest.files.items():
             try:
                 header = bytearray(file.header_bytes)
                 self._read(name, 0, memoryview(header))
                 if manifests.digest(bytes(header)) != file.header_hash:
-                    raise InvalidManifest(f"the header of {name}: the hash differs")
+                    raise InvalidManifest(f"the header of {name}: hash mismatch")
                 if json.loads(header[8:]) != expected[name]:
-                    raise InvalidManifest(f"the header of {name} says other tensors than {manifests.NAME}")
+                    raise InvalidManifest(f"the header of {name} does not list the tensors in {manifests.NAME}")
             except (OSError, InvalidManifest) as error:
-                raise damaged(self._folder, _reason(error)) from None
+                raise corrupted(self._folder, _reason(error)) from None
             except (ValueError, RecursionError):
-                raise damaged(self._folder, f"the header of {name} is no JSON") from None
+                raise corrupted(self._folder, f"the header of {name} is not valid JSON") from None
 
     def rows(self, name: str, entry: Entry, chunk: Chunk, first: int, last: int) -> Tensor:
         """Rows `first` up to `last` of a chunk. The blocks that contain them are read and verified."""
@@ -240,11 +240,11 @@ class _Reader:
         view = data.numpy().data
         for at in range(0, len(view), self._block):
             expected, place = chunk.hashes[(begin + at) // self._block], chunk.at + begin + at
-            where = f"{name} in {chunk.file}, bytes {place} and following"
+            where = f"{name} in {chunk.file}, block at byte {place}"
             try:
                 self._read(chunk.file, place, view[at : at + self._block])
             except (OSError, InvalidManifest) as error:
-                raise damaged(self._folder, f"{name} in {_reason(error)}") from None
+                raise corrupted(self._folder, f"{name} in {_reason(error)}") from None
             self._checks.append((self._hasher.submit(view[at : at + self._block]), expected, where))
         self._compare(8)
         start = first * width - begin
@@ -255,19 +255,19 @@ class _Reader:
         while view:
             count = os.preadv(descriptor, [view], at)
             if count == 0:
-                raise InvalidManifest(f"{file}: it ends too early")
+                raise InvalidManifest(f"{file}: unexpected end of file")
             view, at = view[count:], at + count
 
     def _compare(self, leave: int) -> None:
-        """Wait for all but the last `leave` hashes, which may be computed beside further reads."""
+        """Compare all but the last `leave` hashes, which may be computed during further reads."""
         while len(self._checks) > leave:
             found, expected, where = self._checks.pop(0)
             if found.result() != expected:
-                raise damaged(self._folder, f"{where}: the hash differs")
+                raise corrupted(self._folder, f"{where}: hash mismatch")
 
 
 def read_full(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
-    """Every full tensor whose name begins with `prefix`, by the rest of its name; aliases too."""
+    """The full tensors whose names start with `prefix`, by the rest of the name, including aliases."""
     manifest = checkpoint.manifest
     names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)]
     targets = {name: torch.empty(_entry(manifest, name).shape, device="meta") for name in names}
@@ -275,7 +275,7 @@ def read_full(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Read everything and compare it with its hashes, block by block."""
+    """Read every block and compare its hash."""
     checkpoint = open_checkpoint(folder)
     manifest = checkpoint.manifest
     with _Reader(folder, manifest.block) as reader:

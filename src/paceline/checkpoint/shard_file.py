@@ -1,4 +1,4 @@
-"""One rank's file in the safetensors format, hashed on a second thread while the first one writes."""
+"""The file of one rank, in the safetensors format. A second thread hashes while the first one writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.checkpoint.planner import WriteItem
 from paceline.errors import CheckpointError
 
 _ALIGNMENT = 8
-_INLINE = 64 << 10  # bytes below which handing a block to the thread costs more than hashing it
+_INLINE = 64 << 10  # bytes; smaller blocks are hashed inline, which is cheaper than using the thread
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FileLayout:
 
 @dataclass
 class Written:
-    """What a rank reports to rank 0, which writes the manifest."""
+    """The report of a rank to rank 0, which writes the manifest."""
 
     name: str
     file: File
@@ -51,13 +51,13 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in CODES:
         raise CheckpointError(
             "dtype",
-            f"{name} is of {dtype}, for which the safetensors format has no word.",
-            fix="keep it in another dtype",
+            f"Unsupported dtype: {name} is {dtype}, which the safetensors format can't store.",
+            fix="use another dtype",
         )
 
 
 def lay_out(items: Sequence[WriteItem]) -> FileLayout:
-    """Wide dtypes first, so that every item is aligned."""
+    """Sorts wide dtypes first, so that every item is aligned."""
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
     header: dict[str, Any] = {}
     starts, at = [], 0
@@ -72,7 +72,7 @@ def lay_out(items: Sequence[WriteItem]) -> FileLayout:
 
 
 def label(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """A tensor's name, with the slice if it is a chunk: `model/tokens.weight[0:128,64:128]`."""
+    """The name of a tensor, with the slice if it is a chunk: `model/tokens.weight[0:128,64:128]`."""
     if list(sizes) == list(shape):
         return name
     spans = zip(offsets, sizes, strict=True)
@@ -80,7 +80,7 @@ def label(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequen
 
 
 def header_entry(dtype: torch.dtype, sizes: Sequence[int], at: int) -> dict[str, Any]:
-    """A tensor in the header of a safetensors file."""
+    """The entry of a tensor in the header of a safetensors file."""
     end = at + prod(sizes) * dtype.itemsize
     return {"dtype": CODES[dtype], "shape": list(sizes), "data_offsets": [at, end]}
 
@@ -91,7 +91,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_file(disk: Filesystem, path: Path, layout: FileLayout, item_bytes: Callable[[int], memoryview]) -> Written:
-    """Write the items, whose bytes `item_bytes` returns by index. Synced to disk when this returns."""
+    """Write the items, whose bytes `item_bytes` returns by index. The file is synced to disk when this returns."""
     began = perf_counter()
     chunks: list[tuple[WriteItem, list[Future[str]], int]] = []
     with BlockHasher() as hasher:
@@ -124,7 +124,7 @@ def _chunk(file: str, item: WriteItem, at: int, hashes: list[Future[str]]) -> Ch
 
 
 class BlockHasher:
-    """Hashes blocks on a thread of its own; hashing, reading and writing all release the GIL. `busy` is in seconds."""
+    """Hashes blocks on a separate thread. Hashing, reading and writing all release the GIL. `busy` is in seconds."""
 
     def __init__(self) -> None:
         self.busy = 0.0

@@ -1,12 +1,12 @@
-"""What a checkpoint holds: one list of entries, each saved and restored under its key.
+"""The contents of a checkpoint: one list of entries, each saved and restored under its key.
 
     state = TrainingState([StateEntry("model", …), StateEntry("scaler", …)], rank=0, layout={"ranks": 1})
     snapshot = state.capture()           # on every rank: references, not copies
     loaded = state.read(checkpoint)      # every entry read and verified; nothing has changed yet
     state.apply(loaded)
 
-An entry's key is its name in the manifest's `state` and the prefix of its tensors (`<key>/…`), so adding an entry is
-all it takes to checkpoint another part of a training.
+The key of an entry is its name in the manifest's `state` and the prefix of its tensors (`<key>/…`), so checkpointing
+another part only takes another entry.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.checkpoint.shard_file import require_dtype
 from paceline.errors import CheckpointError
 from paceline.runtime.serialization import from_json, to_json
 
-_METADATA = "metadata"  # the user's own values, saved and read like an entry
+_METADATA = "metadata"  # user-defined values, saved and read like an entry
 
 
 class Stateful(Protocol):
-    """A part with plain values and full tensors, the same on every rank: rank 0 saves it."""
+    """A part with plain values and full tensors that are the same on every rank. Rank 0 saves it."""
 
     def state_dict(self) -> Any: ...
 
@@ -39,16 +39,16 @@ class Stateful(Protocol):
 
 @dataclass
 class ShardedState:
-    """What a sharded part saves on this rank."""
+    """The state of a sharded part on this rank."""
 
     tensors: dict[str, LocalShard] = field(default_factory=dict)  # by path: below `<key>/` or `<key>-<kind>/`
-    volatile: set[str] = field(default_factory=set)  # paths, where the entry as a whole is not volatile
-    aliases: dict[str, str] = field(default_factory=dict)  # further names of tensors, by path
+    volatile: set[str] = field(default_factory=set)  # paths, if the entry itself is not volatile
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tensors, by path
     values: Any = None  # as JSON, saved under `value_key`
 
 
 class ShardedStateful(ABC):
-    """A part with tensors that may be sharded. They go by the full model's names, so any layout finds its shards."""
+    """A part with tensors that may be sharded. Their names are those of the full model, for any layout."""
 
     value_key: str | None = None  # its name in the manifest's `state`; None if it has tensors only
 
@@ -57,7 +57,7 @@ class ShardedStateful(ABC):
 
     @abstractmethod
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        """The tensors to read, by path, each sharded as it is on this rank. Raises if the checkpoint does not fit."""
+        """The tensors to read, by path, with the sharding of this rank. Raises if the checkpoint does not match."""
 
     @abstractmethod
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None: ...
@@ -65,23 +65,23 @@ class ShardedStateful(ABC):
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One part of a training's state.
+    """One part of the training state.
 
-    A `per_rank` part's `state_dict` holds tensors only. It is loaded on the layout that it was saved on; on any other,
-    the part is given an empty dict.
+    The `state_dict` of a `per_rank` part contains tensors only. It is loaded on the layout it was saved with; on any
+    other layout, `load_state_dict` gets an empty dict.
     """
 
     key: str
     part: Stateful | ShardedStateful
     scope: Literal["weights", "training"] = "training"  # "weights": also loaded with weights_only
-    per_rank: bool = False  # every rank saves its own
-    volatile: bool = True  # a forward may change its tensors: they are copied before the save returns
-    if_absent: Literal["error", "keep"] = "error"  # "keep": a checkpoint without it leaves the part as it is
+    per_rank: bool = False  # every rank saves its own state
+    volatile: bool = True  # a forward may change its tensors, so they are copied before the save returns
+    if_absent: Literal["error", "keep"] = "error"  # "keep": leave the part unchanged
 
 
 @dataclass
 class Snapshot:
-    """A training's state on this rank, for a `Writer`."""
+    """The training state on this rank, for a `Writer`."""
 
     tensors: dict[str, LocalShard] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
@@ -92,7 +92,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What was read of a checkpoint and compared with its hashes."""
+    """The verified contents of a checkpoint."""
 
     checkpoint: Checkpoint
     entries: Sequence[StateEntry]
@@ -102,7 +102,7 @@ class LoadedState:
 
 
 class TrainingState:
-    """The entries in the order in which they are saved and applied, on one rank of a layout."""
+    """The entries, in the order in which they are saved and applied."""
 
     def __init__(self, entries: Iterable[StateEntry], *, rank: int, layout: Mapping[str, Any]) -> None:
         self.entries = tuple(entries)
@@ -111,14 +111,14 @@ class TrainingState:
         assert len({*keys, _METADATA}) == len(keys) + 1, f"two entries have the same key: {keys}"
 
     def capture(self, metadata: Mapping[str, Any] | None = None, *, without: Collection[str] = ()) -> Snapshot:
-        """References, not copies. `without` names keys to leave out."""
+        """Collect references, not copies. `without` lists keys to leave out."""
         snapshot, found = Snapshot(), dict[str, Tensor]()
         chosen = [entry for entry in self.entries if entry.key not in without]
         for entry in (entry for entry in chosen if not entry.per_rank):
             self._capture(entry, snapshot)
         snapshot.metadata = to_json(dict(metadata or {}), _METADATA, found)
         self._add(snapshot, found)
-        for entry in (entry for entry in chosen if entry.per_rank):  # behind what ranks have in common
+        for entry in (entry for entry in chosen if entry.per_rank):  # after the entries that ranks have in common
             self._capture(entry, snapshot)
         for path, shard in snapshot.tensors.items():
             require_dtype(path, shard.local.dtype)
@@ -142,7 +142,7 @@ class TrainingState:
 
     def _add(self, snapshot: Snapshot, tensors: Mapping[str, Tensor], entry: StateEntry | None = None) -> None:
         if self._rank and not (entry is not None and entry.per_rank):
-            return  # rank 0's count for all
+            return  # saved by rank 0
         snapshot.tensors |= {path: LocalShard(tensor) for path, tensor in tensors.items()}
         if entry is None or entry.volatile:
             snapshot.volatile |= set(tensors)
@@ -151,13 +151,13 @@ class TrainingState:
         return f"{entry.key}/rank-{self._rank}/"
 
     def read(self, checkpoint: Checkpoint, *, weights_only: bool = False, without: Collection[str] = ()) -> LoadedState:
-        """Read and verify this rank's share of every entry. Apply it only once every rank has returned from here."""
+        """Read and verify this rank's part of every entry. Apply it only after every rank has succeeded."""
         manifest = checkpoint.manifest
         chosen = [entry for entry in self.entries if entry.scope == "weights" or not weights_only]
         entries = [entry for entry in chosen if entry.key not in without and _is_in(checkpoint, entry)]
         targets: dict[str, Tensor] = {}
         for entry in entries:
-            targets = {**self._targets(entry, checkpoint), **targets}  # an earlier entry's count
+            targets = {**self._targets(entry, checkpoint), **targets}  # earlier entries take precedence
         targets |= targets_below(manifest, _METADATA)
         tensors = read_tensors(checkpoint, targets)
         values = {
@@ -171,13 +171,13 @@ class TrainingState:
     def _targets(self, entry: StateEntry, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         if isinstance(entry.part, ShardedStateful):
             return entry.part.read_targets(checkpoint)
-        # Rank 0 verifies those of ranks that do not exist any more, too.
+        # Rank 0 also verifies the state of ranks that no longer exist.
         own_only = entry.per_rank and self._rank != 0
         return targets_below(checkpoint.manifest, self._own_prefix(entry)[:-1] if own_only else entry.key)
 
     @torch.no_grad()
     def apply(self, loaded: LoadedState) -> None:
-        """Put what `read` returned into the parts."""
+        """Load what `read` returned into the parts."""
         for entry in loaded.entries:
             part = entry.part
             if isinstance(part, ShardedStateful):
@@ -195,7 +195,7 @@ class TrainingState:
 
 
 def targets_below(manifest: Manifest, key: str) -> dict[str, Tensor]:
-    """Every tensor of a key, in full."""
+    """The full tensors of a key."""
     return {
         path: torch.empty(entry.shape, device="meta")
         for path, entry in manifest.tensors.items()
@@ -210,7 +210,8 @@ def _value_key(entry: StateEntry) -> str | None:
 
 
 def _is_in(checkpoint: Checkpoint, entry: StateEntry) -> bool:
-    """Whether a checkpoint has an entry; raises if it must. A part with sharded tensors only decides for itself."""
+    """Whether a checkpoint has an entry; raises if a required one is missing. Parts with only sharded tensors check
+    this themselves."""
     key = _value_key(entry)
     manifest = checkpoint.manifest
     if key in manifest.state if key is not None else targets_below(manifest, entry.key):
@@ -221,6 +222,6 @@ def _is_in(checkpoint: Checkpoint, entry: StateEntry) -> bool:
         return True
     raise CheckpointError(
         "other-format",
-        f"The checkpoint {checkpoint.folder} can't be read: it has no state of {entry.key}.",
-        fix="load it with the version that wrote it",
+        f"Checkpoint {checkpoint.folder} has an unsupported format: no state of {entry.key}.",
+        fix="load it with the version of paceline that wrote it",
     )

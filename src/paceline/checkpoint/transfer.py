@@ -1,13 +1,13 @@
-"""Files of ranks without access to the run folder: sent to and received from the first rank.
+"""File transfers to and from the first rank, for ranks without access to the run folder.
 
-    written = send_file(group, lambda disk: write_file(disk, …))   # on a rank that can't see the folder …
-    receive_file(group, rank, disk, path)                          # … while the first rank writes what it sends
+    written = send_file(group, lambda disk: write_file(disk, …))   # on a rank without access
+    receive_file(group, rank, disk, path)                          # on the first rank, at the same time
 
-    with fetch(folder, group, without_access) as local:            # on every rank: a committed checkpoint, at a path
-        read_tensors(open_checkpoint(local), targets)              # that this rank can read
+    with fetch(folder, group, without_access) as local:            # on every rank
+        read_tensors(open_checkpoint(local), targets)
 
-Each block of bytes follows its length; a length of 0 or -1 ends the file. The sender needs no disk, and one block of
-memory. Ranks are those of the group, which must support CPU tensors (gloo).
+Each block is preceded by its length; a length of 0 or -1 ends the file. The sender needs no disk and one block of
+memory. Ranks are group ranks; the group must support CPU tensors (gloo).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class _Outgoing(Filesystem):
-    """A filesystem with a single file, on another rank."""
+    """A filesystem with a single file, which is sent to another rank."""
 
     def __init__(self, group: Group, target: int) -> None:
         self._group, self._target = group, target
@@ -91,9 +91,9 @@ def send_file(group: Group, write: Callable[[Filesystem], _Result], target: int 
 
 
 def receive_file(group: Group, source: int, disk: Filesystem, path: Path) -> None:
-    """Write the file that `source` sends. Synced to disk when this returns.
+    """Write the file that `source` sends. It is synced to disk when this returns.
 
-    The sender can't be interrupted: if the disk fails, the rest is received and discarded before the error is raised.
+    The sender can't be interrupted: if writing fails, the rest is received and discarded before the error is raised.
     """
     blocks = _incoming(group, source)
     try:
@@ -117,7 +117,7 @@ def _incoming(group: Group, source: int) -> Iterator[memoryview]:
         torch_dist.recv(length, group=group, group_src=source)
         size = int(length.item())
         if size == _ABORTED:
-            raise OSError(None, f"rank {source} of the group broke off while sending")
+            raise OSError(None, f"rank {source} of the group failed to send the file")
         if size == _END:
             return
         torch_dist.recv(memory[:size], group=group, group_src=source)
@@ -126,9 +126,9 @@ def _incoming(group: Group, source: int) -> Iterator[memoryview]:
 
 @contextmanager
 def fetch(folder: Path, group: Group, without_access: Collection[int]) -> Iterator[Path]:
-    """The path of the first rank's checkpoint on this rank: itself, or a copy that is removed on exit.
+    """The path of the first rank's checkpoint on this rank: `folder`, or a temporary copy that is removed on exit.
 
-    Collective: an error on any rank is raised on every rank. Hashes are compared by whoever reads from the path.
+    Collective: an error on any rank is raised on every rank. Hashes are not compared.
     """
     if group is None or not without_access:
         yield folder
@@ -158,14 +158,14 @@ def _files(folder: Path) -> dict[str, Any]:
 
 
 def _temporary_copy(folder: Path) -> dict[str, Any]:
-    """An empty folder of the same name, which errors mention."""
+    """An empty folder with the same name, because errors mention it."""
     copy = Path(tempfile.mkdtemp(prefix="paceline-")) / folder.name
     copy.mkdir()
     return {"copy": str(copy)}
 
 
 def _send_all(folder: Path, names: list[str], group: Group, without_access: Collection[int]) -> dict[str, Any]:
-    """Send every file to every rank even after an error: the receivers wait for each of them."""
+    """Send every file to every rank, even after an error, because the receivers wait for it."""
     problems = []
     for target in without_access:
         for name in names:
@@ -207,8 +207,7 @@ def _gather_or_raise(group: Group, own: Report) -> list[Report]:
 def _not_fetched(rank: int, reason: str) -> CheckpointError:
     return CheckpointError(
         "not-fetched",
-        f"The checkpoint could not be brought to the ranks that can't see its folder: rank {rank}: {reason}.",
-        why="such a rank gets a copy, for the time of loading, in its own temporary folder",
-        fix="check free space of the temporary folder there (TMPDIR), or put the run folder on a disk that all "
-        "nodes see",
+        f"Could not send the checkpoint to ranks without access to its folder: rank {rank}: {reason}.",
+        why="these ranks load from a temporary copy on their node",
+        fix="check the free space in TMPDIR on that node, or put the run folder on shared storage",
     )

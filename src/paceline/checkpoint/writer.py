@@ -3,10 +3,10 @@
     saving = writer.begin(folder, tensors, description, background=True)
     ...                                  # the next forward and backward
     saving.wait_for_copy()               # before the weights change
-    folder = saving.result()             # when it is committed
+    folder = saving.result()             # waits for the commit
 
-In the background, training waits for one message, a plan (reused from the save before) and the start of a copy. The
-rest runs on a thread: each rank writes its file and reports to the first one, which commits.
+A background save blocks training only for one message, the plan (reused from the previous save) and the start of a
+copy. The rest runs on a thread: each rank writes its file and reports to the first rank, which commits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.runtime.rank_errors import Report, capture_error, raise_first_erro
 
 @dataclass(frozen=True)
 class Description:
-    """What the manifest holds beside the tensors. Taken from the first rank, except for aliases."""
+    """What the manifest contains besides tensors. Taken from the first rank, except for aliases."""
 
     step: int
     epoch: int
@@ -54,7 +54,7 @@ class Description:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Where a save went and what it cost: seconds of this rank's writing and hashing, and in total."""
+    """The folder, size and duration of a save: seconds of writing and hashing on this rank, and in total."""
 
     folder: Path
     bytes: int
@@ -82,10 +82,9 @@ class PendingSave:
 
 
 class Writer:
-    """Saves of a group's ranks, one at a time; without a group, of this rank alone.
+    """Saves on every rank of a group, one at a time; without a group, on this rank alone.
 
-    Ranks `without_access` to the folder write through the first rank of the group. `after` is called on the first rank
-    once a checkpoint is committed, on the writing thread.
+    Ranks `without_access` to the folder write through the first rank of the group.
     """
 
     def __init__(
@@ -111,9 +110,10 @@ class Writer:
         unique_name: bool = False,
         after: Callable[[Path], None] | None = None,
     ) -> PendingSave:
-        """`volatile` names tensors that the next forward may change. `unique_name` appends a number to a taken name."""
+        """`volatile` lists tensors that the next forward may change. `unique_name` appends a number if `target` exists.
+        `after` is called on the first rank when the checkpoint is committed, on the writing thread."""
         if self._last is not None:
-            self._last._task.exception()  # one at a time; the caller that began it gets its errors
+            self._last._task.exception()  # one at a time; errors are raised by its own result()
         layout = self._plan(tensors)
         where = (self._group, self._rank, self._without_access, self._disk, target)
         job = _SaveJob(*where, description, layout, overwrite, unique_name, after)
@@ -137,7 +137,7 @@ class Writer:
     def _plan(self, tensors: Mapping[str, LocalShard]) -> FileLayout:
         now = signature(tensors)
         changed = now != self._planned_for
-        if self._group is not None:  # a parameter that is first used late changes one stage's plan only
+        if self._group is not None:  # a parameter first used late changes the plan of one pipeline stage only
             changed = any(objects.all_gather(changed, self._group))
         if changed or self._layout is None:
             self._layout = lay_out(plan_save(tensors, self._group))
@@ -145,7 +145,7 @@ class Writer:
         return self._layout
 
     def close(self) -> None:
-        """Wait for a pending save, and free the host buffer."""
+        """Wait for a pending save and free the host buffer."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         if self._copy is not None:
@@ -190,9 +190,9 @@ class _SaveJob:
     def _collective(self, exchange: Callable[[], Any]) -> Any:
         try:
             return exchange()
-        except RuntimeError as error:  # torch's, where another rank has died or is late
-            lost = f"the ranks have lost each other ({str(error).splitlines()[0]})"
-            raise self._not_saved(lost) from error
+        except RuntimeError as error:  # raised by torch if another rank died or timed out
+            reason = f"lost the connection to another rank ({str(error).splitlines()[0]})"
+            raise self._not_saved(reason) from error
 
     def _on_first_rank(self, work: Callable[[], Report]) -> Report:
         report: Report
@@ -210,7 +210,7 @@ class _SaveJob:
         return {"partial": str(partial), "target": str(self.target)}
 
     def _written(self, partial: Path, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
-        """What this rank wrote, or its error. The first rank also writes for those without access."""
+        """The report of this rank, or its error. The first rank also writes the files of ranks without access."""
         own = capture_error(lambda: self._write(partial, item_bytes), self._not_written)
         for source in self.without_access if self.rank == 0 else ():
             path = partial / _file_name(source)
@@ -247,9 +247,9 @@ class _SaveJob:
     def _not_saved(self, reason: str, where: str = "") -> CheckpointError:
         return CheckpointError(
             "not-saved",
-            f"The checkpoint {self.target} could not be written{where}: {reason}.",
-            why="a save touches no other checkpoint before it is whole, so what was saved before is still good",
-            fix="check free space and rights of that folder",
+            f"Could not write checkpoint {self.target}{where}: {reason}.",
+            why="earlier checkpoints were not modified",
+            fix="check the free space and the permissions of its folder",
         )
 
 
@@ -258,7 +258,7 @@ def _file_name(rank: int) -> str:
 
 
 def _lower_priority() -> None:
-    """Training goes first where cores are few. (On Linux, threads have a priority of their own.)"""
+    """Give training precedence if there are few cores. (On Linux, each thread has its own priority.)"""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
@@ -266,9 +266,9 @@ def _lower_priority() -> None:
 def _not_tidied(target: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         "not-tidied",
-        f"The checkpoint {target} was saved, but what comes after a save failed: {error.strerror or error}.",
-        why="latest could not be pointed at it, or an older checkpoint could not be removed",
-        fix="check free space and rights of that folder; the next save tries again",
+        f"Checkpoint {target} was saved, but updating its folder failed: {error.strerror or error}.",
+        why="the latest pointer could not be updated, or an older checkpoint could not be removed",
+        fix="check the free space and the permissions of the folder; the next save tries again",
     )
 
 

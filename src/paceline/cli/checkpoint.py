@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.directory import Found
     from paceline.checkpoint.manifest import Manifest
 
-app = typer.Typer(help="List, look into, verify and export checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, verify and export checkpoints.", no_args_is_help=True)
 
 Where = Annotated[Path, typer.Argument(metavar="PATH", help="a run folder, its checkpoints folder, or one checkpoint")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -27,25 +27,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 @app.command("ls")
 def ls(
     path: Annotated[
-        Path, typer.Argument(metavar="[PATH]", help="a run folder, or a folder of such; else runs/")
+        Path, typer.Argument(metavar="[PATH]", help="a run folder, or a folder of run folders; default: runs/")
     ] = ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """List checkpoints, newest first. Manifests and sizes of files are checked; `verify` reads every byte."""
+    """List checkpoints, newest first. Checks manifests and file sizes; use `verify` to check contents."""
     found = [] if path == ROOT and not path.exists() else _found(path)
     facts = [_facts(each) for each in found]
     if as_json:
         print(json.dumps(facts, indent=2))
     elif not found:
-        print(f"There are no checkpoints in {path}.")
+        print(f"No checkpoints found in {path}.")
     else:
-        titles = ("checkpoint", "step", "size", "age", "layout", "holds", "marks", "state")
+        titles = ("checkpoint", "step", "size", "age", "layout", "contents", "pointers", "status")
         print(columns([titles, *(_row(each) for each in facts)]))
 
 
 @app.command("inspect")
 def inspect(path: Where, as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds; of a run folder, the newest one."""
+    """Show the contents of a checkpoint (of a run: the newest one)."""
     from paceline.checkpoint import reader
 
     checkpoint = reader.open_checkpoint(_newest(path))
@@ -59,7 +59,7 @@ def inspect(path: Where, as_json: AsJson = False) -> None:
         "checkpoint": short(checkpoint.folder),
         "step": f"{manifest.step} (epoch {manifest.epoch})",
         "created": manifest.created,
-        "holds": _holds(manifest),
+        "contents": _contents(manifest),
         "layout": _layout(manifest.layout),
         "parent": manifest.parent or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
@@ -71,12 +71,12 @@ def inspect(path: Where, as_json: AsJson = False) -> None:
     rows = [(name, *(str(value) for value in entry.values())) for name, entry in tensors.items()]
     print(columns([("tensor", "dtype", "shape", "chunks", "bytes"), *rows]))
     for name, target in manifest.aliases.items():
-        print(f"{name} is {target}")
+        print(f"{name} is an alias of {target}")
 
 
 @app.command("verify")
 def verify(path: Where, as_json: AsJson = False) -> None:
-    """Read every byte and compare it with its hash. Ends with 1 where something is damaged."""
+    """Verify the hash of every byte. Exits with status 1 if a checkpoint is corrupted."""
     from paceline.checkpoint import reader
 
     problems: dict[str, str | None] = {}
@@ -88,7 +88,7 @@ def verify(path: Where, as_json: AsJson = False) -> None:
             problem = _reason(error)
         problems[str(found.folder)] = problem
         if not as_json:
-            print(f"{short(found.folder)}: {'good' if problem is None else f'damaged: {problem}'}", flush=True)
+            print(f"{short(found.folder)}: {'ok' if problem is None else f'corrupted: {problem}'}", flush=True)
     if as_json:
         print(json.dumps([{"path": each, "good": not why, "problem": why} for each, why in problems.items()], indent=2))
     raise SystemExit(1 if any(problems.values()) else 0)
@@ -101,10 +101,10 @@ def export(
         Literal["safetensors", "torch", "huggingface"],
         typer.Option("--to", help="one safetensors file, a torch state dict, or a Hugging Face folder"),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="where to; nothing that exists is overwritten")],
-    ema: Annotated[bool, typer.Option("--ema", help="the averaged weights")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", help="output path; existing files are not overwritten")],
+    ema: Annotated[bool, typer.Option("--ema", help="export the averaged (EMA) weights")] = False,
 ) -> None:
-    """Write a checkpoint's model for other programs; of a run folder, the newest one's."""
+    """Export the model of a checkpoint (of a run: the newest one) for other programs."""
     from paceline.checkpoint import export as exporting
 
     folder = _newest(path)
@@ -117,7 +117,7 @@ def _found(path: Path) -> list[Found]:
     from paceline.checkpoint import directory, manifest, reader
 
     if not path.exists():
-        raise CheckpointError("missing", f"There is no folder {path}.", fix="give a run folder, e.g. runs/gpt")
+        raise CheckpointError("missing", f"Folder {path} does not exist.", fix="pass a run folder, e.g. runs/gpt")
     if (path / manifest.NAME).exists():
         try:
             return [directory.Found(path, reader.open_checkpoint(path).manifest)]
@@ -128,19 +128,19 @@ def _found(path: Path) -> list[Found]:
 
 
 def _newest(path: Path) -> Path:
-    """The newest checkpoint with a readable manifest. Others are reported."""
+    """The newest checkpoint with a readable manifest. Skipped ones are reported."""
     found = _found(path) or [_nothing(path)]
     for each in found:
         if each.problem is not None and len(found) > 1:
-            print(f"passed over: {each.problem.what}", file=sys.stderr)
+            print(f"{each.problem.what} Skipping it.", file=sys.stderr)
     return found[0].folder
 
 
 def _nothing(path: Path) -> Found:
     raise CheckpointError(
         "missing",
-        f"There is no checkpoint in {path}.",
-        fix="give the folder of a run or of a checkpoint; paceline checkpoint ls lists those below runs/",
+        f"No checkpoint found in {path}.",
+        fix="pass the folder of a run or a checkpoint; run paceline checkpoint ls to list them",
     )
 
 
@@ -156,24 +156,24 @@ def _facts(found: Found) -> dict[str, Any]:
     if found.manifest is not None:
         own = found.manifest
         facts |= {"step": own.step, "epoch": own.epoch, "bytes": _size(own), "created": own.created}
-        facts |= {"layout": own.layout, "holds": _holds(own)}
+        facts |= {"layout": own.layout, "holds": _contents(own)}
     return facts
 
 
 def _row(facts: dict[str, Any]) -> tuple[str, ...]:
     name, marks = short(facts["path"]), ", ".join(facts["marks"])
     if facts["problem"] is not None:
-        return (name, "", "", "", "", "", marks, f"damaged: {facts['problem']}")
+        return (name, "", "", "", "", "", marks, f"corrupted: {facts['problem']}")
     size, age, layout = format_bytes(facts["bytes"]), _age(facts["created"]), _layout(facts["layout"])
-    return (name, str(facts["step"]), size, age, layout, facts["holds"], marks, "sizes good")
+    return (name, str(facts["step"]), size, age, layout, facts["holds"], marks, "sizes ok")
 
 
 def _size(manifest: Manifest) -> int:
     return sum(file.bytes for file in manifest.files.values())
 
 
-def _holds(manifest: Manifest) -> str:
-    return "whole" if manifest.optimizer else "weights only"
+def _contents(manifest: Manifest) -> str:
+    return "full" if manifest.optimizer else "weights only"
 
 
 def _layout(layout: dict[str, Any]) -> str:
@@ -187,7 +187,7 @@ def _layout(layout: dict[str, Any]) -> str:
 def _age(created: str) -> str:
     try:
         seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
-    except (ValueError, TypeError):  # it is text from a file
+    except (ValueError, TypeError):  # the text comes from a file
         return created
     return format_age(seconds)
 
@@ -207,4 +207,4 @@ def _tensors(manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 
 def _reason(error: CheckpointError) -> str:
-    return (error.what.partition(" is damaged: ")[2] or error.what).rstrip(".")
+    return (error.what.partition(" is corrupted: ")[2] or error.what).rstrip(".")

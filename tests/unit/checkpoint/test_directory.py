@@ -68,7 +68,7 @@ def test_a_committed_one_is_not_overwritten_unasked(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_overwritten_even_when_asked(tmp_path: Path) -> None:
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         saves.save(tmp_path, 1, saves.values(1), overwrite=True)
     assert (tmp_path / "step-000001" / "thesis.tex").exists()
 

@@ -148,7 +148,7 @@ def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
     content[content.index(bytes(4000)) + 2000] ^= 1
     path.write_bytes(content)
     error = refusal(path)
-    assert error.code == "checkpoint.unreadable" and "damaged" in error.what
+    assert error.code == "checkpoint.unreadable" and "corrupted" in error.what
 
 
 def test_no_damaged_archive_gives_other_weights_or_an_error_without_a_code(tmp_path: Path) -> None:

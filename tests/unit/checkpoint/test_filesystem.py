@@ -37,7 +37,7 @@ def test_a_disk_that_writes_nothing_is_an_error_and_no_endless_loop() -> None:
         def write(self, descriptor: int, data: memoryview) -> int:
             return 0
 
-    with pytest.raises(OSError, match="nothing was written"):
+    with pytest.raises(OSError, match="no bytes were written"):
         write_all(Stuck(), -1, memoryview(b"x"))
 
 

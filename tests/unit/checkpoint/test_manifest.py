@@ -52,7 +52,7 @@ def test_what_was_encoded_is_decoded() -> None:
 
 def test_a_digest_of_another_manifest_is_refused() -> None:
     body, _ = manifests.encode(decode(described(HALVES, [4, 4])))
-    with pytest.raises(InvalidManifest, match=r"not what manifest\.xxh128 was made from"):
+    with pytest.raises(InvalidManifest, match=r"does not match manifest\.xxh128"):
         manifests.decode(body, f"{HASH}  {manifests.NAME}\n".encode())
 
 
@@ -68,16 +68,16 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a negative step": (lambda m: m.update(step=-1), "step"),
     "a step in quotes": (lambda m: m.update(step="3"), "step"),
     "a file elsewhere": (lambda m: chunk(m).update(file="../rank-0.safetensors"), "file"),
-    "a file that is not listed": (lambda m: chunk(m).update(file="rank-1.safetensors"), "not listed"),
+    "a file that is not listed": (lambda m: chunk(m).update(file="rank-1.safetensors"), "unknown file rank-1"),
     "an unknown dtype": (lambda m: m["tensors"]["w"].update(dtype="F7"), "dtype F7"),
-    "another number of dimensions": (lambda m: chunk(m).update(offsets=[0]), "other dimensions"),
+    "another number of dimensions": (lambda m: chunk(m).update(offsets=[0]), "wrong number of dimensions"),
     "a chunk outside": (lambda m: chunk(m).update(offsets=[3, 0]), "outside"),
     "a chunk twice": (lambda m: chunk(m, 1).update(offsets=[0, 0]), "overlap"),
     "a chunk less": (lambda m: m["tensors"]["w"]["chunks"].pop(), "8 of 16 values"),
     "a hash less": (lambda m: chunk(m).update(hashes=[]), "0 hashes for 1 blocks"),
-    "bytes used twice": (lambda m: chunk(m, 1).update(at=16), "gap or overlap"),
-    "bytes of nobody": (lambda m: m["files"][FILE].update(bytes=99), "gap or overlap"),
-    "an alias to nowhere": (lambda m: m["aliases"].update(v="x"), "not there"),
+    "bytes used twice": (lambda m: chunk(m, 1).update(at=16), "overlap or leave a gap"),
+    "bytes of nobody": (lambda m: m["files"][FILE].update(bytes=99), "overlap or leave a gap"),
+    "an alias to nowhere": (lambda m: m["aliases"].update(v="x"), "does not exist"),
     "a size beyond all disks": (lambda m: m["tensors"]["w"].update(shape=[2**60, 4]), "shape"),
 }
 

@@ -38,7 +38,7 @@ def test_every_dtype_is_restored(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_word_in_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"x is of torch\.complex128") as caught:
+    with pytest.raises(CheckpointError, match=r"x is torch\.complex128") as caught:
         saves.save(tmp_path, 1, {"x": torch.zeros(2, dtype=torch.complex128)})
     assert caught.value.code == "checkpoint.dtype"
 
@@ -72,7 +72,7 @@ def test_rows_that_no_rank_wants_are_not_read(tmp_path: Path) -> None:
     with checkpoint_reader._Reader(folder, checkpoint.manifest.block) as reader:
         first = reader.rows("x", checkpoint.manifest.tensors["x"], chunk, 0, 10)
     assert first.shape == (10, 256) and not first.any()
-    with pytest.raises(CheckpointError, match="hash differs"):
+    with pytest.raises(CheckpointError, match="hash mismatch"):
         checkpoint_reader.verify(folder)
 
 
@@ -94,7 +94,7 @@ def test_any_name_is_fine(name: str, folder: Path) -> None:
 def test_a_file_that_is_short_is_seen_without_reading_it(folder: Path) -> None:
     with (folder / "rank-0.safetensors").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors has \d+ bytes instead of \d+"):
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors has \d+ bytes, expected \d+"):
         checkpoint_reader.open_checkpoint(folder)
 
 
@@ -102,5 +102,5 @@ def test_a_manifest_that_gives_bytes_another_dtype_is_refused_by_the_header(fold
     manifest = json.loads((folder / "manifest.json").read_bytes())
     manifest["tensors"]["model/half"]["dtype"] = "F16"  # as wide as before, so nothing else changes
     hostile.put(folder, json.dumps(manifest).encode())
-    with pytest.raises(CheckpointError, match="says other tensors"):
+    with pytest.raises(CheckpointError, match="does not list the tensors"):
         checkpoint_reader.verify(folder)

@@ -49,10 +49,10 @@ def test_ls_shows_the_newest_first_with_what_each_is(run: Any, checkpoints: Path
     title, newest, oldest = text.splitlines()
     assert status == 0 and title.split()[:2] == ["checkpoint", "step"]
     for line, parts in (
-        (newest, ("runs/gpt/checkpoints/step-000200", " 200 ", "whole", "latest")),
+        (newest, ("runs/gpt/checkpoints/step-000200", " 200 ", "full", "latest")),
         (oldest, ("runs/gpt/checkpoints/step-000100", " 100 ", "weights only", "best")),
     ):
-        assert all(part in line for part in (*parts, "4 ranks, shard 2, tensor 2, bf16", "sizes good"))
+        assert all(part in line for part in (*parts, "4 ranks, shard 2, tensor 2, bf16", "sizes ok"))
 
 
 @pytest.mark.parametrize("path", ["runs", "runs/gpt", "runs/gpt/checkpoints"])
@@ -68,13 +68,13 @@ def test_ls_says_why_one_is_damaged(run: Any, checkpoints: Path) -> None:
     with (checkpoints / "step-000200" / "rank-0.safetensors").open("ab") as file:
         file.write(b"more")
     text, status = run("ls", checkpoints / "step-000200")
-    assert status == 0 and "damaged: rank-0.safetensors has " in text
+    assert status == 0 and "corrupted: rank-0.safetensors has " in text
 
 
 def test_ls_reports_that_there_are_no_checkpoints(run: Any, in_folder: Path) -> None:
-    assert run("ls") == ("There are no checkpoints in runs.\n", 0)
+    assert run("ls") == ("No checkpoints found in runs.\n", 0)
     (in_folder / "empty").mkdir()
-    assert run("ls", "empty") == ("There are no checkpoints in empty.\n", 0)
+    assert run("ls", "empty") == ("No checkpoints found in empty.\n", 0)
     assert run("ls", "empty", "--json") == ("[]\n", 0)
 
 
@@ -83,7 +83,7 @@ def test_inspect_shows_facts_and_tensors_of_the_newest(run: Any, checkpoints: Pa
     assert status == 0
     assert "step-000200" in text and '{"note": "mine"}' in text
     assert ["model/a", "F32", "[8,", "4]", "1", "128"] in [line.split() for line in text.splitlines()]
-    assert "model/z is model/a" in text
+    assert "model/z is an alias of model/a" in text
     described = json.loads(run("inspect", checkpoints / "step-000100", "--json")[0])
     assert described["step"] == 100 and described["aliases"] == {"model/z": "model/a"}
     assert described["tensors"]["model/b"] == {"dtype": "BF16", "shape": [3], "chunks": 1, "bytes": 6}
@@ -92,16 +92,16 @@ def test_inspect_shows_facts_and_tensors_of_the_newest(run: Any, checkpoints: Pa
 def test_inspect_names_an_unreadable_one_that_it_passes_over(run: Any, checkpoints: Path) -> None:
     (checkpoints / "step-000200" / "manifest.json").write_text("{}")
     text, status = run("inspect", "runs/gpt")
-    assert status == 0 and "passed over" in text and "step-000100" in text
+    assert status == 0 and "Skipping it." in text and "step-000100" in text
 
 
 def test_verify_reads_every_byte_and_names_what_differs(run: Any, checkpoints: Path) -> None:
-    good = [f"runs/gpt/checkpoints/step-000{step}: good\n" for step in (200, 100)]
+    good = [f"runs/gpt/checkpoints/step-000{step}: ok\n" for step in (200, 100)]
     assert run("verify", "runs/gpt") == ("".join(good), 0)
     flip_a_bit(checkpoints / "step-000200")
     text, status = run("verify", "runs/gpt")
     assert status == 1 and good[1] in text
-    assert "step-000200: damaged: model/b in rank-0.safetensors, bytes " in text
+    assert "step-000200: corrupted: model/b in rank-0.safetensors, block at byte " in text
     assert run("verify", checkpoints / "step-000100")[1] == 0
     found = json.loads(run("verify", "runs/gpt", "--json")[0])
     assert [each["good"] for each in found] == [False, True] and "model/b" in found[0]["problem"]

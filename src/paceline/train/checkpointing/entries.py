@@ -1,10 +1,10 @@
-"""The parts of a training that a checkpoint holds, as state entries.
+"""The state entries of a checkpoint.
 
     model/<name>                     weights and buffers
-    ema/<name>                       their averages
-    optimizer/<name>/<key>           the optimizer's state of a parameter
-    optimizer-values/<name>/<key>    where that is a plain number
-    random/rank-<r>/<generator>      each rank's random state
+    ema/<name>                       EMA weights
+    optimizer/<name>/<key>           optimizer state of a parameter: tensors
+    optimizer-values/<name>/<key>    and plain numbers
+    random/rank-<r>/<generator>      random state of each rank
 
 To checkpoint another part, add a `StateEntry` to `training_state`.
 """
@@ -30,7 +30,7 @@ from paceline.train.lr import LearningRate
 def training_state(
     engine: Engine, rates: LearningRate, policy: EvaluationPolicy, callbacks: Callbacks
 ) -> TrainingState:
-    """The one list of what a checkpoint holds. Weights come first: the others may build on them."""
+    """All entries of a checkpoint. Weights come first, because other entries may depend on them."""
     entries = (
         StateEntry("model", ModelState(engine), scope="weights", volatile=False),
         StateEntry("ema", EmaState(engine), scope="weights", volatile=False),
@@ -47,7 +47,7 @@ def training_state(
 
 
 class OptionalState:
-    """A part that some runs do not have: saved as None, and left as it is by a checkpoint that has none."""
+    """A part that some runs do not have. It is saved as None, which leaves the part unchanged when loaded."""
 
     def __init__(self, part: Stateful | None) -> None:
         self._part = part
@@ -61,7 +61,7 @@ class OptionalState:
 
 
 class SchedulerState:
-    """A scheduler's own attributes; functions (LambdaLR) are the user's and are built again."""
+    """The state of the LR scheduler, without functions (LambdaLR), which the user passes again."""
 
     def __init__(self, rates: LearningRate) -> None:
         self._rates = rates
@@ -84,7 +84,7 @@ def _without_functions(value: Any) -> Any:
 
 
 def _with_counters(saved: Any, own: Any) -> Any:
-    """MultiStepLR wants the Counter that it had, also inside a SequentialLR."""
+    """MultiStepLR requires a Counter, also inside a SequentialLR."""
     if isinstance(own, Counter):
         return Counter(saved)
     if isinstance(saved, dict) and isinstance(own, dict):
@@ -95,7 +95,7 @@ def _with_counters(saved: Any, own: Any) -> Any:
 
 
 class RandomState:
-    """This rank's generators. A rank or layout that was not saved gets the seeds of the step instead."""
+    """The random generators of this rank. On a rank or layout that was not saved, they are seeded for the step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""The model's weights and their averages, as parts of a checkpoint."""
+"""The model and EMA weights, as parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelState(ShardedStateful):
         engine, state = self._engine, ShardedState()
         trained = {id(p) for p in engine.model.parameters() if p.requires_grad}
         modules = engine.model.modules()
-        # A forward rescales these (nn.Embedding's max_norm).
+        # Modified by a forward (nn.Embedding's max_norm).
         renormed = {id(module.weight) for module in modules if getattr(module, "max_norm", None) is not None}
         paths: dict[int, str] = {}
         extra: dict[str, Any] = {}
@@ -47,7 +47,7 @@ class ModelState(ShardedStateful):
                 state.aliases[path] = first
                 continue
             if not isinstance(value, nn.Parameter) and engine.mesh.data_rank != 0:
-                continue  # a buffer is the first data rank's, where ranks differ
+                continue  # if ranks differ, the buffers of the first data rank are saved
             state.tensors[path] = shard_of(value)
             if id(value) not in trained or id(value) in renormed:
                 state.volatile.add(path)
@@ -62,14 +62,14 @@ class ModelState(ShardedStateful):
         return targets | targets_below(checkpoint.manifest, "model-extra")
 
     def _saved_names(self) -> dict[str, Tensor]:
-        """The model's tensors, by the names under which they are saved."""
+        """The model's tensors by their names in the checkpoint."""
         copies = stage_copies(self._engine)
         state = self._engine.model.state_dict(keep_vars=True)
         return {copies.get(name, name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
-        """Into parameters and buffers in place. What else a state dict holds (extra state, copies that a hook made) is
-        loaded by the model's own `load_state_dict`."""
+        """Load parameters and buffers in place, and everything else in the state dict (extra state, copies made by
+        hooks) with the model's `load_state_dict`."""
         model = self._engine.model
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         others = dict(values)
@@ -87,18 +87,14 @@ def _require_same_model(checkpoint: Checkpoint, targets: Mapping[str, Tensor], *
     for path, tensor in targets.items():
         entry, name = manifest.entry(path), path.removeprefix("model/")
         if entry is None:
-            raise other_model(checkpoint, f"it has no {name}, which the model has")
+            raise other_model(checkpoint, f"{name} is missing in the checkpoint")
         if list(tensor.shape) != entry.shape:
-            raise other_model(
-                checkpoint, f"{name} has the shape {tuple(entry.shape)}, the model's {tuple(tensor.shape)}"
-            )
-    if not is_stage:  # which knows its own names only
+            raise other_model(checkpoint, f"{name} has shape {tuple(entry.shape)}, expected {tuple(tensor.shape)}")
+    if not is_stage:  # which has the names of its own modules only
         saved = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith("model/")]
-        foreign = [name for name in saved if name not in targets]
-        if foreign:
-            raise other_model(
-                checkpoint, f"it holds {foreign[0].removeprefix('model/')}, which the model does not have"
-            )
+        unexpected = [name for name in saved if name not in targets]
+        if unexpected:
+            raise other_model(checkpoint, f"unexpected name {unexpected[0].removeprefix('model/')}")
     sources: dict[int, tuple[str, list[list[str]]]] = {}
     for path, tensor in targets.items():
         entry = manifest.entry(path)
@@ -106,26 +102,24 @@ def _require_same_model(checkpoint: Checkpoint, targets: Mapping[str, Tensor], *
         hashes = [chunk.hashes for chunk in entry.chunks]
         first, expected = sources.setdefault(id(tensor), (path, hashes))
         if hashes != expected:
-            raise other_model(
-                checkpoint, f"{first} and {path} are one tensor in this model, and two different ones in it"
-            )
+            raise other_model(checkpoint, f"{first} and {path} are tied in this model, but differ in the checkpoint")
 
 
 def other_model(source: Checkpoint | str, difference: str) -> CheckpointError:
     where = source if isinstance(source, str) else source.folder
     return CheckpointError(
         "other-model",
-        f"The checkpoint {where} does not fit this model: {difference}.",
+        f"{where} does not match the model: {difference}.",
         fix=f"build the model with the options it was saved with ({CONFIG} in the run folder)",
     )
 
 
 class EmaState(ShardedStateful):
-    """The averages, where the run has any. Those that a checkpoint does not have begin at its weights."""
+    """The EMA weights, if the run has any. Those missing in a checkpoint are initialized from its weights."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._parameters = dict(engine.model.named_parameters())  # those that the averages were made of
+        self._parameters = dict(engine.model.named_parameters())  # those that are averaged
 
     def sharded_state(self) -> ShardedState:
         average, copies, state = self._engine.average, stage_copies(self._engine), ShardedState()
@@ -141,7 +135,7 @@ class EmaState(ShardedStateful):
         return {path: self._parameters[name] for name, path in self._paths(average, checkpoint).items()}
 
     def _paths(self, average: Ema, checkpoint: Checkpoint) -> dict[str, str]:
-        """Where each average is read from."""
+        """The path that each average is read from."""
         copies = stage_copies(self._engine)
         saved = {name: copies.get(name, name) for name in average.state_dict()}
         has = checkpoint.manifest.entry
@@ -154,14 +148,14 @@ class EmaState(ShardedStateful):
 
 
 def stage_copies(engine: Engine) -> Mapping[str, str]:
-    """Parameters of which a pipeline stage holds a copy, by name: the name of the original, on another stage."""
+    """Tied parameters that a pipeline stage holds a copy of: their name, and that of the original on another stage."""
     return engine.tied_copies
 
 
 def shard_of(tensor: Tensor, like: Tensor | None = None) -> LocalShard:
-    """`like` is the parameter that the tensor belongs to, whose sharding it may have without being a DTensor."""
+    """`like` is the parameter that the tensor belongs to: it may be sharded the same way without being a DTensor."""
     source = tensor if like is None else like
-    # A save stalls for this, and local_shard enters no_grad: that is most of the time on a model without shards.
+    # This blocks training, and entering no_grad in local_shard takes most of the time if nothing is sharded.
     local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
     if isinstance(source, DTensor) and local.shape == local_shard(source).shape:
         return LocalShard(local, source)

@@ -1,4 +1,4 @@
-"""The optimizer's state, as a part of a checkpoint."""
+"""The optimizer state, as a part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.train.checkpointing.model_state import shard_of, stage_copies
 from paceline.train.engine import Engine
 from paceline.train.nonfinite import is_fused
 
-# How torch computes, not what: these stay as this run has them.
+# Implementation choices that do not affect results: the current values are kept.
 _SWITCHES = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 
 
 class OptimizerState(ShardedStateful):
-    """Its state of each parameter, and the settings of its groups."""
+    """The state of each parameter, and the settings of the parameter groups."""
 
     value_key = "optimizer"
 
@@ -53,29 +53,29 @@ class OptimizerState(ShardedStateful):
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key in optimizer.state:
             if id(key) not in parameters:
-                raise self._unsupported(f"{key!r}, which is no parameter")
+                raise self._unsupported(f"{key!r}, which is not a parameter")
 
     def _add_state_of(self, name: str, parameter: nn.Parameter, state: ShardedState) -> None:
         for key, value in self._engine.optimizer.state.get(self._held(parameter), {}).items():
             if isinstance(value, DTensor) and value.shape != parameter.shape:
-                raise self._unsupported(f"a cut tensor {key!r} of another shape than {name}")
+                raise self._unsupported(f"{name}: {key!r} is a DTensor of another shape")
             if isinstance(value, Tensor):
                 state.tensors[f"optimizer/{name}/{key}"] = shard_of(value, parameter if value.dim() else None)
             elif isinstance(value, (bool, int, float)):
                 state.tensors[f"optimizer-values/{name}/{key}"] = LocalShard(_number(value))
             elif value is not None:
-                raise self._unsupported(f"a {type(value).__name__} {key!r} of {name}")
+                raise self._unsupported(f"{name}: {key!r} is a {type(value).__name__}")
 
-    def _unsupported(self, what: str) -> CheckpointError:
+    def _unsupported(self, where: str) -> CheckpointError:
         return CheckpointError(
             "optimizer-state",
-            f"{type(self._engine.optimizer).__name__} remembers {what}.",
-            why="a checkpoint holds tensors and numbers that an optimizer remembers of each parameter",
-            fix="keep it as a tensor in optimizer.state[parameter], or save with include_optimizer=False",
+            f"{type(self._engine.optimizer).__name__} has unsupported state for {where}.",
+            why="a checkpoint can store tensors and numbers for each parameter",
+            fix="store a tensor in optimizer.state[parameter], or save with include_optimizer=False",
         )
 
     def _held(self, parameter: Tensor) -> Tensor:
-        """What the optimizer holds in a parameter's place."""
+        """The tensor that the optimizer has for a parameter."""
         return parameter if self._engine.sharded is None else self._engine.sharded.held_of(parameter)
 
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
@@ -91,18 +91,18 @@ class OptimizerState(ShardedStateful):
 
     def _require_same_optimizer(self, checkpoint: Checkpoint) -> None:
         saved, kind = checkpoint.manifest.state["optimizer"], type(self._engine.optimizer).__name__
-        fix = "build the same optimizer; or load_checkpoint(…, weights_only=True) and begin with a fresh one"
+        fix = "build the same optimizer, or load only the weights: load_checkpoint(…, weights_only=True)"
         where = checkpoint.folder
         if saved["kind"] != kind:
-            what = f"The checkpoint {where} holds the state of {saved['kind']}, but the optimizer is {kind}."
+            what = f"Checkpoint {where} has the state of {saved['kind']}, but the optimizer is {kind}."
             raise CheckpointError("other-optimizer", what, fix=fix)
         if [group["names"] for group in saved["groups"]] != self._engine.optimizer_names:
-            what = f"The parameter groups of the optimizer in {where} hold other parameters than this one's."
+            what = f"The parameter groups in checkpoint {where} differ from those of the optimizer."
             raise CheckpointError("other-optimizer", what, fix=fix)
 
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
         optimizer = self._engine.optimizer
-        optimizer.state.clear()  # in place, as its parts may share it
+        optimizer.state.clear()  # in place, because it may be shared
         copies, saved = stage_copies(self._engine), _paths_by_parameter(tensors)
         for name, parameter in self._engine.model.named_parameters():
             own = copies.get(name, name)
@@ -113,19 +113,19 @@ class OptimizerState(ShardedStateful):
                     if path.startswith("optimizer-values/")
                     else self._placed(key, tensors[path], parameter, _same_dtype(checkpoint, path, weight))
                 )
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # it has stepped, elsewhere: torch's schedulers ask
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
         for group, other in zip(optimizer.param_groups, values["groups"], strict=True):
             group.update({key: value for key, value in other["settings"].items() if key not in _SWITCHES})
 
     def _placed(self, key: str, value: Tensor, parameter: nn.Parameter, has_weights_dtype: bool) -> Tensor:
-        """On the device, in the memory format and with the placement that the optimizer expects."""
+        """`value` on the device, in the memory format and with the placement that the optimizer expects."""
         optimizer, own = self._engine.optimizer, local_shard(parameter)
-        if key == "step":  # kernels that count on the device look for it there, others on the CPU
+        if key == "step":  # fused and capturable optimizers expect it on the device
             on_device = is_fused(optimizer) or any(group.get("capturable") for group in optimizer.param_groups)
             return value.to(own.device if on_device else "cpu", copy=True)
         if value.shape != own.shape:
             return value.to(own.device, copy=True)
-        # As the weight is: fused kernels go by memory, so strides have to be the same (channels_last).
+        # Fused kernels require the strides of the parameter (channels_last).
         value = torch.empty_like(own, dtype=own.dtype if has_weights_dtype else value.dtype).copy_(value)
         return value if self._held(parameter) is not parameter else as_dtensor_like(parameter, value)
 
@@ -136,7 +136,7 @@ def _same_dtype(checkpoint: Checkpoint, path: str, other: str) -> bool:
 
 
 def _paths_by_parameter(paths: Iterable[str]) -> dict[str, dict[str, str]]:
-    """An optimizer's saved state, by parameter and key: at which path."""
+    """The paths of saved optimizer state, by parameter and key."""
     found: dict[str, dict[str, str]] = {}
     for path in paths:
         kind, _, rest = path.partition("/")

@@ -1,4 +1,4 @@
-"""Load checkpoints into a training on any layout, and resume a run from its newest intact one."""
+"""Load checkpoints on any layout, and resume a run from its newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ from paceline.train.checkpointing.saver import Saver, require_own_weights
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
-# Where and how ranks run does not change the training.
+# Keys that do not affect training.
 _NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers"}
-_ALL_LOAD = "all ranks load together: one that kept its own state would train another model"
+_ALL_LOAD = "every rank must load the same state"
 
 
 class Restorer:
-    """Loads for one training. `_position` is the loaded checkpoint's position in the data, until it is checked."""
+    """`_position` is the data position of the loaded checkpoint, until it is checked."""
 
     def __init__(self, engine: Engine, state: TrainingState, run: RunHandle, saver: Saver, rates: LearningRate) -> None:
         self._engine, self._state, self._run, self._saver, self._rates = engine, state, run, saver, rates
         self._position: dict[str, Any] | None = None
 
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Load a checkpoint, a run folder's newest intact one, or a file of weights. Returns its metadata. Collective:
-        nothing is changed unless every rank has read and verified its share."""
+        """Load a checkpoint, the newest intact one of a run folder, or a weights file. Returns its metadata.
+
+        Collective: nothing is modified unless every rank has read and verified its part.
+        """
         with self._engine.telemetry.loading(self._engine.position):
             return self._load_any(path, weights_only)
 
@@ -50,7 +52,7 @@ class Restorer:
         require_own_weights(self._engine)
         self._saver.wait_for_copy()
         self._saver.finish()
-        # The full timeout: rank 0 may still be writing it.
+        # The full timeout, because rank 0 may still be writing it.
         self._saver.barrier.require(self._engine.config.timeout, "load_checkpoint", _ALL_LOAD)
         kind = collectives.broadcast_object(_kind(path))
         if kind == "file":
@@ -62,15 +64,15 @@ class Restorer:
         except CheckpointError as error:
             if error.code != "checkpoint.damaged":
                 raise
-            good = self._newest_intact_beside(path)
-            raise CheckpointError("damaged", error.what, why=error.why, fix=good) from None
+            fix = self._suggest_intact(path)
+            raise CheckpointError("damaged", error.what, why=error.why, fix=fix) from None
 
-    def _newest_intact_beside(self, path: Path) -> str:
+    def _suggest_intact(self, path: Path) -> str:
         found = None
         if self._engine.world.is_main:
             found = next((str(each.folder) for each in directory.verified(path.parent, excluding=path)), None)
         found = collectives.broadcast_object(found)
-        return f"the newest good one beside it is {found}" if found else "there is no good one beside it"
+        return f"load {found}, the newest intact checkpoint there" if found else "no other checkpoint there is intact"
 
     def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
         with fetch(path, self._saver.group(), self._ranks_without(path)) as here:
@@ -84,7 +86,7 @@ class Restorer:
         return loaded.metadata
 
     def _continue_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
-        """Forget what was saved before the load."""
+        """Discard the state of saves before the load."""
         self._saver.reset()
         self._run.parent, self._position = parent, dict(position)
         if self._engine.watch is not None:
@@ -97,10 +99,10 @@ class Restorer:
         changed = [key for key in kept if before[key] != now[key]]
         if changed:
             details = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
-            self._engine.log.info(f"recipe: changed since this checkpoint: {details}")
+            self._engine.log.info(f"recipe changed since this checkpoint: {details}")
 
     def _ranks_without(self, path: Path) -> list[int]:
-        """Ranks that can't see a checkpoint of rank 0's, which is sent to them."""
+        """The ranks without access to the checkpoint on rank 0, which is sent to them."""
         if self._engine.config.checkpoint.unshared == "refuse":
             return []
         seen = collectives.all_gather_object((path / manifests.NAME).exists())
@@ -122,19 +124,19 @@ class Restorer:
         engine.updater.keep_buffers()
         if not manifest.optimizer:
             reset_state(engine.optimizer)
-            if loaded.values["scheduler"]:  # whose rates the new optimizer does not have yet
+            if loaded.values["scheduler"]:  # the reset optimizer does not have its rates yet
                 self._rates.from_scheduler()
 
     def _start_over(self) -> None:
-        """Train from step 0 with the loaded weights."""
+        """Start at step 0 with the loaded weights."""
         reset_state(self._engine.optimizer)
         self._engine.position.reset()
 
     def _load_file(self, path: Path) -> dict[str, Any]:
-        """Weights saved by another program, to train from step 0."""
+        """Load weights saved by another program, and start at step 0."""
         loaded = run_on_all_ranks(lambda: self._load_external(path), f"Loading {path}")
         for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor) and name in loaded.weights:  # else it is tied to one that is
+            if isinstance(tensor, torch.Tensor) and name in loaded.weights:  # otherwise it is tied to one that is
                 copy_shard_(tensor, loaded.weights[name])
         self._start_over()
         self._continue_from(None, {})
@@ -159,12 +161,12 @@ class Restorer:
         first = next(iter(weights), "")
         prefixes = [first[: at + 1] for at, letter in enumerate(first) if letter == "."]
         common = [each for each in prefixes if all(name.startswith(each) for name in weights)]
-        details = f"{fitting} of the model's {len(own)} tensors fit"
+        details = f"{fitting} of {len(own)} tensors in the model match"
         if common and first.removeprefix(common[-1]) in own:
-            details = f"every name in the file begins with {common[-1]!r}, which has to go"
+            details = f"remove the prefix {common[-1]!r}, which every name in the file has"
         return (
-            f"{details}; load the file with paceline.load_external_weights, change the "
-            "names, and give them to model.load_state_dict(…, strict=False) before the Trainer is made"
+            f"{details}; load the file with paceline.load_external_weights, rename the weights, and pass them to "
+            "model.load_state_dict(…, strict=False) before creating the Trainer"
         )
 
     def _require_names(self, path: Path, loaded: external.ExternalWeights) -> None:
@@ -174,43 +176,43 @@ class Restorer:
             if not isinstance(tensor, torch.Tensor) or (name not in loaded.weights and id(tensor) in present):
                 continue  # one name of a tied weight is enough
             if name not in loaded.weights:
-                raise other_model(str(path), f"it has no {name}, which the model has")
+                raise other_model(str(path), f"{name} is missing in the file")
             shape = tuple(loaded.weights[name].shape)
             if shape != tuple(tensor.shape):
-                raise other_model(str(path), f"{name} has the shape {shape}, the model's {tuple(tensor.shape)}")
-        foreign = [name for name in loaded.weights if name not in own]
-        if foreign and self._engine.mesh.degrees.pipeline == 1:
-            raise other_model(str(path), f"it holds {foreign[0]}, which the model does not have")
+                raise other_model(str(path), f"{name} has shape {shape}, expected {tuple(tensor.shape)}")
+        unexpected = [name for name in loaded.weights if name not in own]
+        if unexpected and self._engine.mesh.degrees.pipeline == 1:
+            raise other_model(str(path), f"unexpected name {unexpected[0]}")
 
     def resume(self) -> None:
-        """Load what the run continues from, if anything. Collective."""
+        """Load the checkpoint to resume from, if any. Collective."""
         folder, engine = self._run.folder, self._engine
         if folder is None or not self._resume_in(folder):  # a new run, or a restart before the first save
             path = checkpoint_to_resume(engine.config)
             if path is not None:
                 self.load(path)
-                engine.log.info(f"resume: begins from {short(path)}, after step {engine.position.step}")
-        if folder is not None and engine.world.is_main:  # without a checkpoint, all records
+                engine.log.info(f"starting a new run from {short(path)} (step {engine.position.step})")
+        if folder is not None and engine.world.is_main:  # all records if there is no checkpoint
             truncate_after(folder.metrics, engine.position.step)
 
     def _resume_in(self, run: RunFolder) -> bool:
         """Load the newest intact checkpoint of a run; False if it has none yet."""
-        engine, reason = self._engine, self._run.reason
+        engine, prefix = self._engine, self._run.log_prefix
         if engine.world.is_main:
             directory.remove_leftovers(Filesystem(), run.checkpoints)
         collectives.barrier()
         if not collectives.broadcast_object(bool(directory.candidates(run.checkpoints))):
-            engine.log.info(f"{reason}: {run.short} has no checkpoint yet: it begins at its beginning")
+            engine.log.info(f"{prefix}{run.short} has no checkpoint yet; starting from step 0")
             return False
         with engine.telemetry.loading(engine.position):
             name, _ = self._newest(run.checkpoints)
-        engine.log.info(f"{reason}: {run.short} goes on from {name}, after step {engine.position.step}")
+        engine.log.info(f"{prefix}resuming {run.short} from {name} (step {engine.position.step})")
         return True
 
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
         """Load the newest intact checkpoint. Corrupted ones are skipped with a warning."""
         found = directory.candidates(folder) if self._engine.world.is_main else []
-        # Those without optimizer state come last, even if newer: a resumed run would differ.
+        # Those without optimizer state come last, because a resumed run would differ.
         found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
         skipped = []
         for name in collectives.broadcast_object([each.folder.name for each in found]):
@@ -220,31 +222,31 @@ class Restorer:
                 if error.code != "checkpoint.damaged":
                     raise
                 skipped.append(name)
-                self._engine.log.warning(f"{error.what} It is passed over.")
+                self._engine.log.warning(f"{error.what} Skipping it.")
                 continue
             return name, metadata
         raise CheckpointError(
             "nothing-good",
-            f"All {len(skipped)} checkpoints in {folder} are damaged: {', '.join(skipped)}.",
-            why="going on from the beginning would look like a resumed run and be none",
-            fix="paceline checkpoint verify shows what is wrong with each; a new run: name starts over",
+            f"All {len(skipped)} checkpoints in {folder} are corrupted: {', '.join(skipped)}.",
+            why="starting over would look like a resumed run",
+            fix="run paceline checkpoint verify for details, or set another run: name to start over",
         )
 
     def check_data(self, data: dict[str, Any]) -> None:
-        """Called before training continues: a position in other data would repeat or skip samples."""
+        """Call before training continues: with different data, samples would be repeated or skipped."""
         self._run.data = data
         position, self._position = self._position, None
         if not position or not self._engine.position.step:
             return
         differing = [key for key, value in data.items() if key in position and position[key] != value]
         if differing:
-            details = "; ".join(f"{key} was {position[key]}, and is {data[key]}" for key in differing)
+            details = "; ".join(f"{key} was {position[key]}, now {data[key]}" for key in differing)
             raise CheckpointError(
                 "other-data",
-                f"The checkpoint's position in the data means something else now: {details}.",
-                why="its step stands for a number of samples in one order: others would be repeated or left out",
-                fix=f"set it as it was (the run's {CONFIG} has it); or load_checkpoint(…, weights_only=True), which "
-                "begins at the beginning of the data",
+                f"The data differs from that of the checkpoint: {details}.",
+                why="samples would be repeated or skipped, because the position in the data is stored as a step",
+                fix=f"restore the setting (see {CONFIG} in the run folder), or start at step 0 with "
+                "load_checkpoint(…, weights_only=True)",
             )
 
 
@@ -263,10 +265,10 @@ def _require_same_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         if identity != by_rank[0][:2]:
             raise CheckpointError(
                 "ranks-differ",
-                f"Rank {rank} loads another checkpoint ({where}, step {identity[1]}) than rank 0 "
-                f"({by_rank[0][2]}, step {by_rank[0][1]}).",
-                why="ranks of one training hold parts or copies of one model",
-                fix="give the same path on all ranks; where that lies on each node's own disk, copy one over the other",
+                f"Ranks load different checkpoints: rank {rank} {where} (step {identity[1]}), rank 0 {by_rank[0][2]} "
+                f"(step {by_rank[0][1]}).",
+                why="all ranks train the same model",
+                fix="pass the same path on every rank; if it is on local disks, copy one checkpoint to all nodes",
             )
 
 
@@ -276,8 +278,8 @@ def _checkpoints_in(path: Path) -> Path:
 
 
 def require_exists(path: str | Path) -> Path:
-    """`path`, if there is something at it. An empty name would be the working directory."""
+    """`path`, if it exists. An empty name would be the working directory."""
     if str(path) and (Path(path).exists() or not Path(path).suffix):
         return Path(path)
     known = [str(each) for each in Path(path).parent.glob("*")]
-    raise CheckpointError("missing", f"There is nothing at {str(path)!r}.", fix=did_you_mean(str(path), known))
+    raise CheckpointError("missing", f"{str(path)!r} does not exist.", fix=did_you_mean(str(path), known))

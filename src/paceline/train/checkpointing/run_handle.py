@@ -1,7 +1,7 @@
-"""The run that a training belongs to: its folder, locked against other writers, and how far it has come.
+"""The current run: its folder, locked against other writers, and its progress.
 
-Ranks that the launcher restarts after a failure continue in the folder that they had, from its newest intact
-checkpoint, whatever `resume` says. The launch's ledger has the name of that folder.
+After a restart by the launcher, ranks resume in the folder they had before, from its newest intact checkpoint,
+regardless of `resume`. The ledger of the launch has the name of that folder.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _Opened = Callable[[RunFolder, str], None]
 
 @dataclass
 class TrainProgress:
-    """How far a training has come."""
+    """The progress of training."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0
-    evaluated: int = 0  # the step of the last scheduled evaluation
+    evaluated: int = 0  # step of the last scheduled evaluation
     epochs_ended: int = 0  # epochs whose end was handled
 
     def state_dict(self) -> dict[str, int]:
-        """Without step and epoch, which the manifest has itself."""
+        """Without step and epoch, which are in the manifest."""
         return {"evaluated": self.evaluated, "epochs_ended": self.epochs_ended}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -56,24 +56,24 @@ class TrainProgress:
 
 
 class RunHandle:
-    """What saver, restorer and poll know of the run. `opened` is told of the folder and the requested name."""
+    """The run, as seen by saver, restorer and poll. `opened` is called with the folder and the requested name."""
 
     def __init__(self, world: World, log: Log, name: str, opened: _Opened) -> None:
         self._world, self._log, self._name, self._opened = world, log, name, opened
         self._lock: RunLock | None = None
         self.folder: RunFolder | None = None
-        self.reason = "resume"  # why it continues in that folder
-        self.without_access: list[int] = []  # ranks that can't see the folder
-        self.parent: str | None = None  # the checkpoint saved or loaded last
-        self.data: dict[str, Any] = {}  # what a step means in terms of samples
-        self.began_at = 0  # the step at which this call of train() began
+        self.log_prefix = ""  # "start 2: " after a restart
+        self.without_access: list[int] = []  # ranks without access to the folder
+        self.parent: str | None = None  # the last checkpoint saved or loaded
+        self.data: dict[str, Any] = {}  # settings that determine the samples of a step
+        self.began_at = 0  # the first step of this call of train()
 
     @property
     def checkpoints(self) -> Path | None:
         return None if self.folder is None else self.folder.checkpoints
 
     def create(self, config: Config, rows: Mapping[str, Derived] | None = None) -> str | None:
-        """Create the folder unless there is one, lock it, and write the recipe and `rows`. Returns its path."""
+        """Create the folder if there is none, lock it, and write the recipe and `rows`. Returns its path."""
         if rows is not None:
             self._log.info(table(rows))
         if self.folder is None:
@@ -83,7 +83,7 @@ class RunHandle:
                     Filesystem().sync_folder(created.path.parent)
                 self.take(created, config)
             if rows is not None and self._world.size == 1 and not environment.was_launched():
-                self._log.info(f"one rank; to start more: paceline launch -n 2 {shlex.join(sys.argv)}")
+                self._log.info(f"running on one rank; to use more: paceline launch -n 2 {shlex.join(sys.argv)}")
         elif self._lock is None:
             self._take_lock(self.folder)
         if self.folder is not None and rows is not None and self._world.is_main:
@@ -91,7 +91,7 @@ class RunHandle:
         return str(self.folder) if self.folder else None
 
     def take(self, folder: RunFolder, config: Config) -> None:
-        """Lock a folder for this training, and find the ranks without access to it. Collective."""
+        """Lock a folder and find the ranks without access to it. Collective."""
         self._take_lock(folder)
         self.folder = folder
         self._opened(folder, _requested_name(config, self._name))
@@ -100,17 +100,17 @@ class RunHandle:
         if self.without_access and config.checkpoint.unshared == "refuse":
             raise CheckpointError(
                 "unshared-folder",
-                f"{named.capitalize()} can't see the run folder {folder}.",
-                why="each rank writes its part of a checkpoint into it",
-                fix="put it on a disk that all nodes share; or checkpoint: {unshared: gather}",
+                f"{named.capitalize()} can't access the run folder {folder}.",
+                why="every rank writes its shards of a checkpoint to it",
+                fix="put it on shared storage, or set checkpoint: {unshared: gather}",
             )
         if self.without_access:
-            self._log.warning(f"{named} can't see {folder}: what they hold is sent to rank 0, which writes it")
+            self._log.warning(f"{named} can't access {folder}: rank 0 writes their shards")
 
     def _take_lock(self, folder: RunFolder) -> None:
-        """Until this call of train() ends, or the trainer is garbage-collected."""
+        """Held until this call of train() ends or the trainer is garbage-collected."""
         lock = RunLock(folder)
-        run_on_all_ranks(lambda: lock.take() if self._world.is_main else None, "Taking the run folder")
+        run_on_all_ranks(lambda: lock.take() if self._world.is_main else None, "Locking the run folder")
         self._lock = lock
         weakref.finalize(self, lock.release)
 
@@ -121,12 +121,12 @@ class RunHandle:
 
 
 def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Opened) -> RunHandle:
-    """The run that a restart or the recipe's `resume` continues, or a new one without a folder yet. Collective."""
+    """The run to resume, after a restart or because of `resume`; or a new run, without a folder yet. Collective."""
     default_name = factory.default_name(model)
     run = RunHandle(world, log, default_name, opened)
     folder = _restarted(config, world, default_name)
     if folder is not None:
-        run.reason = f"start {environment.restart_count() + 1}"
+        run.log_prefix = f"start {environment.restart_count() + 1}: "
     elif config.resume == "auto":
         folder = _newest(config, world, log, default_name)
     elif config.resume is not None and checkpoint_to_resume(config) is None:
@@ -134,8 +134,8 @@ def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Open
         if folder is None:
             raise CheckpointError(
                 "missing",
-                f"resume: there is neither a run nor a checkpoint at {Path(config.resume).absolute()}.",
-                fix="paceline checkpoint ls",
+                f"Can't resume: {Path(config.resume).absolute()} is neither a run nor a checkpoint.",
+                fix="run paceline checkpoint ls to list them",
             )
     if folder is not None:
         run.take(folder, config)
@@ -143,7 +143,7 @@ def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Open
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
-    """What `resume` names, if that is a checkpoint or a file of weights: a new run begins from it."""
+    """The path in `resume`, if it is a checkpoint or a weights file, from which a new run starts."""
     if config.resume is None or config.resume == "auto":
         return None
     path = Path(config.resume).absolute()
@@ -151,12 +151,12 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
 
 def _requested_name(config: Config, default_name: str) -> str:
-    """The name by which a training finds its own folder among others of the same launch."""
+    """The name that identifies the folder of a trainer among those of the same launch."""
     return config.run if isinstance(config.run, str) else default_name
 
 
 def _restarted(config: Config, world: World, default_name: str) -> RunFolder | None:
-    """The folder that this training had before paceline's launcher restarted its ranks."""
+    """The folder of this run before the launcher restarted its ranks."""
     launch, generation = environment.run_folder(), environment.restart_count()
     if launch is None or not generation or not environment.was_launched() or config.run is False:
         return None
@@ -168,14 +168,14 @@ def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFol
     if config.run is False:
         raise CheckpointError(
             "nothing-to-resume",
-            "resume: auto looks for a run folder, but run: false writes none.",
-            fix="give the run a name, or resume: a checkpoint's folder",
+            "resume: auto requires a run folder, but run: false disables it.",
+            fix="set a run: name, or the path of a checkpoint in resume:",
         )
-    launched = environment.run_folder()  # the launcher names a run after its recipe or script
+    launched = environment.run_folder()  # named by the launcher after the recipe or script
     name = _requested_name(config, default_name if launched is None else launched.requested_name)
     folder = _same_on_every_rank(RunFolder.newest(name) if world.is_main else None)
     if folder is None:
-        log.info(f"resume: there is no run called {Path(name).name} yet: it begins at its beginning")
+        log.info(f"no run named {Path(name).name}; starting a new one")
     return folder
 
 

@@ -24,11 +24,11 @@ from paceline.train.engine import Engine
 from paceline.train.preflight import versions
 
 _TOLERATED_FAILURES = 2
-_SHARDED = "the weights are cut over the ranks: a checkpoint needs the pieces of all of them"
+_SHARDED = "parameters are sharded across ranks, so every rank must save its shards"
 
 
 class Saver:
-    """Saves to the run folder, once there is one."""
+    """Saves to the run folder, if there is one."""
 
     def __init__(self, engine: Engine, state: TrainingState, run: RunHandle, callbacks: Callbacks) -> None:
         self._engine, self._state, self._run, self._callbacks = engine, state, run, callbacks
@@ -37,11 +37,11 @@ class Saver:
         self._writer: Writer | None = None
         self._pending: PendingSave | None = None
         self._pending_step = 0
-        self._saved: int | None = None  # the step last saved, or being saved
+        self._saved: int | None = None  # the last step saved or being saved
         self._failures = 0
         self.last_cost: SaveResult | None = None
         self.barrier = StoreBarrier()
-        if engine.sharded is not None:  # else created by the first scheduled save, a collective
+        if engine.sharded is not None:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
 
     def group(self) -> Any:
@@ -55,21 +55,21 @@ class Saver:
             self._save(step)
 
     def save_last(self, step: int) -> None:
-        """Finish a pending save, then save this step unless that was it. Errors are raised. Collective."""
+        """Finish a pending save, then save this step if it has not been. Raises errors. Collective."""
         self.finish(tolerate_failure=False)
         if self._run.folder is not None and self._saved != step:
             self._begin(step, background=False)
             self.finish(tolerate_failure=False)
 
     def save_best(self, step: int) -> None:
-        """Keep this step, the best so far, until there are better ones. Collective."""
+        """Save this step as the best so far. Collective."""
         if self._run.folder is None:
             return
         if self._saved == step:
             self.finish()
         if self._saved == step and self._run.parent is not None:
             self._point_to_best(self._run.parent)
-        else:  # not saved yet, or that failed
+        else:  # not saved yet, or the save failed
             self._save(step, best=True)
 
     def _save(self, step: int, best: bool = False) -> None:
@@ -114,7 +114,7 @@ class Saver:
         )
 
     def _committed(self, folder: Path, best: bool) -> None:
-        """Move the pointers, then remove old checkpoints. Called on rank 0, on the writing thread."""
+        """Update the pointers, then remove old checkpoints. Called on rank 0, on the writing thread."""
         disk, config = Filesystem(), self._config
         directory.write_pointer(disk, folder.parent, LATEST, [folder.name])
         if best:
@@ -123,15 +123,15 @@ class Saver:
             directory.prune(disk, folder.parent, config.keep, config.keep_every)
 
     def _point_to_best(self, name: str) -> None:
-        """Each new best is better than those before it, so the newest comes first."""
+        """Add a checkpoint to the best ones, newest first, because each is better than the previous ones."""
         if self._engine.world.is_main and self._run.checkpoints is not None:
             before = [each for each in directory.read_pointer(self._run.checkpoints, BEST) if each != name]
             try:
                 directory.write_pointer(
                     Filesystem(), self._run.checkpoints, BEST, [name, *before][: self._config.keep_best]
                 )
-            except OSError as error:  # the checkpoint is intact, and other ranks do not use pointers
-                self._engine.log.warning(f"{name} is the best one, but {BEST} can't say so: {error.strerror or error}")
+            except OSError as error:  # not fatal: the checkpoint is intact
+                self._engine.log.warning(f"Could not add {name} to the {BEST} pointer: {error.strerror or error}")
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""
@@ -142,7 +142,7 @@ class Saver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank is not writing."""
+        """Whether this rank has no save in progress."""
         return self._pending is None or self._pending.is_done
 
     @property
@@ -150,7 +150,7 @@ class Saver:
         return self._pending is not None
 
     def finish(self, *, tolerate_failure: bool = True) -> None:
-        """Wait for a pending save and report it. Collective."""
+        """Wait for a pending save and report its result. Collective."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -169,7 +169,7 @@ class Saver:
             self._failures += 1
             if not tolerate_failure or self._failures > _TOLERATED_FAILURES:
                 raise
-            self._engine.log.warning(f"{error}\n  Training goes on.")
+            self._engine.log.warning(f"{error}\n  Training continues.")
             return
         self._failures = 0
         telemetry.saved(self._pending_step)
@@ -185,14 +185,14 @@ class Saver:
         overwrite: bool = False,
         after: Callable[[Path], None] | None = None,
     ) -> None:
-        """Save now. Collective if parameters are sharded; otherwise rank 0 saves alone."""
+        """Save synchronously. Collective if parameters are sharded; otherwise only rank 0 saves."""
         engine = self._engine
         require_own_weights(engine)
         if engine.sharded is None and not engine.world.is_main:
             return
         if engine.sharded is not None:
             self.barrier.require(self._config.checkpoint.wait, "save_checkpoint", _SHARDED)
-            self.finish()  # two saves at once would mix up their messages
+            self.finish()  # concurrent saves would mix up their messages
         writer = Writer(self._group if engine.sharded is not None else None)
         with engine.telemetry.saving():
             snapshot = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
@@ -201,17 +201,17 @@ class Saver:
         engine.telemetry.saved(engine.position.step)
 
     def save_on_error(self, error: BaseException) -> str | None:
-        """Save before an exception ends training, if the weights are consistent and no other rank is waited for long.
-        Returns what was done. Weights are consistent between updates, unless a non-finite step was held back."""
+        """Save before an exception propagates, if the weights are consistent: between optimizer steps, and without a
+        pending non-finite step. If parameters are sharded, waits briefly for the other ranks. Returns a message."""
         engine, step = self._engine, self._engine.position.step
         watch = engine.watch
         if self._run.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
             return None
-        if step == self._run.began_at:  # nothing was trained in this call
+        if step == self._run.began_at:  # no step was completed in this call
             return None
-        if getattr(error, "code", None) == "train.nonfinite":  # reporting it has reset the guard
+        if getattr(error, "code", None) == "train.nonfinite":  # raising it has reset the watch
             return None
-        if self._pending is not None:  # also of an older step: two saves at once would interfere
+        if self._pending is not None:  # even of an earlier step: concurrent saves would interfere
             begun = self._pending_step
             outcome = self._attempt(lambda: self.finish(tolerate_failure=False), begun)
             if begun == step and (self._saved == step or engine.sharded is not None):
@@ -220,39 +220,39 @@ class Saver:
             return None
         if engine.sharded is not None:
             try:
-                self.barrier.require(_RESCUE_SECONDS, f"the last save, of step {step}", _SHARDED)
+                self.barrier.require(_ON_ERROR_SECONDS, f"the final save of step {step}", _SHARDED)
             except CheckpointError:
-                return f"step {step} was not saved: the weights are cut over ranks, and not all of them came"
+                return f"step {step} was not saved: parameters are sharded, and not all ranks reached the save"
         target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
         return self._attempt(lambda: self.write(target, after=lambda folder: self._committed(folder, False)), step)
 
     def _attempt(self, save: Callable[[], None], step: int) -> str:
         try:
             save()
-        except Exception as error:  # the user needs to see the first error
+        except Exception as error:  # must not hide the original error
             return f"step {step} could not be saved: {error}"
         self._saved = step
-        return f"step {step} was saved before the error ends training"
+        return f"step {step} was saved before exiting"
 
     def close(self) -> None:
-        """Free threads and memory at the end of train()."""
+        """Free threads and memory, at the end of train()."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
 
     def reset(self) -> None:
-        """Call after a checkpoint was loaded: no step of this training has been saved."""
+        """Forget the last saved step, after a checkpoint was loaded."""
         self._saved = None
 
 
-_RESCUE_SECONDS = 5.0
+_ON_ERROR_SECONDS = 5.0
 
 
 def require_own_weights(engine: Engine) -> None:
     if engine.average is not None and engine.average.is_swapped:
         raise CheckpointError(
             "inside-ema",
-            "A checkpoint was asked for inside trainer.ema_weights().",
-            why="the model holds the averages there, and the trained weights would be lost",
-            fix="save and load outside of it: a checkpoint holds both",
+            "A checkpoint was saved or loaded inside trainer.ema_weights().",
+            why="the model has the averaged weights there, and the trained weights would be lost",
+            fix="save and load outside the context; a checkpoint contains both",
         )

@@ -32,7 +32,7 @@ def test_another_number_of_samples_is_refused_though_the_steps_are_as_many(tmp_p
     one.train(points(60), max_steps=3)
     one.save_checkpoint(tmp_path / "c")
     two.load_checkpoint(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="samples was 60, and is 63"):
+    with pytest.raises(CheckpointError, match="samples was 60, now 63"):
         two.loader(points(63)) if own_loop else two.train(points(63), max_steps=5)
 
 
@@ -85,7 +85,7 @@ def test_the_folder_of_a_runs_checkpoints_is_the_run(tmp_path: Path) -> None:
     trainer(run=str(tmp_path / "r")).train(points(), max_steps=3)
     resumed = trainer(run=str(tmp_path / "r"), resume=str(tmp_path / "r" / "checkpoints"))
     assert resumed.step_count == 3 and resumed.train(points(), max_steps=4).run == str(tmp_path / "r")
-    with pytest.raises(CheckpointError, match="neither a run nor a checkpoint"):
+    with pytest.raises(CheckpointError, match="is neither a run nor a checkpoint"):
         trainer(resume=str(tmp_path))
 
 
