@@ -1,4 +1,4 @@
-"""Disks for tests of saves: one that writes down every operation, and one that fails when it is told to.
+"""Disks for tests of saves: one records every operation, another fails at a given one.
 
     disk = RecordingDisk()
     Writer(disk=disk).begin(folder, tensors, description).result()

@@ -1,4 +1,4 @@
-"""Changes of the library as lists of edits: applied to a scratch copy, where the changed library is then used.
+"""Changes to the library as lists of edits, applied to a scratch copy in which the result is then run.
 
 An edit is one insertion of text into one file, next to what is there already: a row of a table, a member of a class, a
 function. `tests/arch/test_edits.py` lists the changes and how many edits each of them may take.

@@ -1,4 +1,4 @@
-"""The training behind contract/fixture, a checkpoint of format 2 that every later version has to load.
+"""The training that made contract/fixture, a checkpoint of format 2 that every later version must load.
 
     python tests/format2.py      makes it again, with what is expected of whoever loads it
 

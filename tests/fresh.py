@@ -1,4 +1,4 @@
-"""A script in a process of its own, as a user would run it."""
+"""Runs a script in a new process, as a user would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that one process does not see: its own mount namespace, with an empty disk over the folder."""
+"""Hides a folder from one process: in a mount namespace with an empty file system over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped, broken off and moved to other ranks, beside one that was never touched.
+"""Runs that are stopped, killed and moved to other ranks, compared with an uninterrupted one.
 
 A history is a list of legs: each starts the run anew (`resume: auto`, or from a checkpoint that was saved by hand), on
 a layout of its own, and ends in its own way. What matters is what metrics.jsonl tells in the end: every step once, with

@@ -1,4 +1,4 @@
-"""Which model has to agree with one process on which layout. The tests run a core of it, `make parity` all of it.
+"""Models and the layouts on which they must agree with one process. Tests run a part, `make parity` all of it.
 
 Every cell trains 10 steps with accumulation, clipping, an average of the weights, evaluation on a number of samples
 that no layout divides, and a short batch at the end of each epoch.

@@ -1,4 +1,4 @@
-"""Several nodes on one machine: launchers as processes of their own, which can be killed as a machine can fail.
+"""Several nodes on one machine: one launcher process each, which tests can kill as a machine can fail.
 
 A launcher is forked from this process, in which torch is imported already: two of them, with two ranks each, are there
 within a second or two. Each has a session of its own, so that all that belongs to it is found, and ended, with it.

@@ -1,4 +1,4 @@
-"""A small model that is hard to cut over ranks: odd widths, a parameter of one element, shared and frozen weights."""
+"""Small models that are hard to shard: odd widths, a parameter of one element, shared and frozen weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same recipe on several numbers of ranks, side by side. The tests run a core of it, `make parity` all of it."""
+"""Compares a recipe on several numbers of ranks. Tests run a part of the table, `make parity` all of it."""
 
 from __future__ import annotations
 

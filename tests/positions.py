@@ -1,4 +1,4 @@
-"""Positions in the data alone, without a model: a run's data read by one number of ranks after the other.
+"""Positions in the data, without a model: the data of a run, read by changing numbers of ranks.
 
 The loader's whole state is a number of steps. Whatever ranks and accumulation groups read, however often they begin
 anew and at whichever step, each step has to hold the samples that one rank reads without a stop.

@@ -1,4 +1,4 @@
-"""A small model, its data and trainers of it, for tests that stop and resume."""
+"""A small model with data and trainers, for tests that stop and resume."""
 
 from __future__ import annotations
 

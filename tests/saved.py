@@ -1,4 +1,4 @@
-"""How much memory activations take at most, from the first layer's forward to the last one's backward."""
+"""Measures the peak memory of saved activations over a forward and a backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small checkpoints as a training leaves them, without one."""
+"""Writes small checkpoints without training."""
 
 from __future__ import annotations
 

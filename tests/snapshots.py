@@ -1,4 +1,4 @@
-"""Snapshots of the public contract: what it was when somebody last looked at it and agreed."""
+"""Compares the public contract with its reviewed snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes down where ranks are that live for too long, for the report of the test that is about to time out.
+"""Records the stacks of ranks that run for too long, for the report of the test that is about to time out.
 
 `python stacks.py PID FILE` watches the processes below PID, from outside: a rank that hangs can't tell. It ends with
 PID. tests/conftest.py starts it and adds what it wrote to the report of a test that failed.

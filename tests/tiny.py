@@ -1,4 +1,4 @@
-"""Small recipes on small data that is easy to learn: twenty steps are enough to see a loss fall."""
+"""Small recipes, models and data sets that are easy to learn: a loss falls within twenty steps."""
 
 from __future__ import annotations
 

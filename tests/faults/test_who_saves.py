@@ -66,7 +66,7 @@ def test_with_ddp_the_first_rank_may_save_alone_or_with_the_others(tmp_path: Pat
 
 @pytest.mark.parametrize("caller", [0, 1])
 @pytest.mark.parametrize("layout", ["fsdp", "tensor", "pipeline"])
-def test_where_weights_are_cut_who_did_not_come_is_named(tmp_path: Path, layout: str, caller: int) -> None:
+def test_with_sharded_weights_a_missing_rank_is_named(tmp_path: Path, layout: str, caller: int) -> None:
     def body() -> str:
         trainer = tiny.trainer_of(
             tiny.recipe("gpt", **LAYOUTS[layout], checkpoint={"wait": 1.0}, train={"max_steps": 1}, batch=8)

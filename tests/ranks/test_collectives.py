@@ -74,7 +74,7 @@ def test_groups_are_parts_of_the_world() -> None:
 
 
 @ranks(3)
-def test_ranks_that_come_with_another_call_are_named() -> None:
+def test_ranks_that_make_another_call_are_named() -> None:
     with pytest.raises(WorldError) as caught:
         if dist.rank() == 1:
             dist.all_reduce(torch.ones(3, dtype=torch.float64))

@@ -82,7 +82,7 @@ def test_metrics_beside_the_loss_are_weighed_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_predictions_come_in_the_datas_order(world: int) -> None:
+def test_predictions_are_in_the_order_of_the_data(world: int) -> None:
     @ranks(world)
     def body() -> None:
         data = tiny.blobs(23)

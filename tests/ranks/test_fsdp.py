@@ -191,7 +191,7 @@ def _codes() -> dict[str, str]:
     return codes
 
 
-def test_what_can_not_be_cut_is_refused_with_a_code() -> None:
+def test_what_cannot_be_sharded_is_refused_with_a_code() -> None:
     assert paceline.launch(_codes, ranks=2) == {
         "adafactor": "layout.optimizer-needs-whole-weights",
         "muon": "layout.optimizer-needs-whole-weights",

@@ -23,7 +23,7 @@ def total(scale: float = 1.0) -> dict[str, Any]:
     return {"sum": tensor * scale, "world": dist.world(), "rank": dist.rank()}
 
 
-def test_rank_zeros_result_comes_back() -> None:
+def test_the_result_of_rank_0_is_returned() -> None:
     result = paceline.launch(total, ranks=3, scale=2.0)
     assert result["sum"].item() == 12.0
     assert (result["world"], result["rank"]) == (3, 0)
@@ -42,7 +42,7 @@ def test_plain_values_are_restored_unchanged(value: Any) -> None:
     assert paceline.launch(lambda: value, ranks=1) == value
 
 
-def test_tensors_inside_containers_come_back() -> None:
+def test_tensors_inside_containers_are_restored() -> None:
     result = paceline.launch(lambda: {"a": [torch.arange(3), (torch.ones(2, 2, dtype=torch.bfloat16),)]}, ranks=1)
     assert result["a"][0].tolist() == [0, 1, 2]
     assert result["a"][1][0].dtype == torch.bfloat16

@@ -133,7 +133,7 @@ def test_a_job_runs_as_requested_and_its_log_and_status_are_returned(
     assert [path.name for path in folder.iterdir()] == ["job.log"]
 
 
-def test_srun_and_salloc_are_told_apart(cluster: slurm_cluster.Cluster) -> None:
+def test_srun_and_salloc_are_distinguished(cluster: slurm_cluster.Cluster) -> None:
     show = [sys.executable, "-c", SHOW]
     shell = json.loads(cluster.command("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", *show))[3]
     assert (shell["nodes"], shell["is_front_end"], shell["gpus"]) == (["a", "b"], True, 2)
@@ -187,7 +187,7 @@ def test_a_warning_ends_the_launchers_and_the_job_starts_again(
         assert lines(f"{name}.log")[2:] == ["end"]
 
 
-def test_preemption_tells_the_launchers_alone_and_the_front_end_requeues(cluster: slurm_cluster.Cluster) -> None:
+def test_preemption_signals_the_launchers_only_and_the_front_end_requeues(cluster: slurm_cluster.Cluster) -> None:
     job = submit_front("preempted")
     assert not slurm_job.is_preempted(job)
     slurm_job.submit(script(["true"], "nodes=2,partition=urgent,cpus=4"))
@@ -204,7 +204,7 @@ def test_a_cancelled_job_is_not_requeued(cluster: slurm_cluster.Cluster) -> None
     assert slurm_job.look(job)["Restarts"] == "0"
 
 
-def test_what_slurm_refuses_is_told_in_its_words(cluster: slurm_cluster.Cluster) -> None:
+def test_an_error_of_slurm_is_reported_with_its_message(cluster: slurm_cluster.Cluster) -> None:
     with pytest.raises(LaunchError, match=r"(?s)launch\.slurm-refused.*invalid partition"):
         slurm_job.submit(script(["true"], "partition=nowhere"))
     with pytest.raises(LaunchError, match=r"(?s)launch\.slurm-refused.*Invalid job id"):

@@ -21,7 +21,7 @@ def names(folder: Path) -> list[str]:
     return [found.folder.name for found in directory.candidates(folder)]
 
 
-def test_the_newest_comes_first_by_when_it_was_saved(tmp_path: Path) -> None:
+def test_the_most_recently_saved_comes_first(tmp_path: Path) -> None:
     """A run that went back to an earlier step is newer than what it left."""
     fill(tmp_path, 10, 20, 15)
     assert names(tmp_path) == ["step-000015", "step-000020", "step-000010"]
@@ -32,7 +32,7 @@ def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
     directory.remove_leftovers(Filesystem(), tmp_path / "none")
 
 
-def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_ignored(tmp_path: Path) -> None:
     fill(tmp_path, 1)
     (tmp_path / "notes").mkdir()
     (tmp_path / "latest").write_text("step-000001\n")
@@ -65,7 +65,7 @@ def test_a_committed_one_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert (tmp_path / "step-000001" / "manifest.json").read_bytes() == before
 
 
-def test_what_is_no_checkpoint_is_not_overwritten_even_when_asked(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):

@@ -64,7 +64,7 @@ def test_a_safetensors_file_holds_tied_weights_once_and_fills_the_model(tmp_path
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_what_was_taken_can_be_brought_back(tmp_path: Path, to: Format) -> None:
+def test_exported_weights_can_be_loaded(tmp_path: Path, to: Format) -> None:
     model, fresh = gpt(), gpt(seed=1)
     output = tmp_path / f"model.{to}"
     export(of_gpt(tmp_path, model), to, output)

@@ -176,7 +176,7 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None
     assert same(load_external_weights(path).weights, WEIGHTS)
 
 
-def test_what_is_no_weights_file_has_a_code(tmp_path: Path) -> None:
+def test_a_file_without_weights_has_a_code(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("hello, world")
     (tmp_path / "text.safetensors").write_text("hello, world")
     with zipfile.ZipFile(tmp_path / "zip.pt", "w") as archive:

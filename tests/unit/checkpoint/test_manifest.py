@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_can_not_be_is_refused(name: str) -> None:
+def test_invalid_values_are_refused(name: str) -> None:
     change, words = BAD[name]
     value = described(HALVES, [4, 4])
     change(value)

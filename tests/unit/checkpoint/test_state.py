@@ -127,7 +127,7 @@ def test_only_rank_0_saves_what_ranks_share_and_each_its_own() -> None:
 @pytest.mark.parametrize(
     ("layout", "found"), [(LAYOUT, {"y": torch.ones(1)}), ({"ranks": 2}, {})], ids=["same", "other"]
 )
-def test_what_is_each_ranks_own_comes_back_on_the_same_layout(
+def test_state_of_each_rank_is_restored_on_the_same_layout(
     tmp_path: Path, layout: dict[str, Any], found: dict[str, torch.Tensor]
 ) -> None:
     checkpoint = save(tmp_path, training_state(StateEntry("own", Part({"y": torch.ones(1)}), per_rank=True)))

@@ -117,7 +117,7 @@ def test_export_takes_the_newest_of_a_run_and_overwrites_nothing(run: Any, check
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["export", "--to", "torch", "-o", "out"]])
-def test_where_there_is_no_checkpoint_a_code_says_so(run: Any, checkpoints: Path, command: list[str]) -> None:
+def test_a_missing_checkpoint_has_a_code(run: Any, checkpoints: Path, command: list[str]) -> None:
     shutil.rmtree(checkpoints)
     for path in ("runs", "nowhere"):
         text, status = run(*command, path)

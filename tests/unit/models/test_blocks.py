@@ -41,7 +41,7 @@ def test_a_model_without_lists_has_no_blocks() -> None:
     assert names(nn.Linear(2, 2)) == []
 
 
-def test_the_models_own_word_goes_before_what_is_found() -> None:
+def test_blocks_that_the_model_declares_take_precedence() -> None:
     model = Model()
     model._no_split_modules = ["Linear"]
     assert "first" in names(model)
@@ -59,5 +59,5 @@ def test_a_name_that_matches_nothing_is_an_error_with_a_guess() -> None:
 
 
 @pytest.mark.parametrize(("model", "count"), [("gpt", 4), ("resnet18", 8)])
-def test_the_embedded_models_are_cut_by_their_blocks(model: str, count: int) -> None:
+def test_the_built_in_models_are_partitioned_by_their_blocks(model: str, count: int) -> None:
     assert len(find_blocks(paceline.get_model(model)())) == count

@@ -38,6 +38,8 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
         "blocks.0.norm": "sequence",
     }
     assert code_of({"*.up": "column"}) == "layout.no-such-module"
+    with pytest.raises(LayoutError, match=r"did you mean 'blocks\.0\.up'"):
+        styles_of_modules(Model(), {"block.0.up": "column"})
 
 
 def test_names_that_a_stage_does_not_have_are_skipped() -> None:

@@ -74,7 +74,7 @@ def test_weight_decay_shrinks_matrices_without_a_gradient_and_leaves_biases(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_goes_through_json_and_training_continues_with_the_same_bits(name: str) -> None:
+def test_state_survives_json_and_training_continues_with_the_same_bits(name: str) -> None:
     settings = Settings(name=name, weight_decay=0.1)
     model = small_mlp()
     optimizer = build_optimizer(model, settings, lr=0.01)

@@ -97,7 +97,7 @@ def _codes() -> list[str]:
     return [*codes, caught.value.code]
 
 
-def test_what_can_not_be_bound_is_refused() -> None:
+def test_an_optimizer_that_cannot_be_bound_is_refused() -> None:
     assert paceline.launch(_in_a_group, ranks=2, function="codes") == [
         "layout.optimizer-needs-whole-weights",
         "layout.optimizer-needs-whole-weights",

@@ -84,7 +84,7 @@ def test_gpts_head_computes_where_the_embedding_is(monkeypatch: pytest.MonkeyPat
     assert called == [0, 0, 0, *[0], *[1, 1, 1], *[1], *[0, 0]]
 
 
-def test_what_an_inner_sequential_gives_comes_back_to_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_an_inner_sequential_returns_to_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = paceline.get_model("vae")(size=4, channels=1, width=8, latent=2)
     called = moves(monkeypatch, model, devices=3, balance=[1, 4, 1])
     model(torch.rand(2, 1, 4, 4))
@@ -119,7 +119,7 @@ def test_balance_may_be_counts_or_names() -> None:
         ({"devices": TWO, "balance": ["blocks.7"]}, "layout.no-such-layer"),
     ],
 )
-def test_what_can_not_be_placed_is_refused(settings: dict[str, Any], code: str) -> None:
+def test_an_impossible_placement_is_refused(settings: dict[str, Any], code: str) -> None:
     with pytest.raises(PacelineError) as caught:
         train("gpt", strategy="split", split=settings)
     assert caught.value.code == code

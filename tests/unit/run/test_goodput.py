@@ -45,7 +45,7 @@ def rounded(found: Goodput) -> dict[str, float]:
     return {name: round(value, 3) for name, value in vars(found).items() if value}
 
 
-def test_the_minutes_of_a_run_without_a_failure_are_told_apart(tmp_path: Path) -> None:
+def test_the_time_of_a_run_without_a_failure_is_attributed(tmp_path: Path) -> None:
     found = summarize(written(tmp_path, *UNBROKEN))
     assert rounded(found) == {
         "start": 1.5, "rendezvous": 1.0, "compile": 1.5, "training": 20.0, "saves": 2.0, "evaluation": 3.0, "end": 1.0,
@@ -148,7 +148,7 @@ def test_half_lines_and_unknown_events_do_no_harm(tmp_path: Path) -> None:
     assert summarize(RunFolder(tmp_path)).steps == 20
 
 
-def test_without_a_ledger_there_is_nothing_to_tell(tmp_path: Path) -> None:
+def test_without_a_ledger_there_is_no_summary(tmp_path: Path) -> None:
     Ledger(None).note("stepped", step=1)
     Ledger(RunFolder(tmp_path / "missing")).note("stepped", step=1)
     found = summarize(RunFolder(tmp_path))

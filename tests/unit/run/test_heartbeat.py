@@ -80,7 +80,7 @@ def test_a_page_says_in_words_where_a_rank_was() -> None:
     assert [Heartbeat(phase, 12, 0.0).trained for phase in ("first step", "training", "saving")] == [13, 13, None]
 
 
-def test_suspects_come_back_whatever_their_indices_are(folder: RunFolder) -> None:
+def test_suspects_are_restored_whatever_their_indices_are(folder: RunFolder) -> None:
     heartbeat.write_suspects(folder.suspects(1), Suspects(9, 1, [3, np.int64(4), "five", Path("six")]))
     folder.suspects(2).write_text('{"step": 9, "sam')
     assert heartbeat.read_suspects(folder) == {1: Suspects(9, 1, [3, 4, "five", "six"])}

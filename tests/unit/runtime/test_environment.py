@@ -107,12 +107,12 @@ def test_ranks_started_by_hand_are_counted_on_their_machine_where_its_number_is_
     assert read_rank_info({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == RankInfo(5, 8, 1, 4)
 
 
-def test_ranks_of_one_machine_meet_on_loopback() -> None:
+def test_ranks_of_one_machine_rendezvous_on_loopback() -> None:
     assert rendezvous_address(HYDRA) == "127.0.0.1:29500"
     assert rendezvous_address({**SRUN, "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "6"}).startswith("127.0.0.1:")  # type: ignore[union-attr]
 
 
-def test_tasks_of_srun_meet_on_the_steps_first_machine() -> None:
+def test_tasks_of_srun_rendezvous_on_the_first_machine_of_the_step() -> None:
     host, port = str(rendezvous_address(SRUN)).split(":")
     assert host == "gpu07" and 20000 <= int(port) < 30000
     assert (
@@ -121,7 +121,7 @@ def test_tasks_of_srun_meet_on_the_steps_first_machine() -> None:
     assert rendezvous_address({**SRUN, "SLURM_STEP_NODELIST": "x[3-4]"}) == f"x3:{port}"
 
 
-def test_two_jobs_of_one_machine_meet_at_different_ports() -> None:
+def test_two_jobs_of_one_machine_rendezvous_at_different_ports() -> None:
     jobs = [{**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": step} for job in (7, 8) for step in ("0", "1")]
     jobs += [{**OPEN_MPI, "PMIX_NAMESPACE": name} for name in ("prterun-a-1@1", "prterun-a-2@1")]
     assert len({str(rendezvous_address(job)).split(":")[1] for job in jobs}) == 6

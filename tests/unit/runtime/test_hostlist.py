@@ -59,7 +59,7 @@ def test_as_many_machines_as_slurm_can_have_are_expanded() -> None:
         ),
     ],
 )
-def test_what_is_no_list_has_a_code(text: str) -> None:
+def test_an_invalid_list_has_a_code(text: str) -> None:
     with pytest.raises(WorldError) as caught:
         expand(text)
     assert caught.value.code == "world.bad-environment"

@@ -41,7 +41,7 @@ def test_plain_values_are_restored(value: Any) -> None:
     assert there_and_back(value) == value
 
 
-def test_what_json_has_no_word_for_comes_back() -> None:
+def test_values_outside_json_are_restored() -> None:
     back = there_and_back({"loss": math.nan, "best": -math.inf, 3: [1, (2, 3)], "mean": torch.ones(2), (1): "a"})
     assert math.isnan(back["loss"]) and back["best"] == -math.inf
     assert back[3] == [1, [2, 3]] and back[1] == "a"
@@ -89,7 +89,7 @@ def test_keys_of_any_plain_type_are_restored() -> None:
     assert from_json(to_json(value, "state", {}), {}.__getitem__) == value
 
 
-def test_tensors_whose_paths_meet_stay_apart() -> None:
+def test_tensors_with_colliding_paths_stay_apart() -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {"a": {"b": torch.ones(2)}, "a/b": torch.zeros(2)}
     back = from_json(to_json(value, "metadata", tensors), tensors.__getitem__)

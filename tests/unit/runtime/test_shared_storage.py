@@ -31,6 +31,6 @@ def test_a_rank_alone_sees_its_folder(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_a_read_only_folder_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"launch.run-folder.*No such file"):
         ranks_without_access(tmp_path / "none")

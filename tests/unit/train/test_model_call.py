@@ -73,7 +73,7 @@ def test_losses_are_read_in_every_form() -> None:
 
 
 @pytest.mark.parametrize("result", [torch.ones(3), {"logits": 3}, None, 3.0])
-def test_what_is_no_loss_has_a_code(result: Any) -> None:
+def test_an_invalid_loss_has_a_code(result: Any) -> None:
     with pytest.raises(TrainError) as caught:
         read_loss(result)
     assert caught.value.code == "train.no-loss"

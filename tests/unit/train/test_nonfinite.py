@@ -78,7 +78,7 @@ def test_a_gradient_without_a_value_is_found_by_its_norm_and_named() -> None:
     assert "gradient at step 1" in str(caught.value) and "2.bias" in str(caught.value)
 
 
-def test_skip_leaves_such_steps_out_and_goes_on() -> None:
+def test_skip_omits_nonfinite_steps_and_continues() -> None:
     broken, whole = tiny.classifier_trainer(nonfinite="skip"), tiny.classifier_trainer(nonfinite="skip")
     history = broken.train(with_a_broken_sample(7), epochs=4)
     skipped = [record["step"] for record in history.steps if record.get("skipped")]
@@ -137,7 +137,7 @@ def test_clipping_by_value_does_not_hide_an_infinite_gradient() -> None:
     assert all(record["skipped"] for record in history.steps)
 
 
-def test_training_goes_on_after_the_error_was_caught() -> None:
+def test_training_continues_after_the_error_was_caught() -> None:
     trainer = tiny.classifier_trainer()
     with pytest.raises(TrainError):
         trainer.train(with_a_broken_sample(7), epochs=1)

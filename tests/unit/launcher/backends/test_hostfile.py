@@ -45,7 +45,7 @@ def test_a_hostfile_may_be_mpis_or_ours(in_folder: Path) -> None:
     ["", "a,", "a:0", "a:-1", "a:four", "a:10000", "a:٤", "fd00::2", "[fd00::zz]", "[a]:4", "a:4:4", "a b", "@a", "a@",
      "-a", "a" * 254, "me@-a", "-oProxyCommand=x", "a;b", "münchen"],
 )  # fmt: skip
-def test_what_is_no_host_is_refused(in_folder: Path, text: str) -> None:
+def test_an_invalid_host_is_refused(in_folder: Path, text: str) -> None:
     assert refusal(text).code == "launch.bad-hosts"
 
 

@@ -31,7 +31,7 @@ def test_pods_get_all_options_but_those_about_their_place_and_the_scripts_own_wo
 
 
 @pytest.mark.parametrize("text", ["kind=pod", "imag=x", "gpus=four", "image", "name=UPPER_case", "image=a b"])
-def test_what_can_not_be_is_refused(text: str) -> None:
+def test_invalid_values_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match=r"launch\.bad-k8s"):
         manifests(text, COMMAND, 5, run="x", nodes=2, ranks=4)
 

@@ -67,7 +67,7 @@ def test_the_schemas_refuse_unknown_fields_and_wrong_types(kind: Any) -> None:
         assert not fits(document)
 
 
-def test_the_pods_of_a_jobset_meet_at_the_first() -> None:
+def test_the_pods_of_a_jobset_rendezvous_at_the_first() -> None:
     document = read(FULL)
     job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 2, 2, 0)

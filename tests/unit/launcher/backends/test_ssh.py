@@ -22,7 +22,7 @@ def test_the_users_options_come_first_and_none_after_the_host() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  ", "ssh 'key", "ssh\0"])
-def test_what_is_no_ssh_command_is_refused(text: str) -> None:
+def test_an_invalid_ssh_command_is_refused(text: str) -> None:
     with pytest.raises(LaunchError) as caught:
         read_ssh(text)
     assert caught.value.code == "launch.no-ssh"

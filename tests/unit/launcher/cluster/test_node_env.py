@@ -66,7 +66,7 @@ def test_torchruns_variables_are_understood() -> None:
 @pytest.mark.parametrize(
     ("text", "ranks"), [("auto", None), ("gpu", None), ("", None), ("3", 3), ("cpu", os.cpu_count())]
 )
-def test_torchruns_words_for_a_number_of_ranks_are_understood(text: str, ranks: int | None) -> None:
+def test_torchruns_names_for_a_number_of_ranks_are_understood(text: str, ranks: int | None) -> None:
     found = read_node_environment({**TRAIN_JOB, "PET_NPROC_PER_NODE": text})
     assert found is not None and found.ranks == ranks
 

@@ -99,7 +99,7 @@ class Lost(GPT):
         (gpt, {"microbatches": 1}, "microbatches"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_cut_is_refused(model: Any, settings: dict[str, Any], code: str) -> None:
+def test_a_model_that_cannot_be_partitioned_is_refused(model: Any, settings: dict[str, Any], code: str) -> None:
     with pytest.raises(LayoutError) as found:
         partition_model(model(), PipelineSection(**settings), 2)
     assert found.value.code == f"layout.{code}"

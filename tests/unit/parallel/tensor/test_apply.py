@@ -13,7 +13,7 @@ from paceline.config.recipe import Config
 from paceline.config.sections import TensorSection
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
-from paceline.models.tensor_plan import plan_of, styles_of_modules
+from paceline.models.tensor_plan import plan_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.train import factory
 
@@ -56,15 +56,10 @@ def mlp() -> nn.Sequential:
         (tiny.tiny_hf_gpt2(), 2, {}, "no-tensor-plan"),
     ],
 )
-def test_an_impossible_plan_has_a_code(model: nn.Module, degree: int, settings: Any, code: str | None) -> None:
+def test_a_plan_that_does_not_fit_the_model_has_a_code(
+    model: nn.Module, degree: int, settings: Any, code: str | None
+) -> None:
     assert code_of(model, degree, **settings) == (code and f"layout.{code}")
-
-
-def test_a_star_stands_for_one_part_of_a_name() -> None:
-    styles = styles_of_modules(on_meta(), {"blocks.*.up": "column"})
-    assert styles == {"blocks.0.up": "column", "blocks.1.up": "column"}
-    with pytest.raises(LayoutError, match=r"did you mean 'blocks\.0\.up'"):
-        styles_of_modules(on_meta(), {"block.0.up": "column"})
 
 
 def test_the_recipes_plan_stands_before_the_models() -> None:

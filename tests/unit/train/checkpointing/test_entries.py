@@ -30,7 +30,7 @@ class Remembers:
         self.seen = state["seen"]
 
 
-def test_what_a_callback_remembers_comes_back(tmp_path: Path) -> None:
+def test_the_state_of_a_callback_is_restored(tmp_path: Path) -> None:
     first, second = Remembers(), Remembers()
     one = trainer(callbacks=[first])
     one.train(points(), max_steps=3)

@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError
 from resumable import Stream, points, trainer
 
 
-def test_the_end_of_an_epoch_of_unknown_length_is_not_lost_behind_a_save(tmp_path: Path) -> None:
+def test_the_end_of_an_epoch_of_unknown_length_is_not_lost_after_a_save(tmp_path: Path) -> None:
     def make(**settings: Any) -> Any:
         return trainer(scheduler=lambda o: lr_scheduler.StepLR(o, 1, 0.5), save_every=8, keep=None, **settings)
 
@@ -73,7 +73,7 @@ def test_a_stateful_sampler_resumes_where_it_was(tmp_path: Path, sampler: Any) -
     assert losses(None)[11:] == losses(11)
 
 
-def test_what_the_recipe_changes_on_a_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_changes_on_a_resume_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer(run=str(tmp_path / "r"), save_every=2).train(points(), max_steps=3)
     trainer(run=str(tmp_path / "r"), resume="auto", quiet=False, clip_norm=1.0)
     said = capsys.readouterr().out

@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-def test_two_jobs_can_not_go_on_with_one_run(tmp_path: Path) -> None:
+def test_two_jobs_cannot_resume_one_run(tmp_path: Path) -> None:
     run = tmp_path / "r"
     tiny.classifier_trainer(run=str(run)).train(tiny.blobs(), max_steps=2)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdin=-1, stdout=-1, text=True)
@@ -63,7 +63,7 @@ def test_a_checkpoint_to_resume_from_begins_a_new_run(tmp_path: Path) -> None:
         ({"run": False, "resume": "nowhere"}, "checkpoint.missing"),
     ],
 )
-def test_what_can_not_be_resumed_has_a_code(settings: dict[str, object], code: str) -> None:
+def test_what_cannot_be_resumed_has_a_code(settings: dict[str, object], code: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         tiny.classifier_trainer(**settings)
     assert caught.value.code == code
