@@ -36,7 +36,7 @@ class ModelState(ShardedStateful):
         paths: dict[int, str] = {}
         extra: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
-        copies = stage_copies(engine)
+        copies = engine.tied_copies
         for name, value in engine.model.state_dict(keep_vars=True).items():
             path = f"model/{name}"
             if not isinstance(value, Tensor):
@@ -63,7 +63,7 @@ class ModelState(ShardedStateful):
 
     def _saved_names(self) -> dict[str, Tensor]:
         """The model's tensors by their names in the checkpoint."""
-        copies = stage_copies(self._engine)
+        copies = self._engine.tied_copies
         state = self._engine.model.state_dict(keep_vars=True)
         return {copies.get(name, name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
@@ -122,7 +122,7 @@ class EmaState(ShardedStateful):
         self._parameters = dict(engine.model.named_parameters())  # those that are averaged
 
     def sharded_state(self) -> ShardedState:
-        average, copies, state = self._engine.average, stage_copies(self._engine), ShardedState()
+        average, copies, state = self._engine.average, self._engine.tied_copies, ShardedState()
         for name, tensor in {} if average is None else average.state_dict().items():
             if name not in copies:
                 state.tensors[f"ema/{name}"] = shard_of(tensor, self._parameters[name])
@@ -136,7 +136,7 @@ class EmaState(ShardedStateful):
 
     def _paths(self, average: Ema, checkpoint: Checkpoint) -> dict[str, str]:
         """The path that each average is read from."""
-        copies = stage_copies(self._engine)
+        copies = self._engine.tied_copies
         saved = {name: copies.get(name, name) for name in average.state_dict()}
         has = checkpoint.manifest.entry
         return {name: f"{'model' if has(f'ema/{own}') is None else 'ema'}/{own}" for name, own in saved.items()}
@@ -145,11 +145,6 @@ class EmaState(ShardedStateful):
         average = self._engine.average
         if average is not None:
             average.load_state_dict({name: tensors[path] for name, path in self._paths(average, checkpoint).items()})
-
-
-def stage_copies(engine: Engine) -> Mapping[str, str]:
-    """Tied parameters that a pipeline stage holds a copy of: their name, and that of the original on another stage."""
-    return engine.tied_copies
 
 
 def shard_of(tensor: Tensor, like: Tensor | None = None) -> LocalShard:

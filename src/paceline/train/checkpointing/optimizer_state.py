@@ -15,7 +15,7 @@ from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_bel
 from paceline.errors import CheckpointError
 from paceline.parallel.shards import as_dtensor_like, local_shard
 from paceline.runtime.serialization import to_json
-from paceline.train.checkpointing.model_state import shard_of, stage_copies
+from paceline.train.checkpointing.model_state import shard_of
 from paceline.train.engine import Engine
 from paceline.train.nonfinite import is_fused
 
@@ -34,7 +34,7 @@ class OptimizerState(ShardedStateful):
     def sharded_state(self) -> ShardedState:
         engine, state = self._engine, ShardedState()
         self._require_parameters()
-        copies = stage_copies(engine)
+        copies = engine.tied_copies
         for name, parameter in engine.model.named_parameters():
             if name not in copies:
                 self._add_state_of(name, parameter, state)
@@ -81,7 +81,7 @@ class OptimizerState(ShardedStateful):
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         manifest = checkpoint.manifest
         self._require_same_optimizer(checkpoint)
-        copies, saved = stage_copies(self._engine), _paths_by_parameter(manifest.tensors)
+        copies, saved = self._engine.tied_copies, _paths_by_parameter(manifest.tensors)
         targets = targets_below(manifest, "optimizer-groups")
         for name, parameter in self._engine.model.named_parameters():
             for path in saved.get(copies.get(name, name), {}).values():
@@ -103,7 +103,7 @@ class OptimizerState(ShardedStateful):
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
         optimizer = self._engine.optimizer
         optimizer.state.clear()  # in place, because it may be shared
-        copies, saved = stage_copies(self._engine), _paths_by_parameter(tensors)
+        copies, saved = self._engine.tied_copies, _paths_by_parameter(tensors)
         for name, parameter in self._engine.model.named_parameters():
             own = copies.get(name, name)
             for key, path in saved.get(own, {}).items():

@@ -42,9 +42,7 @@ class Restorer:
 
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Load a checkpoint, the newest intact one of a run folder, or a weights file. Returns its metadata.
-
-        Collective: nothing is modified unless every rank has read and verified its part.
-        """
+        Collective: nothing is modified unless every rank has read and verified its part."""
         with self._engine.telemetry.loading(self._engine.position):
             return self._load_any(path, weights_only)
 
@@ -265,8 +263,8 @@ def _require_same_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         if identity != by_rank[0][:2]:
             raise CheckpointError(
                 "ranks-differ",
-                f"Ranks load different checkpoints: rank {rank} {where} (step {identity[1]}), rank 0 {by_rank[0][2]} "
-                f"(step {by_rank[0][1]}).",
+                f"Ranks load different checkpoints: {by_rank[0][2]} (step {by_rank[0][1]}) on rank 0, {where} "
+                f"(step {identity[1]}) on rank {rank}.",
                 why="all ranks train the same model",
                 fix="pass the same path on every rank; if it is on local disks, copy one checkpoint to all nodes",
             )
