@@ -98,7 +98,7 @@ def test_launchers_are_started_watched_and_ended(ray: dict[str, str], tmp_path: 
     told = json.loads((tmp_path / "told").read_text())
     assert told["names"] == 2 and told["address"] == ray["RAY_ADDRESS"].rpartition(":")[0]
     assert told["failed"] == {"1": "exit status 3\na complaint"}
-    assert told["killed"] == {"0": "ended by SIGKILL\na complaint"}
+    assert told["killed"] == {"0": "killed by SIGKILL\na complaint"}
     assert done.stdout.count("hello from 0\n") == done.stdout.count("hello from 1\n") == 2
     assert not any(psutil.pid_exists(pid) for pid in told["left"])
 
@@ -115,11 +115,9 @@ def test_a_cluster_without_free_resources_has_a_code(ray: dict[str, str], tmp_pa
         [sys.executable, "-c", f"from paceline.launcher.backends.ray import RayBackend\n{asking}"],
         env=ray, capture_output=True, text=True, timeout=DEADLINE,
     )  # fmt: skip
-    missing = (
-        "asked for: 3 CPUs on each of 2 machines; there: 0 of 2 machines have as many, and 4 of all 4 CPUs are free"
-    )
-    assert f"ray: waiting; {missing}\n" in done.stderr
-    assert f"[launch.no-ray-room] The Ray cluster had no room within 3 s: {missing}." in done.stderr
+    missing = "requested 3 CPUs on each of 2 nodes; 0 of 2 nodes have that many, and 4 of 4 CPUs are free"
+    assert f"waiting for Ray: {missing}\n" in done.stderr
+    assert f"[launch.no-ray-room] The Ray cluster had insufficient resources for 3 s: {missing}." in done.stderr
 
 
 def test_a_training_has_the_losses_of_plain_python(ray: dict[str, str], tmp_path: Path) -> None:

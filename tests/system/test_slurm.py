@@ -55,9 +55,9 @@ if found.restarts:
 backend = slurm_allocation.SlurmBackend(found, workdir=os.getcwd(), command=[sys.executable, "-c", sys.argv[1]])
 for node in range(2):
     backend.start(node, b"order\\n")
-told_to_end = signal.sigwait([signal.SIGUSR2, signal.SIGTERM]) == signal.SIGTERM
+terminated = signal.sigwait([signal.SIGUSR2, signal.SIGTERM]) == signal.SIGTERM
 backend.stop()
-if slurm_allocation.wants_requeue(found, warned=sys.argv[2] == "warned", told_to_end=told_to_end):
+if slurm_allocation.wants_requeue(found, warned=sys.argv[2] == "warned", terminated=terminated):
     slurm_job.requeue(found.job)
     signal.sigwait([signal.SIGTERM])
 """
@@ -194,14 +194,14 @@ def test_preemption_signals_the_launchers_only_and_the_front_end_requeues(cluste
     until(lambda: all("SIGTERM" in lines(f"{name}.log") for name in slurm_cluster.NODES))
     assert slurm_job.is_preempted(job)
     cluster.command("scancel", "--batch", "--signal=USR2", job)  # the stand-in waits for a signal, and had none so far
-    until(lambda: slurm_job.look(job)["Restarts"] == "1")
+    until(lambda: slurm_job.job_info(job)["Restarts"] == "1")
 
 
 def test_a_cancelled_job_is_not_requeued(cluster: slurm_cluster.Cluster) -> None:
     job = submit_front("warned")
     cluster.command("scancel", job)
     assert slurm_job.follow(job, Path("job.log")) != 0
-    assert slurm_job.look(job)["Restarts"] == "0"
+    assert slurm_job.job_info(job)["Restarts"] == "0"
 
 
 def test_an_error_of_slurm_is_reported_with_its_message(cluster: slurm_cluster.Cluster) -> None:

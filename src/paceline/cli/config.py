@@ -1,4 +1,4 @@
-"""`paceline config`: what a recipe says, and what it could say."""
+"""`paceline config`: show the effective recipe, or the JSON schema of recipes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import typer
 from paceline.cli import workloads
 from paceline.text import plural
 
-app = typer.Typer(help="Show the effective recipe, or the schema of all recipes.", no_args_is_help=True)
+app = typer.Typer(help="Show the effective recipe, or the JSON schema of recipes.", no_args_is_help=True)
 
 
 @app.command("show")
 def show(
     arguments: workloads.Arguments = None,
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", help="derive for that many; else the recipe's, or 2 CPU ranks")
+        int | None, typer.Option("-n", "--ranks", help="number of ranks; default: launch.ranks of the recipe, or 2")
     ] = None,
 ) -> None:
-    """Print the effective recipe with where each value came from, then what follows from it."""
+    """Print the effective recipe with the source of each value, derived settings and model passes."""
     from paceline.config import show as text
     from paceline.plan import batch as plan_batch
     from paceline.plan import derived, layout, passes, schedule
@@ -28,7 +28,7 @@ def show(
     config, _ = workloads.read_recipe(arguments, ranks)
     print(text.effective(config))
     number = workloads.ranks_of(config) or workloads.DEFAULT_CPU_RANKS
-    print(f"\n# derived, for {plural(number, 'rank')}:")
+    print(f"\n# derived for {plural(number, 'rank')}:")
     plan = layout.derive_layout(config, number)
     passes.require_allowed(config, plan)
     batch = plan_batch.derive_batch(config, plan)
@@ -43,7 +43,7 @@ def show(
 
 @app.command("schema")
 def schema() -> None:
-    """Print the JSON schema of recipes, for editors."""
+    """Print the JSON schema of recipes, for use in editors."""
     from paceline.config.recipe import Config
 
     print(json.dumps(Config.json_schema(), indent=2))

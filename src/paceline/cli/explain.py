@@ -1,4 +1,4 @@
-"""`paceline explain`: what an error code means."""
+"""`paceline explain`: the catalog page of an error code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import typer
 
 
 def explain(
-    code: Annotated[str, typer.Argument(help="the code in brackets, e.g. config.unknown-key")],
+    code: Annotated[str, typer.Argument(help="error code as printed in brackets, e.g. config.unknown-key")],
 ) -> None:
-    """Say what an error code means, why it comes up, and what to do."""
+    """Explain an error code: its meaning, its common causes and how to fix it."""
     from paceline.diagnose import catalog
 
     print(catalog.page(code.strip("[]")))

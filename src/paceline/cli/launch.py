@@ -1,4 +1,4 @@
-"""`paceline launch`: any script that runs under torchrun, on this machine or on many."""
+"""`paceline launch`: run a script on one or more nodes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from paceline.errors import LaunchError
 if TYPE_CHECKING:
     from paceline.launcher.workload import Target
 
-# Everything behind the script's name belongs to the script.
+# Arguments after the script name are passed to the script.
 CONTEXT = {"allow_interspersed_args": False}
 
 
 @options.launch_options()
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="what to run, with its arguments")],
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of any kind")] = False,
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="script to run, with its arguments")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as with python -m")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is an executable")] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="a new interpreter for each rank, for variables that act at import")
+        bool,
+        typer.Option("--fresh", help="start a new interpreter for each rank, for variables that are read at import"),
     ] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="CPU ranks, also where there are GPUs")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="use CPU ranks even if GPUs are available")] = False,
     local_rank: Annotated[
-        bool, typer.Option("--pass-local-rank", help="give SCRIPT --local_rank=N, as torch's older launcher did")
+        bool, typer.Option("--pass-local-rank", help="pass --local_rank=N to SCRIPT, as torch.distributed.launch does")
     ] = False,
-    port: Annotated[int | None, typer.Option("--port", help="where ranks meet; else a free one")] = None,
-    run: Annotated[str | None, typer.Option("--run", help="name of the run folder; else the script's")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the newest run of that name")] = False,
+    port: Annotated[int | None, typer.Option("--port", help="rendezvous port; default: a free port")] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="name of the run folder; default: the name of the script")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="resume the newest run of that name")] = False,
     env: options.Env = None,
     **launch_options: Any,
 ) -> None:
-    """Run any script that runs under torchrun, on several ranks of one machine or of many."""
+    """Run a script on one or more nodes. Scripts that run under torchrun run unchanged."""
     from paceline.launcher.dispatch import dispatch
 
     target = _target(command, module, no_python, local_rank)
@@ -61,7 +64,7 @@ def _target(command: list[str], module: bool, no_python: bool, local_rank: bool)
     from paceline.launcher.workload import Target
 
     if module and no_python:
-        raise LaunchError("bad-options", "-m and --no-python exclude each other.")
+        raise LaunchError("bad-options", "-m and --no-python are mutually exclusive.")
     name, *args = command
     target = Target("module" if module else "program" if no_python else "script", name, tuple(args), local_rank)
     target.check()

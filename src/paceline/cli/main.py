@@ -1,4 +1,4 @@
-"""`paceline`: one thin file a verb. Nothing heavy is imported before a verb needs it."""
+"""The `paceline` command, with one module per subcommand. Heavy imports are deferred until a subcommand needs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import PacelineError
 
 app = typer.Typer(
     name="paceline",
-    help="PyTorch distributed training that a person can trust.",
+    help="Reliable distributed training for PyTorch.",
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=False,
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", help="print the version and end", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
 ) -> None:
     if version:
         print(__version__)
@@ -42,7 +42,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:
-    """An error with a code is its text, not a traceback."""
+    """Print errors that have a code without a traceback."""
     _open_closed_streams()
     try:
         app()
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """A command started with a closed descriptor (`>&-`) would hand that number to the next file it opens."""
+    """If a standard stream is closed (`>&-`), the next file to be opened would get its descriptor."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

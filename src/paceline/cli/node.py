@@ -1,7 +1,7 @@
-"""`paceline node`: the launcher of one machine, started by a front end on another one. Not for people.
+"""`paceline node`: the launcher of one node, started by the front end of a job. Not for interactive use.
 
-Its order is one line of JSON on standard input (launcher/cluster/orders.py). Then standard input stays open; its
-end means that the front end is gone.
+It reads its order, one line of JSON, from standard input (launcher/cluster/orders.py). Standard input then stays open;
+when it is closed, the front end has exited.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from paceline.cli import workloads
 
 
 def node() -> None:
-    """The launcher of one machine, started by a front end."""
+    """Run the launcher of one node. Started by `paceline launch` on another machine."""
     from paceline.config.recipe import Config
     from paceline.errors import LaunchError
     from paceline.launcher.cluster import orders
@@ -31,12 +31,12 @@ def node() -> None:
     else:
         workload = workloads.recipe_workload(Config.model_validate(order.recipe))
     ranks, _ = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
-    # Ranks have nobody at a keyboard; who gave the order is still listened to.
+    # Ranks read from /dev/null; the launcher keeps the original standard input, to notice when it is closed.
     source = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    # Now, because nobody would hear of this launcher while it imports torch.
+    # Imported before connecting, because a launcher that imports torch sends no heartbeats.
     import paceline.launcher.local.agent  # noqa: F401
 
     workload.preload()
@@ -59,7 +59,7 @@ def _enter(folder: str) -> None:
     except OSError as error:
         raise LaunchError(
             "no-folder",
-            f"The working folder {folder} can't be entered on {socket.gethostname()}: {error.strerror}.",
-            why="ranks work in the same folder on every machine",
-            fix="start from a folder that all machines share, or that has the same path and files on each",
+            f"Cannot change to the working directory {folder} on {socket.gethostname()}: {error.strerror}.",
+            why="ranks run in the same working directory on every node",
+            fix="launch from a directory on a shared file system, or one that exists under the same path on every node",
         ) from None

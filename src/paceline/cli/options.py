@@ -1,4 +1,4 @@
-"""The launch options of `paceline launch` and `paceline train`, made from the fields of `LaunchSpec`."""
+"""The launch options of `paceline launch` and `paceline train`, generated from the fields of `LaunchSpec`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Verb = TypeVar("Verb", bound=Callable[..., None])
 
 
 def launch_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:
-    """Give a verb that ends in `**options` a parameter for every option of `LaunchSpec`, less the flags in `without`.
-    An option that is not given is None."""
+    """Add a parameter for every option of `LaunchSpec` to a command that takes `**options`, except the flags in
+    `without`. Options that are not given are None."""
 
     def add(verb: Verb) -> Verb:
         signature = inspect.signature(verb, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         required = [each for each in own if each.default is inspect.Parameter.empty]
         optional = [each for each in own if each not in required]
-        # typer reads this one. The launch options come first in --help.
+        # Read by typer. The launch options come first in --help.
         made = signature.replace(parameters=[*required, *_parameters(without), *optional])
         verb.__signature__ = made  # type: ignore[attr-defined]
         return verb
@@ -57,16 +57,18 @@ def _annotation(option: Option, kind: Any, without: Collection[str]) -> Any:
 
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", metavar="NAME[=VALUE]", help="a variable for every rank, on every machine; may be repeated"),
+    typer.Option(
+        "--env", metavar="NAME[=VALUE]", help="environment variable for every rank on every node; may be repeated"
+    ),
 ]
 
 
 def read_env(texts: list[str] | None) -> dict[str, str]:
-    """Without a value it is the one that the variable has here."""
+    """Parse `NAME=VALUE`, or `NAME` for the value in the current environment."""
     pairs = [text.partition("=") for text in texts or ()]
     missing = [name for name, equals, _ in pairs if not equals and name not in os.environ]
     if missing:
         raise LaunchError(
-            "bad-variable", f"--env {missing[0]}: there is no such variable here.", fix="--env NAME=VALUE"
+            "bad-variable", f"--env {missing[0]}: variable not set in this environment.", fix="pass --env NAME=VALUE"
         )
     return {name: value if equals else os.environ[name] for name, equals, value in pairs}

@@ -1,4 +1,4 @@
-"""`paceline parity`: a recipe on several layouts against one process."""
+"""`paceline parity`: compare a recipe under several layouts with a single process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ def parity(
     arguments: workloads.Arguments = None,
     layouts: Annotated[
         list[str] | None,
-        typer.Option("--layouts", help="fsdp:2, or 'shard=2 tensor=2'; give it again for each, or with commas"),
+        typer.Option(
+            "--layouts", help="layout to compare, e.g. fsdp:2 or 'shard=2 tensor=2'; comma-separated or repeated"
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 10,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="number of optimizer steps to compare")] = 10,
     precision: Annotated[
         Literal["fp64", "fp32", "bf16", "fp16"],
-        typer.Option("--precision", help="fp64 shows algebra, without rounding"),
+        typer.Option("--precision", help="fp64 excludes rounding differences"),
     ] = "fp64",
-    bound: Annotated[float | None, typer.Option("--bound", help="the largest relative difference")] = None,
+    bound: Annotated[
+        float | None,
+        typer.Option("--bound", help="largest relative difference allowed; default: depends on the precision"),
+    ] = None,
 ) -> None:
-    """Train on CPU ranks under several layouts and in one process: loss, gradient norm and weights side by side."""
+    """Train on CPU under several layouts and in a single process, and compare loss, gradient norm and weights."""
     from paceline.testing import comparison
 
     config, _ = workloads.read_recipe(arguments, None)
@@ -37,7 +42,7 @@ def parity(
 
 
 def _read(text: str) -> list[str]:
-    """Layouts that are listed with commas, some of which may stand within one: `fsdp:2,shard=2,tensor=2` are two."""
+    """Split a comma-separated list of layouts. `fsdp:2,shard=2,tensor=2` is two: a layout may contain commas itself."""
     found: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if "=" in part and found and "=" in found[-1]:

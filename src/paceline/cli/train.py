@@ -1,4 +1,4 @@
-"""`paceline train`: run a recipe, on this machine or on many."""
+"""`paceline train`: run a recipe on one or more nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTEXT = {"allow_interspersed_args": True}
 
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
 def train(arguments: workloads.Arguments = None, **launch_options: Any) -> None:
-    """Run a recipe; without one, an embedded default that works on any machine."""
+    """Run a recipe; without one, the embedded default recipe, which runs on any machine."""
     from paceline.launcher.dispatch import dispatch
 
     config, name = workloads.read_recipe(arguments, launch_options["ranks"])

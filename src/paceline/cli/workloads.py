@@ -1,4 +1,4 @@
-"""What a person wants to run, a recipe or a script, as the workload of a launch."""
+"""Recipes and scripts from the command line as workloads of a launch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 DEFAULT_CPU_RANKS = 2  # of a recipe
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe file, and changes to it"),
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="recipe file, and overrides"),
 ]
 
 
 def read_recipe(arguments: list[str] | None, ranks: int | None) -> tuple[Config, str]:
-    """The config that the arguments describe, and a name for its run. Without a file, the embedded recipe."""
+    """The config and the default name of its run. Without a file, the embedded recipe."""
     from paceline.config.recipe import Config
 
     path, overrides = _split(arguments or [])
@@ -34,7 +34,7 @@ def read_recipe(arguments: list[str] | None, ranks: int | None) -> tuple[Config,
 
 
 def ranks_of(config: Config) -> int | None:
-    """As set; one, where the strategy is of one process."""
+    """`launch.ranks`, or 1 for single-process strategies."""
     return 1 if config.strategy in ("single", "dp", "split") and config.launch.ranks is None else config.launch.ranks
 
 
@@ -50,7 +50,7 @@ def recipe_workload(config: Config) -> Workload:
         import paceline.cli.run_recipe  # noqa: F401
 
     def prepare(world: int) -> None:
-        """Find what is wrong before any rank starts."""
+        """Validate the recipe before any rank starts."""
         from paceline.train.factory import check
 
         check(config, world)
@@ -62,7 +62,7 @@ def script_workload(target: Target) -> Workload:
     from paceline.launcher.workload import Workload
 
     def preload() -> None:
-        """The Trainer, where the script uses it: two seconds that each rank would spend at every start."""
+        """Import the Trainer once if the script uses it, which saves every rank two seconds."""
         if target.kind == "script" and _imports_paceline(Path(target.name)):
             import paceline.train.trainer  # noqa: F401
 
@@ -70,21 +70,23 @@ def script_workload(target: Target) -> Workload:
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The recipe, if one of the arguments is one, and the overrides."""
+    """The recipe file, if any, and the overrides."""
     recipes = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
     if len(recipes) > 1:
         raise ConfigError(
-            "bad-override", f"{recipes[0]} and {recipes[1]} are two recipes.", fix="changes are written key=value"
+            "bad-override",
+            f"Expected one recipe, got {recipes[0]} and {recipes[1]}.",
+            fix="write overrides as key=value",
         )
     return next(iter(recipes), None), [argument for argument in arguments if argument not in recipes]
 
 
 def _imports_paceline(script: Path) -> bool:
-    """Whether it says so at its top level."""
+    """Whether the script imports paceline at its top level."""
     try:
         statements = ast.parse(script.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
-        return False  # the ranks will tell
+        return False  # the ranks report the error
     names = [name.name for each in statements if isinstance(each, ast.Import) for name in each.names]
     names += [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
     return any(name.split(".")[0] == "paceline" for name in names)

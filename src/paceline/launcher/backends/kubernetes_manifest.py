@@ -1,11 +1,11 @@
-"""Manifests for Kubernetes: what `paceline launch --k8s` prints, for `kubectl apply -f -`.
+"""Kubernetes manifests, as printed by `paceline launch --k8s`.
 
-    trainjob    a TrainJob of Kubeflow Trainer (2.2 or later). Its runtime tells the pods their place (PET_*).
-    jobset      a plain JobSet. Its pods get their place on the command line.
+    trainjob    a TrainJob of Kubeflow Trainer (2.2 or later). Its runtime sets the node rank of each pod (PET_*).
+    jobset      a plain JobSet. Pods get their node rank on the command line.
 
-Each pod is one node, and runs the same `paceline launch` as people do by hand. Several nodes share the job's token,
-which comes from a Secret: a manifest never holds it. Kubernetes gives an argument or a value that holds `$(NAME)` the
-value of that variable; so each dollar sign of the user's is doubled, and arrives as it was.
+Each pod is one node and runs `paceline launch`, as in a manual launch. Several nodes share the token of the job, which
+is read from a Secret and never part of a manifest. Kubernetes expands `$(NAME)` in arguments and values, so dollar
+signs in the user's arguments are doubled.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from paceline.config.launch import DEFAULT_PORT
 from paceline.errors import LaunchError
 from paceline.runtime.environment import TOKEN
 
-_JOB = _CONTAINER = "node"  # the names that Kubeflow's runtimes have
+_JOB = _CONTAINER = "node"  # the names used by Kubeflow's runtimes
 
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # of RFC 1035: both controllers want it to begin with a letter
-_LONGEST_NAME = 40  # the pods' names are longer, and may have 63
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035: both controllers require a letter first
+_MAX_NAME = 40  # pods add a suffix, up to 63 characters
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of claims and secrets
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,499}")
 _QUANTITY = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOUNT = re.compile(r"/[^:\x00-\x1f\x7f]{1,4000}")
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9/_.-]+")
-_MOST_ITEMS = 128  # of the arguments and variables of a TrainJob
+_MAX_ITEMS = 128  # arguments, or variables, of a TrainJob
 
 
 @dataclass(frozen=True)
 class ManifestOptions:
-    """What was asked for. `arguments` is what follows `paceline VERB`: options for each node, script, its arguments."""
+    """`arguments` follow `paceline VERB`: options for each node, the script and its arguments."""
 
     kind: Literal["trainjob", "jobset"]
     name: str
     image: str
     nodes: int
-    ranks: int  # on each node
+    ranks: int  # per node
     arguments: Sequence[str]
     verb: Literal["launch", "train"] = "launch"
-    namespace: str | None = None  # None: kubectl's own
-    gpus: int = 0  # on each node
-    cpu: str | None = None  # such as 8 or 500m
-    memory: str | None = None  # such as 64Gi
-    secret: str | None = None  # that holds the token; None: the job's name and -token
-    claims: Mapping[str, str] = field(default_factory=dict)  # names of volume claims, and where they are mounted
+    namespace: str | None = None  # None: the current namespace of kubectl
+    gpus: int = 0  # per node
+    cpu: str | None = None  # e.g. 8 or 500m
+    memory: str | None = None  # e.g. 64Gi
+    secret: str | None = None  # that contains the token; default: NAME-token
+    claims: Mapping[str, str] = field(default_factory=dict)  # names of volume claims, with their mount paths
     env: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 3  # of the whole JobSet, when a pod is lost
-    grace: int = 120  # seconds in which ranks can save before a pod is ended
+    restarts: int = 3  # maximum restarts of a JobSet after a pod is lost
+    grace: int = 120  # seconds between SIGTERM and SIGKILL
 
 
 def manifest(request: ManifestOptions) -> str:
-    """YAML of one object."""
+    """The manifest as YAML."""
     _check(request)
     made = _trainjob(request) if request.kind == "trainjob" else _jobset(request)
     return yaml.dump(made, Dumper=_Dumper, sort_keys=False, width=math.inf)
@@ -109,15 +109,15 @@ def _jobset(request: ManifestOptions) -> dict[str, Any]:
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": request.grace,
-        "automountServiceAccountToken": False,  # training has no business with the cluster's API
+        "automountServiceAccountToken": False,  # training does not use the cluster API
         "containers": [{key: value for key, value in container.items() if value not in ([], {})}],
         "volumes": volumes,
     }
     job = {
-        "completionMode": "Indexed",  # a pod's index is its node's number
+        "completionMode": "Indexed",  # the index of a pod is its node rank
         "completions": request.nodes,
         "parallelism": request.nodes,
-        "backoffLimit": 0,  # a pod alone can't come back to the others: all begin again
+        "backoffLimit": 0,  # a single pod cannot rejoin, so the JobSet restarts all of them
         "template": {"spec": pod},
     }
     return {
@@ -137,7 +137,7 @@ def _metadata(request: ManifestOptions) -> dict[str, str]:
 
 
 def _place(request: ManifestOptions) -> list[str]:
-    """Which node a pod is, and where the first one is: JobSet gives pods names by their number."""
+    """Options for the node rank of a pod and the address of the first one, which JobSet derives from its index."""
     if request.nodes == 1:
         return []
     master = f"{request.name}-{_JOB}-0-0.{request.name}:{DEFAULT_PORT}"
@@ -165,7 +165,7 @@ def _resources(request: ManifestOptions) -> dict[str, dict[str, str]]:
 
 
 def _volumes(request: ManifestOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Loader workers and NCCL share memory, of which a container has 64 MB unless it gets more."""
+    """Includes /dev/shm, which loader workers and NCCL need; the default of a container is 64 MB."""
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for number, (claim, path) in enumerate(request.claims.items()):
@@ -175,8 +175,8 @@ def _volumes(request: ManifestOptions) -> tuple[list[dict[str, Any]], list[dict[
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that some reader might take for something else: PyYAML writes 1e3 as it is, and the reader
-    of Kubernetes would see a number."""
+    """Quotes strings that another parser might read as something else: PyYAML leaves 1e3 unquoted, which Kubernetes
+    parses as a number."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -190,26 +190,28 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def _check(request: ManifestOptions) -> None:
-    label = "lower-case letters, digits and -, beginning with a letter"
-    _require("the job's name", _LABEL, request.name, f"{label}, at most {_LONGEST_NAME}", longest=_LONGEST_NAME)
-    _require("the image", _IMAGE, request.image, "such as ghcr.io/me/train:1")
+    label = "use lower-case letters, digits and -, with a letter first"
+    _require("name", _LABEL, request.name, f"{label}; at most {_MAX_NAME} characters", longest=_MAX_NAME)
+    _require("image", _IMAGE, request.image, "pass e.g. ghcr.io/me/train:1")
     if request.namespace is not None:
-        _require("the namespace", _LABEL, request.namespace, label, longest=63)
+        _require("namespace", _LABEL, request.namespace, label, longest=63)
     if request.secret is not None:
-        _require("the secret's name", _OBJECT, request.secret, "lower-case letters, digits, - and .")
-    for what, amount in (("the CPUs", request.cpu), ("the memory", request.memory)):
+        _require("secret", _OBJECT, request.secret, "use lower-case letters, digits, - and .")
+    for what, amount in (("cpu", request.cpu), ("memory", request.memory)):
         if amount is not None:
-            _require(what, _QUANTITY, amount, "a quantity such as 8, 500m or 64Gi")
+            _require(what, _QUANTITY, amount, "pass a quantity, e.g. 8, 500m or 64Gi")
     for claim, path in request.claims.items():
-        _require("the volume claim", _OBJECT, claim, "lower-case letters, digits, - and .")
-        _require("the folder of a volume claim", _MOUNT, path, "a whole path without a colon")
+        _require("volume claim", _OBJECT, claim, "use lower-case letters, digits, - and .")
+        _require("mount path", _MOUNT, path, "pass an absolute path without a colon")
     for name, value in request.env.items():
-        _require("the variable", _VARIABLE, name, "letters, digits and _")
-        _require_text(f"the value of {name}", value)
+        _require("variable name", _VARIABLE, name, "use letters, digits and _")
+        _require_text(f"variable {name}", value)
         if name == TOKEN or name.startswith("PET_"):
-            raise _bad(f"{name} can't be set in a manifest", "the token comes from a Secret, PET_* from the runtime")
+            raise invalid(
+                f"{name} cannot be set in a manifest.", "the token is read from a Secret; the runtime sets PET_*"
+            )
     for argument in request.arguments:
-        _require_text("the argument", argument)
+        _require_text("argument", argument)
     _check_numbers(request)
 
 
@@ -217,14 +219,14 @@ def _check_numbers(request: ManifestOptions) -> None:
     least = {"nodes": 1, "ranks": 1, "gpus": 0, "restarts": 0, "grace": 1}
     for what, fewest in least.items():
         if not fewest <= getattr(request, what) <= 100_000:
-            raise _bad(f"{getattr(request, what)} is no number of {what}", f"at least {fewest}")
-    if request.kind == "trainjob" and max(len(request.arguments), len(request.env) + 1) > _MOST_ITEMS:
-        raise _bad(f"a TrainJob takes at most {_MOST_ITEMS} arguments and variables", "use --k8s jobset")
+            raise invalid(f"Invalid value for {what}: {getattr(request, what)}.", f"pass at least {fewest}")
+    if request.kind == "trainjob" and max(len(request.arguments), len(request.env) + 1) > _MAX_ITEMS:
+        raise invalid(f"Too many arguments or variables for a TrainJob (limit: {_MAX_ITEMS}).", "use kind=jobset")
 
 
 def _require(what: str, pattern: re.Pattern[str], text: str, fix: str, *, longest: int = 4096) -> None:
     if len(text) > longest or not pattern.fullmatch(text):
-        raise _bad(f"{what} can't be {text[:80]!a}", fix)
+        raise invalid(f"Invalid {what}: {text[:80]!a}.", fix)
 
 
 def _require_text(what: str, text: str) -> None:
@@ -233,8 +235,8 @@ def _require_text(what: str, text: str) -> None:
     except UnicodeEncodeError:
         text = "\0"
     if "\0" in text:
-        raise _bad(f"{what} holds bytes that are no text, or a NUL", "only text can be in a manifest")
+        raise invalid(f"Invalid {what}: contains NUL or is not valid UTF-8.", "pass text only")
 
 
-def _bad(what: str, fix: str) -> LaunchError:
-    return LaunchError("bad-k8s", f"For Kubernetes, {what}.", fix=fix)
+def invalid(what: str, fix: str) -> LaunchError:
+    return LaunchError("bad-k8s", what, fix=fix)

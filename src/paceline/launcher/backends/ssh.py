@@ -1,12 +1,12 @@
-"""Machines that ssh reaches.
+"""Launches on hosts over ssh.
 
-For each host this machine runs one `ssh HOST "cd FOLDER && exec PYTHON -P -m paceline node"`. The order, with the job's
-token, the script, its arguments and its environment, goes through standard input, so none of it is in a process list,
-and no shell reads it. The system's own ssh is used, with the user's keys, aliases and known hosts.
+Each host is reached by one `ssh HOST "cd FOLDER && exec PYTHON -P -m paceline node"`. The order, which contains the
+token, the script, its arguments and its environment, is sent over standard input, so it appears in no process list and
+is not parsed by a shell. The ssh client of the system is used, with the user's keys, aliases and known hosts.
 
-Of what a user chose, only the folder and the interpreter are in that command, which sshd gives to the login shell over
-there. They are quoted. What is not the same between the quotes of all shells (fish reads backslashes there, csh
-exclamation marks and new lines) is refused.
+The command that sshd passes to the login shell contains only two values chosen by the user: the working directory and
+the interpreter. They are quoted. Characters that shells treat differently inside quotes (fish: backslashes; csh:
+exclamation marks and newlines) are rejected.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from paceline.launcher.workload import Workload
 
 _OPTIONS = (
     "-T",
-    *("-o", "BatchMode=yes"),  # nobody is there to answer questions of several machines at once
+    *("-o", "BatchMode=yes"),  # no prompts
     *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5"),  # a machine that lost its power is noticed within 15 s
+    *("-o", "ServerAliveInterval=5"),  # detects a dead host within 15 s
     *("-o", "ServerAliveCountMax=3"),
-    *("-o", "ControlMaster=no"),  # a connection that others share would stay behind
+    *("-o", "ControlMaster=no"),  # a shared connection would outlive the job
 )
-_LONGEST = 4096  # bytes of a path
+_MAX_PATH = 4096  # bytes
 _QUOTED_DIFFERENTLY = re.compile(r"[\x00-\x1f\x7f\\!]")
-_MEANINGS = {  # of ssh's own 255 and the shell's 127
+_MEANINGS = {  # of exit statuses of ssh (255) and of the shell (127)
     "exit status 255": "ssh could not log in, lost the connection, or the launcher there was killed (exit status 255)",
-    "exit status 127": "the interpreter was not found there (exit status 127); --python names another",
+    "exit status 127": "the interpreter was not found there (exit status 127); use --python to select another one",
 }
 
 
 def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
-    """Start a launcher on each of `--hosts`."""
+    """Start a launcher on each host of `--hosts`."""
     hosts = read_hosts(spec.hosts or "")
     remote = node_command(str(Path.cwd()), spec.python or sys.executable)
     backend = SshBackend(hosts, remote, ssh=read_ssh(spec.ssh or "ssh"), patience=spec.grace)
@@ -53,57 +53,55 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
 
 
 class SshBackend(SubprocessBackend):
-    """Runs `command` on each host. `ssh` is the program with options of the user's, which win over ours."""
+    """Runs `command` on each host. `ssh` is the program with the user's options, which override the defaults."""
 
     def __init__(self, hosts: Sequence[Host], command: str, *, ssh: Sequence[str] = ("ssh",), patience: float) -> None:
         if shutil.which(ssh[0]) is None:
             raise LaunchError(
                 "no-ssh",
-                f"There is no program {ssh[0]!r} here.",
-                fix="install the OpenSSH client (Debian: openssh-client), or name another: --ssh /opt/bin/ssh",
+                f"Program not found: {ssh[0]!r}.",
+                fix="install the OpenSSH client (Debian: openssh-client), or pass another program with --ssh",
             )
         super().__init__([host.name for host in hosts], lambda node: ssh_argv(hosts[node], command, ssh), patience)
 
     def ended(self) -> dict[int, str]:
-        return {node: _explained(words) for node, words in super().ended().items()}
+        return {node: _explain(text) for node, text in super().ended().items()}
 
 
 def read_ssh(text: str) -> tuple[str, ...]:
-    """The program and its options, as in `--ssh 'ssh -p 2222 -i key'`. No shell reads them."""
+    """Split `--ssh 'ssh -p 2222 -i key'` into the program and its options."""
     try:
         words = tuple(shlex.split(text))
-    except ValueError:  # a quote that is not closed
+    except ValueError:  # unbalanced quotes
         words = ()
     if not words or "\0" in text:
-        raise LaunchError("no-ssh", f"{text!r} is no ssh command.", fix="such as --ssh 'ssh -p 2222 -i key'")
+        raise LaunchError("no-ssh", f"Invalid value for --ssh: {text!r}.", fix="pass e.g. --ssh 'ssh -p 2222 -i key'")
     return words
 
 
 def ssh_argv(host: Host, command: str, ssh: Sequence[str] = ("ssh",)) -> list[str]:
-    """ssh takes the first value that it is given for an option, so the user's come before ours."""
+    """ssh uses the first value of an option, so the user's options precede the defaults."""
     return [*ssh, *_OPTIONS, "--", host.name, command]
 
 
 def node_command(folder: str, python: str) -> str:
-    """What starts a node's launcher over there. `-P`, because that folder holds the user's modules, not ours."""
+    """The remote command of a launcher. `-P` keeps modules in the working directory from shadowing others."""
     return remote_command(folder, [python, "-P", "-m", "paceline", "node"])
 
 
 def remote_command(folder: str, argv: Sequence[str]) -> str:
-    """One string for a login shell that runs `argv` in `folder`."""
+    """A command line for the login shell that runs `argv` in `folder`."""
     for text in (folder, *argv):
         _require_quotable(text)
-    if not folder.startswith("/"):  # `cd` might take it for an option, or look for it in a CDPATH
-        raise LaunchError(
-            "unsafe-path", f"The folder {folder!r} does not begin with a slash.", fix="give its whole path"
-        )
+    if not folder.startswith("/"):  # `cd` might take it for an option, or search CDPATH
+        raise LaunchError("unsafe-path", f"Expected an absolute path, got {folder!r}.", fix="pass an absolute path")
     if argv[0].startswith("-"):
-        raise LaunchError("unsafe-path", f"{argv[0]!r} is an option, not a program.", fix="--python /opt/bin/python3")
+        raise LaunchError("unsafe-path", f"Invalid interpreter: {argv[0]!r}.", fix="pass --python /path/to/python3")
     return f"cd {_quoted(folder)} && exec {' '.join(map(_quoted, argv))}"
 
 
 def _quoted(text: str) -> str:
-    """Always in single quotes: `shlex.quote` leaves some words bare, of which zsh reads `=a` as a program's path."""
+    """Always single-quoted: `shlex.quote` leaves some words unquoted, and zsh expands `=a` to the path of a program."""
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
@@ -112,16 +110,16 @@ def _require_quotable(text: str) -> None:
         size = len(os.fsencode(text))
     except UnicodeEncodeError:
         size = 0
-    if not 0 < size < _LONGEST or _QUOTED_DIFFERENTLY.search(text):
+    if not 0 < size < _MAX_PATH or _QUOTED_DIFFERENTLY.search(text):
         raise LaunchError(
             "unsafe-path",
-            f"{text[:60]!a} can't be part of a command on another host.",
-            why="it is empty or too long, or holds a control character, a backslash or an exclamation mark, which the "
-            "shells of hosts read in different ways",
-            fix="start from another folder, or with another interpreter",
+            f"Path cannot be used in a remote command: {text[:60]!a}.",
+            why="it is empty or too long, or contains a control character, a backslash or an exclamation mark, which "
+            "shells interpret differently",
+            fix="launch from another directory, or use another interpreter",
         )
 
 
-def _explained(words: str) -> str:
-    how, *last_lines = words.split("\n")
-    return "\n".join([_MEANINGS.get(how, how), *last_lines])
+def _explain(text: str) -> str:
+    status, *last_lines = text.split("\n")
+    return "\n".join([_MEANINGS.get(status, status), *last_lines])

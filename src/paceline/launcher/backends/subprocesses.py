@@ -1,10 +1,10 @@
-"""Launchers of other machines, each behind a process of this one: an ssh, an srun.
+"""Node launchers behind a local process, such as ssh or srun.
 
-`SubprocessBackend` starts one process for each node. The process gets its order through its standard input, which stays
-open: its end is what tells the other side that the front end is gone. What the other side writes is shown here, and
-its last lines are kept, because they are often all that explains an end ("Permission denied").
+The process receives its order on standard input, which then stays open: when it is closed, the other side knows that
+the front end has exited. Its output is shown here, and its last lines are kept, because they often hold the only
+explanation of a failure ("Permission denied").
 
-Each process has a session of its own, so that a Ctrl-C ends the ranks first, in order, and not the way to them.
+Each process has its own session, so that Ctrl-C reaches the ranks first instead of cutting the connection to them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from paceline.errors import LaunchError
@@ -22,76 +22,70 @@ from paceline.errors import LaunchError
 _LAST_LINES = 20
 _LAST_BYTES = 16384
 _NOTICE_SECONDS = 1.0
-_DRAIN_SECONDS = 1.0  # for what a dead process left in its pipe; something else may hold that open for ever
+_DRAIN_SECONDS = 1.0  # to read the output of a process that exited; another process may hold its pipe open
 _TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
 class SubprocessBackend:
-    """Machines that a command reaches, one for each node; `patience` is how long they get to end by themselves."""
+    """Starts one process per node. `patience`: seconds in which launchers may exit by themselves."""
 
     def __init__(self, names: Sequence[str], argv_of: Callable[[int], Sequence[str]], patience: float) -> None:
         self.names = names
         self._argv_of = argv_of
         self._patience = patience
-        self._running: dict[int, _NodeProcess] = {}
+        self._running: dict[int, _RelayedProcess] = {}
 
     def start(self, node: int, order: bytes) -> None:
-        """Begin that node's launcher; where an old one still runs, it is ended first."""
+        """Start the launcher of a node. One that is still running is stopped first."""
         if node in self._running:
-            _end([self._running.pop(node)], self._patience)
-        self._running[node] = _NodeProcess(self._argv_of(node), order)
+            self._stop([self._running.pop(node)])
+        self._running[node] = _RelayedProcess(self._argv_of(node), order)
 
     def ended(self) -> dict[int, str]:
-        gone = [node for node, each in self._running.items() if each.process.poll() is not None]
-        return {node: self._running.pop(node).last_words() for node in gone}
+        exited = [node for node, each in self._running.items() if each.process.poll() is not None]
+        return {node: self._running.pop(node).describe_exit() for node in exited}
 
     def stop(self) -> None:
         processes = list(self._running.values())
         self._running.clear()
-        _end(processes, self._patience)
+        self._stop(processes)
+
+    def _stop(self, processes: Sequence[_RelayedProcess]) -> None:
+        stop_processes(processes, self._patience)
+        for each in processes:
+            each.close()
 
 
-class _NodeProcess:
-    """One process that leads to a node, and the thread that gives it the order and shows what it says."""
+class LauncherProcess:
+    """A process that reads an order from standard input, and exits when that is closed."""
 
-    def __init__(self, argv: Sequence[str], order: bytes) -> None:
+    def __init__(self, argv: Sequence[str], *, stdout: int | None = None, env: Mapping[str, str] | None = None) -> None:
         try:
             self.process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0
-            )
+                argv, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE,
+                start_new_session=True, bufsize=0, env=env,
+            )  # fmt: skip
         except OSError as error:
             raise LaunchError(
-                "no-program",
-                f"The program {argv[0]!r} can't be run: {error.strerror}.",
-                fix="check its name and rights",
+                "no-program", f"Cannot execute {argv[0]!r}: {error.strerror}.", fix="check its name and permissions"
             ) from None
-        assert self.process.stdin is not None and self.process.stderr is not None
-        self._stdin = self.process.stdin
-        self._stderr = self.process.stderr
-        self._relay = OutputRelay()
         self._has_order = threading.Event()
-        self._thread = threading.Thread(target=self._tend, args=(order,), daemon=True)
-        self._thread.start()
 
-    def _tend(self, order: bytes) -> None:
-        # In this thread, because a long order fills the pipe and then waits for the other side to read.
-        write_order(self._stdin.fileno(), order)
+    def send_order(self, order: bytes) -> None:
+        """Blocks while the pipe is full, until the other side reads."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has exited, and its last lines tell why
+            while order:
+                order = order[os.write(self.process.stdin.fileno(), order) :]
         self._has_order.set()
-        while chunk := os.read(self._stderr.fileno(), 65536):
-            self._relay.write(2, chunk)
-        self._relay.finish()
 
-    def last_words(self) -> str:
-        """How it ended, and the last lines that came from there."""
-        self.close()
-        return "\n".join([describe_exit(self.process.returncode), *self._relay.last_lines()])
-
-    def let_go(self) -> None:
-        """Tell the other side that nobody is here any more."""
-        # The other side may have read its order a moment before the thread that writes it notices.
+    def disconnect(self) -> None:
+        """Tell the other side that the front end exits."""
+        assert self.process.stdin is not None
+        # The other side may have read its order just before the thread that writes it marks it as sent.
         if self._has_order.wait(_NOTICE_SECONDS):
-            self._stdin.close()
-        else:  # it never read its order, so it would not notice
+            self.process.stdin.close()
+        else:  # it has not read its order, so it would not notice
             self.signal(signal.SIGTERM)
 
     def signal(self, number: signal.Signals) -> None:
@@ -99,22 +93,43 @@ class _NodeProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
-    def wait(self, until: float) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, until - time.monotonic()))
+    def close(self) -> None:
+        """Close the pipes of a process that has exited."""
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class _RelayedProcess(LauncherProcess):
+    """A thread sends the order and shows the standard error of the process."""
+
+    def __init__(self, argv: Sequence[str], order: bytes) -> None:
+        super().__init__(argv)
+        self._relay = OutputRelay()
+        self._thread = threading.Thread(target=self._run, args=(order,), daemon=True)
+        self._thread.start()
+
+    def _run(self, order: bytes) -> None:
+        assert self.process.stderr is not None
+        self.send_order(order)
+        while chunk := os.read(self.process.stderr.fileno(), 65536):
+            self._relay.write(2, chunk)
+        self._relay.finish()
+
+    def describe_exit(self) -> str:
+        self.close()
+        return self._relay.describe_exit(self.process.returncode)
 
     def close(self) -> None:
-        """After the process ended: its pipes, once what was in them is shown."""
         self._thread.join(_DRAIN_SECONDS)
         if not self._thread.is_alive():
-            self._stdin.close()
-            self._stderr.close()
+            super().close()
 
 
-def _end(processes: Sequence[_NodeProcess], patience: float) -> None:
-    """All at once: each gets the same time to end by itself, then a SIGTERM, then a SIGKILL."""
+def stop_processes(processes: Sequence[LauncherProcess], patience: float) -> None:
+    """Stop all at the same time: by closing standard input, then with SIGTERM, then with SIGKILL."""
     for each in processes:
-        each.let_go()
+        each.disconnect()
     _wait(processes, patience)
     for each in processes:
         each.signal(signal.SIGTERM)
@@ -122,21 +137,21 @@ def _end(processes: Sequence[_NodeProcess], patience: float) -> None:
     for each in processes:
         each.signal(signal.SIGKILL)
         each.process.wait()
-        each.close()
 
 
-def _wait(processes: Sequence[_NodeProcess], seconds: float) -> None:
-    until = time.monotonic() + seconds
+def _wait(processes: Sequence[LauncherProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     for each in processes:
-        each.wait(until)
+        with suppress(subprocess.TimeoutExpired):
+            each.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 class OutputRelay:
-    """Shows what a node's launcher writes: whole lines only, so that those of two nodes do not mix. A progress bar ends
-    its own with \\r. The end of its standard error is kept."""
+    """Shows the output of a launcher in whole lines, so that lines of two nodes do not mix. A progress bar ends its
+    lines with \\r. The end of standard error is kept."""
 
     def __init__(self) -> None:
-        self._partial = {1: b"", 2: b""}  # by stream: the line that has not ended
+        self._partial = {1: b"", 2: b""}  # by stream: the incomplete last line
         self._tail = b""
 
     def write(self, stream: int, data: bytes) -> None:
@@ -151,21 +166,14 @@ class OutputRelay:
         for stream, rest in self._partial.items():
             _show(stream, rest + b"\n" if rest else b"")
 
-    def last_lines(self) -> list[str]:
-        return self._tail.decode(errors="replace").splitlines()[-_LAST_LINES:]
-
-
-def write_order(descriptor: int, order: bytes) -> None:
-    with suppress(BrokenPipeError):  # the launcher is gone already, and its last lines will say why
-        while order:
-            order = order[os.write(descriptor, order) :]
-
-
-def describe_exit(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+    def describe_exit(self, status: int | str) -> str:
+        """The exit status, or another reason, followed by the last lines of standard error."""
+        if isinstance(status, int):
+            status = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        return "\n".join([status, *self._tail.decode(errors="replace").splitlines()[-_LAST_LINES:]])
 
 
 def _show(stream: int, data: bytes) -> None:
-    with suppress(OSError):  # the screen is gone
+    with suppress(OSError):  # the terminal is gone
         while data:
             data = data[os.write(stream, data) :]

@@ -53,7 +53,7 @@ def test_a_bad_line_of_a_hostfile_is_named(in_folder: Path) -> None:
     Path("hostfile").write_text("a slots=4\nb slots=4 max-slots=8\n")
     error = refusal("hostfile")
     assert error.code == "launch.bad-hosts"
-    assert "Line 2 of 'hostfile' says 'b slots=4 max-slots=8'" in error.what
+    assert "line 2 of 'hostfile': 'b slots=4 max-slots=8'" in error.what
 
 
 @pytest.mark.parametrize("hosts", ["a,b,a", "a:2,A:2", "me@a,you@a"])

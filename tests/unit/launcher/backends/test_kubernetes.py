@@ -39,5 +39,5 @@ def test_invalid_values_are_refused(text: str) -> None:
 def test_ranks_follow_from_the_gpus_of_a_pod() -> None:
     made = yaml.safe_load(manifests("kind=trainjob,gpus=8", COMMAND, 5, run="x", nodes=2, ranks=None))
     assert made["spec"]["trainer"]["numProcPerNode"] == 8
-    with pytest.raises(LaunchError, match="how many ranks"):
+    with pytest.raises(LaunchError, match="number of ranks"):
         manifests(None, COMMAND, 5, run="x", nodes=2, ranks=None)

@@ -17,5 +17,5 @@ BATCH = {  # as a batch script finds it; SLURM_PROCID is there too
 def test_a_signal_to_the_front_end_is_never_answered_with_a_requeue() -> None:
     found = read_allocation(BATCH)
     assert found is not None
-    assert slurm_allocation.wants_requeue(found, warned=True, told_to_end=False)
-    assert not slurm_allocation.wants_requeue(found, warned=True, told_to_end=True)
+    assert slurm_allocation.wants_requeue(found, warned=True, terminated=False)
+    assert not slurm_allocation.wants_requeue(found, warned=True, terminated=True)

@@ -22,7 +22,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_job, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_job, "_POLL_SECONDS", 0.0)
     return tmp_path
 
 
@@ -44,7 +44,7 @@ def test_a_job_is_followed_through_a_requeue_to_its_exit_status(
     assert shown.err.splitlines() == [
         "job 7: pending (Resources)",
         "job 7: running on a,b",
-        "job 7: pending (BeginTime), to start again",
+        "job 7: pending (BeginTime), requeued",
         "job 7: failed",
     ]
 
