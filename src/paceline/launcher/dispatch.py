@@ -84,7 +84,7 @@ def _launch_here(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -
     if read_exported(os.environ) is not None:
         prepare_environment(wanted)
         ranks, _ = choose_ranks(wanted.ranks, device=wanted.device, on_cpu=wanted.default_cpu_ranks)
-        node_env.refuse_two_worlds(os.environ, ranks, command)
+        node_env.reject_exported_rank(os.environ, ranks, command)
     return launch_single_node(workload, wanted)
 
 

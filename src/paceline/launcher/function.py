@@ -71,7 +71,7 @@ def _run_here(workload: Workload, start: LocalStart) -> None:
 
 
 def _run_among_several(workload: Workload, ranks: int, found: node_env.NodeEnvironment) -> None:
-    _log.info(found.words())
+    _log.info(found.describe())
     nodes = NodeRange(found.nodes_min, found.nodes_max)
     spec = LaunchSpec(ranks=ranks, nodes=nodes, node_rank=found.node_rank, master=found.endpoint())
     status = manual.launch_manual(workload, spec)

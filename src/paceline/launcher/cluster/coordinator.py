@@ -48,8 +48,8 @@ Phase = Literal["joining", "opening", "running", "stopping", "over"]
 
 
 class Coordinator:
-    """`notify` is called with the messages for people: waiting, notice, restart and end. All nodes must have
-    `fingerprint`, or else that of the first to join."""
+    """`notify` is called with messages to show: waiting, notice, restart and end. All nodes must have `fingerprint`, or
+    that of the first to join."""
 
     def __init__(
         self, listener: socket.socket, token: str, spec: LaunchSpec, notify: Callable[[Message], None],
@@ -209,7 +209,7 @@ class Coordinator:
                 self._stop(0)
 
     def _announce(self, text: str) -> None:
-        """Show a line on every node."""
+        """Log a line on every node."""
         self._publish({"kind": "notice", "text": text})
 
     def _all(self) -> list[NodeMember]:
@@ -294,7 +294,7 @@ class Coordinator:
         try:
             self._store = open_store(listen(self._server.address, self._store_port))
         except LaunchError as error:
-            what = f"The ranks' store can't listen on the first node, at the port after --master's: {error.what}"
+            what = f"Cannot open the store of the ranks on the port after that of --master: {error.what}"
             self.fail(LaunchError("port-in-use", what, fix="use another port in --master, or --port"))
             return
         self._phase = "running"
@@ -364,7 +364,7 @@ class Coordinator:
         self._publish(end)
 
     def _publish(self, message: Message) -> None:
-        """To every node, and to the person at this one."""
+        """Send to every node, and show it here."""
         self._broadcast(message)
         self._notify(message)
 
@@ -377,4 +377,4 @@ class Coordinator:
             member.channel.send(message)
         except ChannelClosed as error:
             if member.channel in self._members:
-                self._drop(member, f"it can't be reached ({error})")
+                self._drop(member, f"not reachable ({error})")

@@ -1,7 +1,7 @@
-"""The front end of a job whose launchers were started from here: by ssh, by SLURM, on a Ray cluster.
+"""The front end of a job, which starts the launchers of all nodes: over ssh, with srun, or on a Ray cluster.
 
-It hosts the coordinator and the store, shows what the nodes say, and starts a launcher again that died: so any node may
-be lost, the first one too. Only the front end itself may not; when it goes, all nodes end.
+It hosts the coordinator and the store, shows the output of the nodes, and restarts launchers that died, so the job
+survives the loss of any node. If the front end itself exits, all nodes exit.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from paceline import log
@@ -24,34 +22,34 @@ from paceline.errors import LaunchError
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.orders import NodeOrder
+from paceline.launcher.local import interrupts
 from paceline.launcher.local import status as local_status
 from paceline.launcher.network import listen
 from paceline.launcher.workload import Workload
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_LONGEST_PAUSE = 30.0  # seconds between two starts of a launcher
+_MAX_PAUSE = 30.0  # seconds between two starts of a launcher
 
 
 class NodeBackend(Protocol):
-    """Each runs one `paceline node`, a launcher that reads its order from standard input, and takes the end of that
-    as the end of the job."""
+    """Runs `paceline node` on each node: a launcher that reads its order from standard input, and exits when that is
+    closed."""
 
-    names: Sequence[str]  # of the nodes, for people
+    names: Sequence[str]  # of the nodes, for messages
 
     def start(self, node: int, order: bytes) -> None:
-        """Begin, or begin again, that node's launcher. `order` is one line."""
+        """Start or restart the launcher of a node. `order` is one line."""
 
     def ended(self) -> dict[int, str]:
-        """Nodes whose launcher is gone, with its last words for people; each is told once."""
+        """Nodes whose launcher has exited since the last call, each with a description of the exit."""
 
     def stop(self) -> None:
-        """End what runs; nothing stays behind."""
+        """Stop all launchers."""
 
 
 @dataclass(frozen=True)
 class Ended:
     status: int  # for the shell
-    signals: frozenset[int]  # that came here
+    signals: frozenset[int]  # received by the front end
 
 
 def launch_on(
@@ -62,150 +60,115 @@ def launch_on(
     *,
     address: str | None = None,
 ) -> Ended:
-    """Run it on the nodes of a backend. `address` is where they reach this machine; unless it is given this one listens
-    at all of its addresses, and they try."""
+    """Run the workload on the nodes of a backend. `address` is where they reach this machine; by default, it listens on
+    all interfaces, and the nodes try its addresses."""
 
-    # The store is hosted here: torch is needed, and imported before anybody waits for it.
+    # Imported before any node waits: the store needs torch.
     import paceline.launcher.local.rendezvous  # noqa: F401
 
     token = secrets.token_hex(32)
     listener = listen(address or "0.0.0.0", spec.port)
-    store_port = None if spec.port is None else spec.port + 1
-    reach = [address] if address else _own_addresses()
-    heard: set[int] = set()
     port = int(listener.getsockname()[1])
-    endpoints = tuple(Endpoint(each, port) for each in reach)
-    folder = str(Path.cwd())
-    by_ssh = address is None  # then the way that ssh took is the best guess
-    orders = [
-        NodeOrder(
-            node, token, endpoints, port, replace(spec, ranks=number), workload.target, workload.recipe, folder, by_ssh
-        )
-        for node, number in enumerate(ranks)
-    ]
+    endpoints = tuple(Endpoint(each, port) for each in ([address] if address else _own_addresses()))
+    order = NodeOrder(
+        node=0, token=token, coordinator=endpoints, port=port, spec=spec, target=workload.target,
+        recipe=workload.recipe, folder=str(Path.cwd()), by_ssh=address is None,
+    )  # fmt: skip
+    orders = [replace(order, node=node, spec=replace(spec, ranks=number)) for node, number in enumerate(ranks)]
     coordinator = Coordinator(
-        listener, token, spec, lambda message: _tell(message, backend.names), store_port=store_port
-    )
+        listener, token, spec, lambda message: _show(message, backend.names),
+        store_port=None if spec.port is None else spec.port + 1,
+    )  # fmt: skip
     try:
-        with _heard() as signals:
-            _attend(coordinator, backend, orders, lambda: _noted(signals(), heard))
+        with interrupts.noted(*interrupts.HANDLED, signal.SIGUSR2) as signals:
+            _supervise(coordinator, backend, orders, signals)
     finally:
         coordinator.close()
         backend.stop()
     assert coordinator.status is not None
-    return Ended(coordinator.status, frozenset(heard))
+    return Ended(coordinator.status, frozenset(signals))
 
 
-def _noted(signals: list[int], heard: set[int]) -> list[int]:
-    heard.update(signals)
-    return signals
-
-
-def _attend(
-    coordinator: Coordinator, backend: NodeBackend, orders: Sequence[NodeOrder], signals: Callable[[], list[int]]
+def _supervise(
+    coordinator: Coordinator, backend: NodeBackend, orders: Sequence[NodeOrder], signals: Sequence[int]
 ) -> None:
-    """Until it is over: start launchers, and again when they are missed."""
+    """Start launchers, and restart them when they are lost, until the job is over."""
     running: set[int] = set()
-    present: set[int] = set()
-    arrived: set[int] = set()  # nodes that were connected once
-    hopeless: set[int] = set()  # that ended before they were
-    tries = _Tries()
+    joined: set[int] = set()
+    ever_joined: set[int] = set()
+    failed: set[int] = set()  # nodes whose launcher exited before it joined
+    handled = 0  # number of signals
+    backoff = _Backoff()
     fewest = orders[0].spec.node_range.fewest
     while not coordinator.is_over:
         for node in coordinator.nodes_to_start:
-            if node not in running | hopeless and tries.may_start(node):
+            if node not in running | failed and backoff.may_start(node):
                 running.add(node)
                 backend.start(node, orders[node].line())
         coordinator.step()
-        _heed(signals(), coordinator)
-        before, present = present, set(range(len(orders))) - set(coordinator.missing)
-        running -= before - present  # one that fell silent still runs, and is ended by its next start
-        arrived |= present
-        for node, words in backend.ended().items():
+        for number in signals[handled:]:
+            handled += 1
+            _handle_signal(number, coordinator)
+        before, joined = joined, set(range(len(orders))) - set(coordinator.missing)
+        running -= before - joined  # a silent launcher is stopped by its next start
+        ever_joined |= joined
+        for node, reason in backend.ended().items():
             running.discard(node)
-            coordinator.lose(node, words or "its launcher ended")
-            if node not in arrived and coordinator.status is None:
-                hopeless.add(node)
-                error = _never_came(backend.names[node], words)
-                if len(orders) - len(hopeless) < fewest:
+            coordinator.lose(node, reason)
+            if node not in ever_joined and coordinator.status is None:
+                failed.add(node)
+                error = _node_failed(backend.names[node], reason)
+                if len(orders) - len(failed) < fewest:
                     coordinator.fail(error)
                 else:
-                    log.info(f"{error}\n  the others go on without it")
+                    log.info(f"{error}\n  continuing without it")
 
 
-class _Tries:
-    """How often launchers were started: at once, then after 1, 2, 4 … seconds."""
+class _Backoff:
+    """Delays the restarts of a launcher: none, then 1, 2, 4 … seconds."""
 
     def __init__(self) -> None:
-        self._number: Counter[int] = Counter()
+        self._starts: Counter[int] = Counter()
         self._next: dict[int, float] = {}
 
     def may_start(self, node: int) -> bool:
         now = time.monotonic()
         if now < self._next.get(node, 0.0):
             return False
-        self._number[node] += 1
-        self._next[node] = now + min(2.0 ** (self._number[node] - 1), _LONGEST_PAUSE)
+        self._starts[node] += 1
+        self._next[node] = now + min(2.0 ** (self._starts[node] - 1), _MAX_PAUSE)
         return True
 
 
-def _never_came(name: str, words: str) -> LaunchError:
+def _node_failed(name: str, reason: str) -> LaunchError:
     return LaunchError(
         "node-failed",
-        f"The launcher on {name} ended before it had met the others: {words or 'without a word'}",
-        fix=f"try it by hand: can {name} be reached, and is paceline installed there at the same path?",
+        f"The launcher on {name} exited before it joined: {reason}",
+        fix=f"check that {name} is reachable, and that paceline is installed there under the same path",
     )
 
 
-def _tell(message: Message, names: Sequence[str]) -> None:
-    if message["kind"] == "waiting":
-        missing = ", ".join(names[node] for node in message["missing"])
-        log.info(f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}")
-    elif message["kind"] == "notice":
-        log.info(message["text"])
-    elif message["kind"] == "restart":
-        log.info(local_status.describe_restart(message))
-    elif message["kind"] == "end":
+def _show(message: Message, names: Sequence[str]) -> None:
+    if message["kind"] == "end":
         local_status.show_end(message, None)
+    elif text := local_status.describe_progress(message, names):
+        log.info(text)
 
 
-@contextmanager
-def _heard() -> Iterator[Callable[[], list[int]]]:
-    """A function that gives the signals since its last call: they are noted at any moment, and acted on in turn."""
-    noted: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-
-    def take() -> list[int]:
-        taken = noted[:]
-        del noted[: len(taken)]
-        return taken
-
-    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
-    before = {number: signal.signal(number, note) for number in heeded}
-    try:
-        yield take
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _heed(numbers: Sequence[int], coordinator: Coordinator) -> None:
-    """To all nodes: Ctrl-C once ends in order, twice at once; SIGUSR1 asks for a checkpoint."""
-    for number in numbers:
-        if number == signal.SIGUSR1:
-            coordinator.forward_signal(number)
-        elif number == signal.SIGINT and coordinator.is_interrupted:
-            coordinator.interrupt(signal.SIGKILL)
-        else:
-            log.info("\ninterrupted: waiting for the nodes to save")
-            # SIGUSR2 is a scheduler's warning that time is short; ranks know SIGTERM as that.
-            coordinator.interrupt(signal.SIGTERM if number == signal.SIGUSR2 else number)
+def _handle_signal(number: int, coordinator: Coordinator) -> None:
+    """Forward a signal to all nodes. A second Ctrl-C kills the ranks; SIGUSR1 requests a checkpoint."""
+    if number == signal.SIGUSR1:
+        coordinator.forward_signal(number)
+    elif number == signal.SIGINT and coordinator.is_interrupted:
+        coordinator.interrupt(signal.SIGKILL)
+    else:
+        log.info("\ninterrupted: waiting for ranks to save")
+        # SIGUSR2 is the warning of a scheduler before its time limit. Ranks handle it as SIGTERM.
+        coordinator.interrupt(signal.SIGTERM if number == signal.SIGUSR2 else number)
 
 
 def _own_addresses() -> list[str]:
-    """Where others may reach this machine, besides what ssh tells them."""
+    """Addresses of this machine's name, at which nodes may reach it."""
     names = {socket.gethostname(), socket.getfqdn()}
     found = []
     for name in sorted(names):
@@ -217,8 +180,8 @@ def _own_addresses() -> list[str]:
 
 
 def with_nodes(spec: LaunchSpec, most: int) -> LaunchSpec:
-    """For a backend that has `most` machines. With `--nodes 1:4`, fewer machines than there are will do."""
+    """The spec for a backend with `most` nodes; `--nodes` may set a lower minimum."""
     fewest = spec.nodes.fewest if spec.nodes else most
     if fewest > most:
-        raise LaunchError("bad-number", f"--nodes asks for {fewest}, but there are {most} machines.")
+        raise LaunchError("bad-number", f"Invalid value for --nodes: {spec.nodes}. Only {most} nodes are available.")
     return replace(spec, nodes=NodeRange(fewest, most))

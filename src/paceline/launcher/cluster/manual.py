@@ -1,12 +1,12 @@
-"""Several nodes, each started by a person: the launcher on the first one hosts the coordinator.
+"""Launches on several nodes with one command on each; the launcher on the first node hosts the coordinator.
 
     paceline launch --nodes 2 --node-rank 0 --master a:29500 -n 4 train.py     on a
     paceline launch --nodes 2 --node-rank 1 --master a:29500 -n 4 train.py     on b
 
-Ports that a firewall has to let through to the first node: that of --master for the launchers, and the next one for
-the store that ranks meet in. Ranks also talk to each other directly, at ports that gloo and NCCL choose.
+The first node must be reachable on the port of --master (launchers) and on the next one (the store of the ranks). Ranks
+also connect to each other directly, on ports chosen by gloo and NCCL.
 
-The coordinator is a process of its own: what it does must not wait for this launcher, which forks ranks.
+The coordinator runs in its own process, so that it does not wait for this launcher, which forks ranks.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
 from paceline.text import plural
 
-COORDINATOR_LOST = 78  # the exit status
+COORDINATOR_LOST = 78  # exit status
 
 
 def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
-    """One of several launchers that people started."""
+    """Launch on this node with `--nodes`, `--node-rank` and `--master`."""
     nodes = spec.node_range
     if spec.node_rank is not None and spec.node_rank >= nodes.most:
         raise LaunchError(
             "bad-number",
-            f"--node-rank {spec.node_rank} is not one of {plural(nodes.most, 'node')}.",
-            fix=f"they count from 0 to {nodes.most - 1}; --nodes says how many there are",
+            f"Invalid value for --node-rank: {spec.node_rank}. The job has {plural(nodes.most, 'node')}.",
+            fix=f"use a number from 0 to {nodes.most - 1}, or increase --nodes",
         )
     if nodes.most == 1:
         return launch_single_node(workload, spec)
     if spec.master is None:
         raise LaunchError(
             "no-master",
-            "There are several nodes, but no --master that says where they meet.",
-            fix="--master HOST:29500 on every node, HOST being the first one's name or address",
+            "--nodes requires --master.",
+            fix="pass --master HOST:29500 on every node, where HOST is the name or address of the first node",
         )
     master = Endpoint(spec.master.host, spec.port or spec.master.port)
     return launch_manual(workload, replace(spec, nodes=nodes, master=master))
 
 
 def launch_from_environment(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
-    """One of several launchers that an operator or a scheduler started. The command line counts more."""
+    """Launch on this node as a scheduler or operator says in the environment. The command line takes precedence."""
     found = node_env.read_node_environment(os.environ)
     assert found is not None
-    log.info(found.words())
+    log.info(found.describe())
     host, port = found.endpoint()
     node_rank = found.node_rank if spec.node_rank is None else spec.node_rank
     wanted = replace(
@@ -78,14 +78,14 @@ def launch_from_environment(workload: Workload, spec: LaunchSpec, command: Seque
 
 
 def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
-    """`spec.master` is where the coordinator is, `spec.node_rank` which node this is; None: any."""
+    """`spec.master` is the address of the coordinator; `spec.node_rank` None: assigned by the coordinator."""
     assert spec.master is not None
     prepare_environment(spec)
     ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
     log.info(f"ranks: {ranks} on this node ({reason})")
     token = job_token()
     listener = _listen(spec.master, spec.node_rank, token)
-    # Imported before the fork, so that this is done once; and only now: it reads the environment.
+    # Imported once, before forking, and after the environment is complete, which torch reads.
     import paceline.launcher.local.agent  # noqa: F401
 
     workload.preload()
@@ -107,25 +107,25 @@ def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
 
 
 def _listen(master: Endpoint, node_rank: int | None, token: str) -> socket.socket | None:
-    """A socket for the coordinator, where this machine is the one that hosts it."""
+    """A socket for the coordinator, if this launcher hosts it."""
     if node_rank is not None and node_rank > 0:
         return None
     own = own_address_of(master.host)
     if own is None and (node_rank is None or _is_hosted(master, token)):
         return None
-    # A name of this machine's that means loopback here (as Debian writes into /etc/hosts) is none that others mean; an
-    # address that is not ours may lead here through a service or a tunnel.
+    # A name that resolves to loopback here (Debian, in /etc/hosts) resolves to another address elsewhere; an address of
+    # another machine may lead here through a service or a tunnel.
     everywhere = own is None or (is_loopback(own) and own_address_of(master.host) != master.host)
     try:
         return listen("0.0.0.0" if everywhere and master.host != "localhost" else own or LOOPBACK, master.port)
     except LaunchError:
-        if node_rank is None:  # another launcher of this machine was quicker, and hosts it
+        if node_rank is None:  # another launcher on this machine hosts it
             return None
         raise
 
 
 def _is_hosted(master: Endpoint, token: str) -> bool:
-    """Whether somebody else is the first node already: then this one learns there that it is one too many."""
+    """Whether another launcher hosts the coordinator; it then rejects this one."""
     found = connect([master], token)
     if found is not None:
         found.close()
@@ -134,7 +134,7 @@ def _is_hosted(master: Endpoint, token: str) -> bool:
 
 @contextmanager
 def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Fingerprint) -> Iterator[None]:
-    """The coordinator in a process of its own, until all nodes know how it ended."""
+    """Run the coordinator in its own process, until all nodes know how the job ended."""
     theirs, ours = os.pipe()
     process = os.fork()
     if process == 0:
@@ -161,7 +161,7 @@ def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Finge
 
 def _host(coordinator: Coordinator, launcher: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the launcher gets them too, and tells
+        signal.signal(number, signal.SIG_IGN)  # the launcher receives them too, and reports them
     while not coordinator.is_over:
         coordinator.step()
         gone, _, _ = select.select([launcher], [], [], 0)

@@ -123,7 +123,7 @@ def nodes_missing(missing: Collection[int], seconds: float) -> LaunchError:
     return LaunchError(
         "nodes-missing",
         f"{'Node' if len(missing) == 1 else 'Nodes'} {', '.join(map(str, missing))} did not join within {seconds:g} s.",
-        why="their launchers were not started, have exited, or can't reach this machine",
+        why="their launchers were not started, have exited, or cannot reach this machine",
         fix="start them with the same command and their own --node-rank; check the firewall; --wait sets the time",
     )
 

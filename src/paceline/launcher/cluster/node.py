@@ -1,4 +1,4 @@
-"""This machine's launcher in a job of several nodes: it connects to the coordinator, and does what that says."""
+"""The launcher of one node in a job of several: joins the coordinator and executes its messages."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from paceline.run.ledger import Ledger
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult
 
-_RETRY = 0.2
-_FIRST_WORD = 3.0  # seconds of waiting before a person is told why
-_LEAVE = 4.0  # seconds that ranks have when the coordinator is gone
-_ORPHAN_SECONDS = 60.0  # that ranks may go on without their launcher where another one may come for them
+_RETRY_SECONDS = 0.2
+_FIRST_REMINDER, _REMINDER = 3.0, 30.0
+_LEAVE_SECONDS = 4.0  # for ranks to exit when the coordinator is lost
+_ORPHAN_SECONDS = 60.0  # for which ranks keep running without a launcher if another one may take over
 
 
 class Node:
-    """`addresses`: where the coordinator may be reached; `number`: which node this is, None for any. With `orders`, the
-    standard input of a launcher that another one started, its end is the job's end."""
+    """`addresses`: of the coordinator; `number`: of this node, None to get one assigned. `orders`: standard input of a
+    launcher started by a front end; when it is closed, the launcher exits."""
 
     def __init__(
         self,
@@ -57,46 +57,46 @@ class Node:
     ) -> None:
         self._workload, self._spec, self._ranks = workload, spec, ranks
         self._addresses, self._token, self._number, self._orders = addresses, token, number, orders
-        # Nobody can come for the ranks of a launcher that hosts the coordinator, or where there are no restarts.
+        # Nobody can take over the ranks of a launcher that hosts the coordinator, or without restarts.
         self._orphan_seconds = _ORPHAN_SECONDS if spec.max_restarts and not is_host else 0.0
-        self._is_quiet = orders is not None  # whoever started this one speaks for all
+        self._is_quiet = orders is not None  # the front end prints the messages
         self._logs: RankLogs | None = None
         self._lost_at: float | None = None
         self._heartbeat_at = 0.0
         self._where = " or ".join(f"{host}:{port}" for host, port in addresses)
         self._pending: list[Message] = []
-        self._was_stopped = False  # to end the ranks that run now: then a signal of theirs is no news
-        self._has_reported_signal = False  # of a signal
-        self._had_first_rank = False  # whether rank 0 was here in the last start
+        self._was_stopped = False  # by the coordinator, which then already knows of the signal
+        self._has_reported_signal = False
+        self._had_first_rank = False  # whether rank 0 ran on this node in the last start
 
     def run(self) -> int:
-        """Until the job is over; the exit status for the shell."""
+        """Run until the job is over; returns the exit status for the shell."""
         with ExitStack() as stack:
             self._signals = stack.enter_context(interrupts.noted())
             self._channel = self._join()
             stack.callback(self._channel.close)
-            while (status := self._do(self._next(), stack)) is None:
+            while (status := self._handle(self._next(), stack)) is None:
                 pass
             return status
 
     def _join(self) -> Channel:
         begin = time.monotonic()
-        end, speak_at = begin + self._spec.wait, begin + _FIRST_WORD
+        deadline, remind_at = begin + self._spec.wait, begin + _FIRST_REMINDER
         while (channel := connect(self._addresses, self._token)) is None:
-            self._look_for_orders()
+            self._check_orders()
             if self._signals:
                 raise SystemExit(128 + self._signals[0])
-            if time.monotonic() > speak_at:
-                self._say(f"waiting: nobody listens at {self._where} yet")
-                speak_at = time.monotonic() + 10 * _FIRST_WORD
-            if time.monotonic() > end:
+            if time.monotonic() > remind_at:
+                self._log(f"waiting for a coordinator at {self._where}")
+                remind_at = time.monotonic() + _REMINDER
+            if time.monotonic() > deadline:
                 raise LaunchError(
                     "no-coordinator",
                     f"No coordinator reachable at {self._where} after {self._spec.wait:g} s.",
-                    why="the first node was not started, has another address or port, or a firewall is between",
-                    fix="start it with --node-rank 0 and the same --master; try the port by hand: nc -vz HOST PORT",
+                    why="the first node was not started, has another address or port, or is behind a firewall",
+                    fix="start it with --node-rank 0 and the same --master; test the connection with nc -vz HOST PORT",
                 )
-            time.sleep(_RETRY)
+            time.sleep(_RETRY_SECONDS)
         join_request = JoinRequest(
             socket.gethostname(), self._ranks, self._spec.node_range, self._number,
             fingerprint(script=self._workload.script, recipe=self._workload.recipe),
@@ -109,10 +109,10 @@ class Node:
         return channel
 
     def _next(self) -> Message:
-        """The message that comes next."""
+        """Wait for the next message."""
         while not self._pending:
-            self._look_for_orders()
-            self._look_for_signals()
+            self._check_orders()
+            self._check_signals()
             select.select([self._channel], [], [], 0.1)
             self._pending += self._receive()
             if self._lost_at is not None and not self._pending:
@@ -120,7 +120,7 @@ class Node:
         return self._pending.pop(0)
 
     def _receive(self) -> list[Message]:
-        """Messages that arrived; also sends a heartbeat, and notes when the coordinator was lost."""
+        """New messages. Also sends heartbeats, and detects the loss of the coordinator."""
         try:
             messages = [message for message in self._channel.receive() if message["kind"] != "heartbeat"]
         except ChannelClosed:
@@ -136,29 +136,26 @@ class Node:
             self._lost_at = self._lost_at or now
         return messages
 
-    def _look_for_signals(self) -> None:
-        """Those that come while no ranks run: all nodes end. A second one ends this launcher at once."""
+    def _check_signals(self) -> None:
+        """Without running ranks, a signal ends the job; a second one ends this launcher immediately."""
         if len(self._signals) > 1:
             raise SystemExit(128 + self._signals[0])
         if self._signals and not self._has_reported_signal:
             self._has_reported_signal = True
             self._send({"kind": "interrupted", "signal": self._signals[0]})
 
-    def _look_for_orders(self) -> None:
+    def _check_orders(self) -> None:
         if self._orders is not None and is_at_end(self._orders):
             raise SystemExit(128 + signal.SIGHUP)
 
-    def _do(self, message: Message, stack: ExitStack) -> int | None:
+    def _handle(self, message: Message, stack: ExitStack) -> int | None:
         match message["kind"]:
             case "rejected":
                 raise PacelineError.from_dict(message["error"])
             case "joined":
                 self._number = int(message["node"])
-            case "waiting":
-                missing = ", ".join(map(str, message["missing"]))
-                self._say(f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}")
-            case "notice":
-                self._say(message["text"])
+            case "waiting" | "notice":
+                self._log(local_status.describe_progress(message))
             case "open":
                 self._open(message["folder"], stack)
             case "start":
@@ -166,14 +163,14 @@ class Node:
             case "restart":
                 if self._had_first_rank and self._logs is not None:
                     local_status.note_failure(Cause(**message["cause"]), self._logs)
-                self._say(local_status.describe_restart(message))
+                self._log(local_status.describe_progress(message))
             case "end":
                 self._finish(message)
                 return int(message["status"])
         return None
 
     def _open(self, folder: str | None, stack: ExitStack) -> None:
-        """The run folder, which is a matter of the first node; also of one that took the place of another."""
+        """Create the run folder on the first node, or open it if that node was replaced."""
         try:
             if self._logs is None:
                 opened = rank_logs.opened(self._spec) if folder is None else rank_logs.shared(folder)
@@ -190,7 +187,7 @@ class Node:
         first, last = order["first_rank"], order["first_rank"] + order["ranks"] - 1
         of = f"ranks {first} to {last}" if last > first else f"rank {first}"
         where = f"; logs in {short(self._logs.folder.logs)}" if self._logs.run else ""
-        self._say(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}{where}")
+        self._log(f"node {order['node']} of {order['nodes']}: {of} of {order['world']}{where}")
         interface = self._spec.interface or interface_of(order["address"] or self._channel.own_address)
         node = NodeAssignment(
             ranks=order["ranks"],
@@ -198,7 +195,7 @@ class Node:
             number=order["node"],
             nodes=order["nodes"],
             first_rank=first,
-            store=Endpoint(self._channel.peer_address, order["store_port"]),  # where the coordinator is
+            store=Endpoint(self._channel.peer_address, order["store_port"]),  # on the node of the coordinator
             interface=interface,
             orphan_seconds=self._orphan_seconds,
         )
@@ -234,7 +231,7 @@ class Node:
         if not self._is_quiet:
             local_status.show_end(message, self._logs)
 
-    # What the agent asks while ranks run
+    # AgentObserver
 
     def started(self, pids: Collection[int]) -> None:
         self._send({"kind": "started", "pids": {pid: start_time(pid) for pid in pids}})
@@ -253,13 +250,13 @@ class Node:
             self._pending += self._receive()
             for message in self._pending:
                 if message["kind"] == "notice":
-                    self._say(message["text"])
+                    self._log(message["text"])
                 elif message["kind"] == "stop":
                     self._pending.remove(message)
                     return self._stop(int(message["signal"]))
         if self._lost_at is None:
             return None
-        return signal.SIGKILL if time.monotonic() > self._lost_at + _LEAVE else signal.SIGTERM
+        return signal.SIGKILL if time.monotonic() > self._lost_at + _LEAVE_SECONDS else signal.SIGTERM
 
     def _stop(self, number: int) -> int:
         self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)
@@ -271,13 +268,13 @@ class Node:
         except ChannelClosed:
             self._lost_at = self._lost_at or time.monotonic()
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if not self._is_quiet:
             log.info(text)
 
 
 def is_at_end(descriptor: int) -> bool:
-    """Whether a descriptor that nobody writes to any more was closed on the other side."""
+    """Whether a pipe to which nothing is written was closed on the other side."""
     ready, _, _ = select.select([descriptor], [], [], 0)
     return bool(ready) and os.read(descriptor, 1) == b""
 

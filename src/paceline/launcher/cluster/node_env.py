@@ -1,16 +1,15 @@
-"""What an environment says of this launcher's place among several.
+"""Reads the number of nodes, the node rank and the coordinator's address from the environment.
 
-Operators and schedulers that start one command on each machine tell it in variables how many machines there are,
-which of them this is and where they meet. Four ways of saying so are understood:
+Schedulers and operators that start one command per node set them in one of these ways:
 
-    PET_NNODES, PET_NODE_RANK, …        torchrun's own, set by Kubeflow's TrainJob and newer PyTorchJobs
-    RANK, WORLD_SIZE in a PyTorchJob    older ones; here they count pods, not ranks
-    one task of srun on each machine    SLURM_PROCID, …
-    one process of mpirun on each       OMPI_COMM_WORLD_RANK, …, PMI_RANK, …
+    PET_NNODES, PET_NODE_RANK, …        torchrun's variables, set by Kubeflow's TrainJob and newer PyTorchJobs
+    RANK, WORLD_SIZE in a PyTorchJob    older PyTorchJobs; they count pods, not ranks
+    one task of srun per node           SLURM_PROCID, …
+    one process of mpirun per node      OMPI_COMM_WORLD_RANK, …, PMI_RANK, …
 
-Some guides have people export RANK as the first rank of a machine, and WORLD_SIZE as all ranks. With
-`paceline.launch(fn, ranks=4)` that is understood; under `paceline launch`, which numbers ranks itself, each machine
-would train alone without a word, so it is refused.
+Some guides export RANK as the first rank of a node and WORLD_SIZE as the number of all ranks. This is supported with
+`paceline.launch(fn, ranks=4)`. `paceline launch` assigns ranks itself, so each node would silently train on its own;
+it raises an error instead.
 """
 
 from __future__ import annotations
@@ -29,44 +28,44 @@ from paceline.runtime.scheduler_env import number, read_task
 from paceline.text import plural
 
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
-_HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,252}")  # a name or an address
+_HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,252}")  # name or address
 _POD = re.compile(r".*-(?:master|worker)-[0-9]+")
 
 
 @dataclass(frozen=True)
 class NodeEnvironment:
-    """This launcher's place among several. What a person says on the command line counts more."""
+    """The settings of a job of several nodes. The command line takes precedence."""
 
     nodes_min: int
     nodes_max: int
-    node_rank: int | None  # None: not said, any will do
-    master_host: str | None  # None: not said
+    node_rank: int | None  # None: assigned by the coordinator
+    master_host: str | None  # None: not set
     master_port: int
-    ranks: int | None  # on this machine; None: not said, or one for each GPU
-    source: str  # for people: where all this was found
+    ranks: int | None  # on this node; None: the default
+    source: str  # of the settings, for messages
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes_min <= self.nodes_max or not 0 <= (self.node_rank or 0) < self.nodes_max:
-            _refuse(self.source, f"{self._range()} nodes, this being number {self.node_rank}")
+            _invalid(self.source, f"{self._range()} nodes, node rank {self.node_rank}")
         if self.master_host is not None and not _HOST.fullmatch(self.master_host):
-            _refuse(self.source, f"the nodes meet at {self.master_host!a}, which is no name of a machine")
+            _invalid(self.source, f"master address {self.master_host!a}")
         if not 0 < self.master_port < 65536:
-            _refuse(self.source, f"the nodes meet at port {self.master_port}")
+            _invalid(self.source, f"master port {self.master_port}")
         if self.ranks == 0:
-            _refuse(self.source, "no ranks on this machine")
+            _invalid(self.source, "0 ranks per node")
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """nodes: 2, this is node 1 (from PET_* variables)"""
         which = "" if self.node_rank is None else f", this is node {self.node_rank}"
         return f"nodes: {self._range()}{which} (from {self.source})"
 
     def endpoint(self) -> Endpoint:
-        """For several nodes, which need one."""
+        """The address of the coordinator."""
         if self.master_host is None:
             raise LaunchError(
                 "no-master",
-                f"The environment ({self.source}) speaks of {self.nodes_max} nodes, but not of where they meet.",
-                fix="--master HOST:29500, HOST being the first one's name or address",
+                f"The environment ({self.source}) sets {self.nodes_max} nodes, but no master address.",
+                fix="pass --master HOST:29500, where HOST is the name or address of the first node",
             )
         return Endpoint(self.master_host, self.master_port)
 
@@ -75,33 +74,33 @@ class NodeEnvironment:
 
 
 def read_node_environment(environment: Mapping[str, str] = os.environ) -> NodeEnvironment | None:
-    """The contract that this process was started under, if any. For a launcher that was told no number of nodes."""
+    """The settings of a scheduler or operator, if there are any."""
     if is_rank(environment):
-        return None  # a rank inherits what its launcher was told
+        return None  # inherited from the launcher of this rank
     return _torchrun(environment) or _pytorch_job(environment) or _task(environment)
 
 
 def first_rank_environment(environment: Mapping[str, str], ranks: int) -> NodeEnvironment | None:
-    """An exported RANK understood as the first of this machine's `ranks` ranks, of WORLD_SIZE on all machines."""
+    """Interpret an exported RANK as the first of `ranks` ranks on this node, and WORLD_SIZE as all ranks."""
     found = read_exported(environment)
     if found is None or found.world == 1 or (found.rank, found.world) == (0, ranks):
         return None
     if found.rank % ranks or found.world % ranks:
         raise LaunchError(
             "first-rank",
-            f"RANK is {found.rank} and WORLD_SIZE is {found.world}, but this machine is to have {ranks} ranks.",
-            why="exported beside launch(), RANK is a machine's first rank and WORLD_SIZE the ranks of all machines, so "
-            f"both are multiples of {ranks}",
-            fix=f"on machine I of N: export RANK=I×{ranks} WORLD_SIZE=N×{ranks}; on one machine: unset both",
+            f"RANK={found.rank} and WORLD_SIZE={found.world} do not match {ranks} ranks on this node.",
+            why="with launch(), an exported RANK is the first rank of a node, and WORLD_SIZE is the total, so "
+            f"both must be multiples of {ranks}",
+            fix=f"on node I of N, export RANK=I×{ranks} WORLD_SIZE=N×{ranks}; on a single node, unset both",
         )
     nodes = found.world // ranks
     return NodeEnvironment(nodes, nodes, found.rank // ranks, found.host, found.port, ranks, "RANK, as a first rank")
 
 
-def refuse_two_worlds(environment: Mapping[str, str], ranks: int, command: Sequence[str]) -> None:
-    """Under `paceline launch` without a number of nodes: an exported RANK says that there are other machines.
+def reject_exported_rank(environment: Mapping[str, str], ranks: int, command: Sequence[str]) -> None:
+    """Raise an error if an exported RANK refers to other nodes, but the command line does not.
 
-    `command` is what was typed behind `paceline`: the verb, then its options, then the rest.
+    `command` are the arguments of `paceline`: the verb, its options and the rest.
     """
     found = read_exported(environment)
     if found is None or found.world == 1 or (found.rank, found.world) == (0, ranks):
@@ -110,16 +109,16 @@ def refuse_two_worlds(environment: Mapping[str, str], ranks: int, command: Seque
         return
     raise LaunchError(
         "two-worlds",
-        f"RANK={found.rank} and WORLD_SIZE={found.world} are exported, but this command starts a world of {ranks} "
-        "on this machine alone.",
-        why="a launcher numbers its ranks itself, so each machine would train for itself, and none would say so",
-        fix=f"{_right_command(found, ranks, command)}\n"
-        "       or, to train on this machine alone: unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT",
+        f"RANK={found.rank} and WORLD_SIZE={found.world} are exported, but this command starts {ranks} ranks on this "
+        "node only.",
+        why="a launcher assigns ranks itself, so each node would silently train on its own",
+        fix=f"{_multi_node_command(found, ranks, command)}\n"
+        "       or, to train on this node only: unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT",
     )
 
 
-def _right_command(found: ExportedRank, ranks: int, command: Sequence[str]) -> str:
-    # Multiples of the machine's ranks count ranks, anything else can only count machines.
+def _multi_node_command(found: ExportedRank, ranks: int, command: Sequence[str]) -> str:
+    # Multiples of the ranks per node count ranks; other numbers can only count nodes.
     counts_ranks = found.rank % ranks == 0 and found.world % ranks == 0
     node, nodes = (found.rank // ranks, found.world // ranks) if counts_ranks else (found.rank, found.world)
     host = f"[{found.host}]" if ":" in found.host else found.host
@@ -141,19 +140,19 @@ def _torchrun(environment: Mapping[str, str]) -> NodeEnvironment | None:
 def _nodes(text: str) -> NodeRange:
     found = NodeRange.match(text)
     if found is None:
-        raise WorldError("bad-environment", f"PET_NNODES is {text!r}.", fix="give a number, or least:most, as 1:4")
+        raise WorldError("bad-environment", f"Invalid PET_NNODES: {text!r}.", fix="set a number, or MIN:MAX, e.g. 1:4")
     return found
 
 
 def _endpoint(text: str) -> Endpoint:
     found = Endpoint.match(text)
     if found is None:
-        raise WorldError("bad-environment", f"PET_RDZV_ENDPOINT is {text!r}.", fix="give host:port")
+        raise WorldError("bad-environment", f"Invalid PET_RDZV_ENDPOINT: {text!r}.", fix="set HOST:PORT")
     return found
 
 
 def _ranks(environment: Mapping[str, str]) -> int | None:
-    """torchrun's words for a number: those that mean the GPUs are what is chosen anyway."""
+    """A number, or auto, gpu or cpu. None: one per GPU, which is the default."""
     text = environment.get("PET_NPROC_PER_NODE") or "auto"
     if text in ("auto", "gpu"):
         return None
@@ -161,7 +160,7 @@ def _ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def _pytorch_job(environment: Mapping[str, str]) -> NodeEnvironment | None:
-    """A pod of Kubeflow's PyTorchJob is told by its name; there RANK and WORLD_SIZE count pods."""
+    """In a pod of Kubeflow's PyTorchJob, recognized by its name, RANK and WORLD_SIZE count pods."""
     if "KUBERNETES_SERVICE_HOST" not in environment or not _POD.fullmatch(environment.get("HOSTNAME", "")):
         return None
     found = read_exported(environment)
@@ -177,19 +176,18 @@ def _task(environment: Mapping[str, str]) -> NodeEnvironment | None:
     if task.world != task.nodes:
         raise LaunchError(
             "two-worlds",
-            f"{task.starter} started {task.world} launchers on {plural(task.nodes, 'machine')}.",
-            why="a launcher starts all ranks of its machine, so each machine has one",
-            fix="leave `paceline launch` out (srun python train.py, mpirun python train.py), or start one on each "
-            "machine: srun --ntasks-per-node=1 (mpirun --map-by ppr:1:node) paceline launch train.py",
+            f"{task.starter} started {task.world} launchers on {plural(task.nodes, 'node')}.",
+            why="a launcher starts all ranks of its node, so there must be one per node",
+            fix="run without `paceline launch` (srun python train.py, mpirun python train.py), or start one per node: "
+            "srun --ntasks-per-node=1 (mpirun --map-by ppr:1:node) paceline launch train.py",
         )
     host, port = rendezvous_endpoint(environment) or task.rendezvous()
     return NodeEnvironment(task.nodes, task.nodes, task.rank, host, port, None, task.starter)
 
 
-def _refuse(source: str, what: str) -> NoReturn:
+def _invalid(source: str, what: str) -> NoReturn:
     raise WorldError(
         "bad-environment",
-        f"The environment ({source}) says: {what}.",
-        why="that does not make sense",
-        fix="unset these variables where they were exported by hand; --nodes, --node-rank and --master count more",
+        f"Invalid environment ({source}): {what}.",
+        fix="unset these variables if you exported them, or pass --nodes, --node-rank and --master",
     )

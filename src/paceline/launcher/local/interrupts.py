@@ -149,10 +149,10 @@ def _listen(tell: int, alive: int) -> None:
 
 
 @contextmanager
-def noted() -> Iterator[list[int]]:
-    """Record signals while there are no ranks."""
+def noted(*numbers: int) -> Iterator[list[int]]:
+    """Record these signals, by default those that end a run."""
     heard: list[int] = []
-    with _handled(lambda number, frame: heard.append(number)):
+    with _handled(lambda number, frame: heard.append(number), numbers or HANDLED[:4]):
         yield heard
 
 
@@ -163,17 +163,17 @@ def as_exceptions() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    with _handled(leave):
+    with _handled(leave, HANDLED[:4]):
         yield
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handled(handler: Callable[[int, FrameType | None], None], numbers: Collection[int]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    endings = [number for number in HANDLED[:4] if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in endings}
+    kept = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # keep nohup
+    before = {number: signal.signal(number, handler) for number in kept}
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,16 @@ def show_cause(cause: Cause, logs: RankLogs | None) -> None:
     lines += [cause.text] * bool(cause.text) + [f"fix: {cause.fix}"] * bool(cause.fix)
     sys.stdout.flush()
     print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def describe_progress(message: Mapping[str, Any], names: Sequence[str] = ()) -> str:
+    """The log line of a message of the coordinator, with the names of nodes if there are any; empty if none."""
+    if message["kind"] == "waiting":
+        missing = ", ".join(names[node] if names else str(node) for node in message["missing"])
+        return f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}"
+    if message["kind"] == "restart":
+        return describe_restart(message)
+    return str(message.get("text", ""))
 
 
 def describe_restart(message: Mapping[str, Any]) -> str:

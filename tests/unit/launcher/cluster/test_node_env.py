@@ -12,7 +12,7 @@ from paceline.launcher.cluster.node_env import (
     NodeEnvironment,
     first_rank_environment,
     read_node_environment,
-    refuse_two_worlds,
+    reject_exported_rank,
 )
 
 TRAIN_JOB = {  # Kubeflow Trainer 2
@@ -60,7 +60,7 @@ def test_without_variables_there_is_no_node_environment() -> None:
 def test_torchruns_variables_are_understood() -> None:
     found = read_node_environment(TRAIN_JOB)
     assert found == NodeEnvironment(2, 2, 1, "job-node-0-0.job", 29400, 4, "PET_* variables")
-    assert found.words() == "nodes: 2, this is node 1 (from PET_* variables)"
+    assert found.describe() == "nodes: 2, this is node 1 (from PET_* variables)"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_elastic_job_has_a_range_of_nodes_and_no_number_for_each() -> None:
         {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "worker-0:29400", "PET_NPROC_PER_NODE": "2"}
     )
     assert found == NodeEnvironment(1, 4, None, "worker-0", 29400, 2, "PET_* variables")
-    assert found.words() == "nodes: 1:4 (from PET_* variables)"
+    assert found.describe() == "nodes: 1:4 (from PET_* variables)"
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,19 @@ def test_a_pytorch_job_counts_pods() -> None:
     assert read_node_environment(PYTORCH_JOB) == NodeEnvironment(
         16, 16, 4, "mnist-master-0", 23456, None, "the PyTorchJob's RANK"
     )
-    refuse_two_worlds(PYTORCH_JOB, 4, ["launch", "train.py"])
+    reject_exported_rank(PYTORCH_JOB, 4, ["launch", "train.py"])
 
 
 def test_torchruns_variables_count_more_than_a_pytorch_jobs() -> None:
     """Newer operators set both, and WORLD_SIZE is then pods × ranks."""
     both = {**PYTORCH_JOB, "PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "9"}
     assert read_node_environment(both) == NodeEnvironment(4, 4, 1, "m", 9, None, "PET_* variables")
-    refuse_two_worlds(both, 2, ["launch", "train.py"])
+    reject_exported_rank(both, 2, ["launch", "train.py"])
 
 
 def test_one_task_of_srun_on_each_machine_is_one_launcher_on_each() -> None:
     found = read_node_environment(SRUN)
-    assert found is not None and found.words() == "nodes: 3, this is node 2 (from srun)"
+    assert found is not None and found.describe() == "nodes: 3, this is node 2 (from srun)"
     assert found.master_host == "n1" and 20000 <= found.master_port < 30000
 
 
@@ -129,7 +129,7 @@ def test_one_process_of_mpirun_on_each_machine_is_one_launcher_on_each() -> None
     ],
 )
 def test_several_launchers_on_a_machine_are_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(LaunchError, match="leave `paceline launch` out") as caught:
+    with pytest.raises(LaunchError, match="run without `paceline launch`") as caught:
         read_node_environment(environment)
     assert caught.value.code == "launch.two-worlds"
 
@@ -139,7 +139,7 @@ def test_a_rank_does_not_take_its_launchers_contract_for_its_own(environment: di
     rank = {**environment, "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert read_node_environment(rank) is None
     assert first_rank_environment(rank, 4) is None
-    refuse_two_worlds(rank, 4, ["launch", "train.py"])
+    reject_exported_rank(rank, 4, ["launch", "train.py"])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_an_exported_first_rank_gives_the_machine_its_place() -> None:
 @pytest.mark.parametrize("said", [{"RANK": "0", "WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}])
 def test_an_exported_rank_on_one_machine_changes_nothing(said: dict[str, str]) -> None:
     assert first_rank_environment({**GUIDE, **said}, 4) is None
-    refuse_two_worlds({**GUIDE, **said}, 4, ["launch", "train.py"])
+    reject_exported_rank({**GUIDE, **said}, 4, ["launch", "train.py"])
 
 
 @pytest.mark.parametrize(("rank", "world"), [("4", "9"), ("3", "8"), ("1", "2"), ("0", "2")])
@@ -195,13 +195,13 @@ def test_a_rank_that_is_not_the_first_of_its_machine_has_a_code(rank: str, world
 )
 def test_two_worlds_are_refused_with_the_right_command(said: dict[str, str], right: str) -> None:
     with pytest.raises(PacelineError) as caught:
-        refuse_two_worlds({**GUIDE, **said}, 4, ["launch", "-n", "4", "train.py", "--name", "a b"])
+        reject_exported_rank({**GUIDE, **said}, 4, ["launch", "-n", "4", "train.py", "--name", "a b"])
     assert caught.value.code == "launch.two-worlds"
     assert f"fix: paceline launch {right} -n 4 train.py --name 'a b'\n" in str(caught.value)
 
 
 def test_an_address_with_shell_characters_is_quoted_in_the_command() -> None:
     with pytest.raises(PacelineError) as caught:
-        refuse_two_worlds({**GUIDE, "MASTER_ADDR": "a; reboot"}, 4, ["launch", "train.py"])
+        reject_exported_rank({**GUIDE, "MASTER_ADDR": "a; reboot"}, 4, ["launch", "train.py"])
     command = caught.value.fix.splitlines()[0]
     assert shlex.split(command)[7] == "a; reboot:29500"
