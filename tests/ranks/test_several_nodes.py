@@ -108,7 +108,7 @@ def test_a_node_that_differs_is_rejected_and_does_not_disturb_the_others(job: Jo
     (elsewhere / "script.py").write_text(SCRIPT + "# more\n")
     rejections = {
         "[launch.node-differs]": (job.node(1, where=elsewhere), "code: script.py differs"),
-        "[launch.bad-number]": (job.node(7), "--node-rank 7 is not one of 2 nodes"),
+        "[launch.bad-number]": (job.node(7), "Invalid value for --node-rank: 7. The job has 2 nodes."),
     }
     job.nodes = "3"
     rejections["nodes: 2 and 3"] = (job.node(1), "[launch.node-differs]")

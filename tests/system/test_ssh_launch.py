@@ -135,6 +135,6 @@ def test_an_unreachable_host_is_named_with_the_message_of_ssh(launched: Callable
     status, said = launched("end", options=("-p", "1")).end()
     assert status != 0
     assert "[launch.node-failed]" in said
-    assert re.search("The launcher on node-[ab] ended", said)
+    assert re.search("The launcher on node-[ab] exited before it joined", said)
     assert "ssh could not log in" in said
     assert "Connection refused" in said
