@@ -48,6 +48,8 @@ class Registry(Generic[Facts, Built]):
         self._facts[name] = facts
 
     def implement(self, name: str) -> Callable[[Builder], Builder]:
+        """Decorator that registers a class or function under a name. Its parameters are the options in a recipe."""
+
         def add(builder: Builder) -> Builder:
             self._builders[name] = builder
             return builder

@@ -117,7 +117,7 @@ class LaunchOptions:
     # fmt: off
     ranks: int | None = option(
         None, "-n", "--ranks", "--nproc-per-node", "--nproc_per_node", gt=0,
-        help="number of ranks per node; default: one per GPU, or on CPU 1 (launch) or 2 (train)",
+        help="number of ranks per node; default: one per GPU; without GPUs, 1 (launch) or 2 (train)",
     )
     nodes: NodeRange | None = option(  # noqa: RUF009
         None, "--nodes", "--nnodes", parse=NodeRange.parse, panel=MANUAL_NODES, metavar="N | MIN:MAX",
@@ -132,7 +132,9 @@ class LaunchOptions:
         metavar="HOST[:PORT]",
         help="address of the first node, which runs the coordinator; default port: 29500 (the ranks use the next one)",
     )
-    wait: float = option(600.0, "--wait", gt=0, panel=MANUAL_NODES, help="seconds to wait for all nodes to join (600)")
+    wait: float = option(
+        600.0, "--wait", gt=0, panel=MANUAL_NODES, help="seconds to wait for all nodes to join; default: 600",
+    )
     interface: str | None = option(
         None, "--interface", panel=MANUAL_NODES,
         help="network interface that reaches the other nodes; detected if omitted",
@@ -181,7 +183,7 @@ class LaunchSpec(LaunchOptions):
     k8s: bool = option(False, "--k8s", panel=REMOTE_NODES, help="print a TrainJob and a JobSet for Kubernetes")
     k8s_with: str | None = option(
         None, "--k8s-with", panel=REMOTE_NODES, metavar="image=IMAGE,gpus=4,…",
-        help="also kind, name, namespace, cpu, memory, secret, claim=NAME:/PATH, restarts, grace",
+        help="image, gpus, kind, name, namespace, cpu, memory, secret, claim=NAME:/PATH, restarts, grace",
     )
     # fmt: on
     run: str | None = None  # name of the run folder; None: no files are written

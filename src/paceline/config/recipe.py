@@ -84,7 +84,9 @@ class Config(Section):
 
     batch: PositiveInt | None = Field(None, description="samples per optimizer step, over all ranks")
     batch_per_rank: PositiveInt | None = Field(None, description="samples per step and data rank, instead of batch")
-    micro_batch: PositiveInt | Literal["auto"] | None = Field(None, description="samples per forward; auto: maximum")
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
+        None, description="samples per forward; auto: the largest that fits in GPU memory"
+    )
     accumulate: PositiveInt | None = Field(None, description="micro-batches per optimizer step on one data rank")
 
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp", "tp", "pp", "split"] = Field(
@@ -146,6 +148,7 @@ class Config(Section):
     def from_dict(
         cls, values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "the caller"
     ) -> Config:
+        """Create a Config from plain values, then apply `key=value` overrides. Errors refer to `origin`."""
         merged, origins = files.merge(values, overrides, origin)
         # `train:` without a value is an empty section.
         merged = {key: {} if value is None and key in _SECTIONS else value for key, value in merged.items()}

@@ -161,7 +161,7 @@ def _own_failure(found: _Exits, rank_exit: RankExit) -> Cause:
         "gpu-memory": "ran out of memory" if "(cpu)" in rank_exit.text else "ran out of GPU memory",
         "oom-killer": "was killed by the kernel's OOM killer",
         "signal": f"was killed by {rank_exit.signal_name}",
-        "port-in-use": "found its port in use",
+        "port-in-use": "could not bind its port (already in use)",
         "version-mismatch": "found different versions on other ranks",
         "exit": f"exited with status {rank_exit.code}",
     }[kind]

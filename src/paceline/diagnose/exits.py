@@ -32,25 +32,25 @@ EXIT_STATUSES: Mapping[FailureKind, int] = MappingProxyType(
 
 FIXES: Mapping[FailureKind, str] = MappingProxyType(
     {
-        "exception": "",  # its own text says it
+        "exception": "",  # part of its message
         "gpu-memory": "use a smaller micro_batch (accumulate keeps the batch), bf16, or a layout that shards the model",
-        "oom-killer": "the machine's memory, not the GPU's, was full: use fewer loader workers, fewer ranks per "
+        "oom-killer": "host memory, not GPU memory, was full: use fewer loader workers, fewer ranks per "
         "machine, less data held in memory, or raise the memory limit of the job",
         "signal": "if nobody sent it, check the limits of the scheduler or the container, and the rank's log",
         "lost-connection": "no rank died, so check the network between these addresses: cables, firewall, MTU",
         "port-in-use": "choose another port, or omit it to use a free one; check for an old run that still holds it",
         "timeout": "check the log of the rank that the others waited for; if it is only slow, raise timeout",
         "version-mismatch": "install the same versions on every machine",
-        "early-exit": "ranks must run the same number of steps: look for a return, a break or data that ends sooner",
-        "exit": "the script, or a library it uses, exited on purpose; the rank's log may say why",
+        "early-exit": "ranks must run the same number of steps: look for a return, a break or data that ends early",
+        "exit": "the script, or a library it uses, called exit; see the rank's log",
         "node-lost": "check that machine: was it shut down, preempted or disconnected from the network?",
     }
 )
 SIGNAL_FIXES: Mapping[str, str] = MappingProxyType(
     {
-        "SIGSEGV": "compiled code crashed: the log's last lines name it; look for a library built for another torch",
-        "SIGBUS": "memory behind a file or /dev/shm was gone: is a disk or /dev/shm full?",
-        "SIGILL": "compiled code is for another processor: install a build for this one",
+        "SIGSEGV": "native code crashed: see the end of the rank's log; check for a library built for another torch",
+        "SIGBUS": "a memory-mapped file could not be accessed: check free space on disk and in /dev/shm",
+        "SIGILL": "native code was built for another CPU: install a build for this one",
     }
 )
 

@@ -15,7 +15,7 @@ def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) ->
             raise LaunchError(
                 "more-ranks-than-gpus",
                 f"{asked} ranks requested, but this machine has {len(gpus)} GPUs: {', '.join(gpus)}.",
-                why="ranks that share a GPU share its memory and speed, and NCCL does not support it",
+                why="ranks on the same GPU would compete for its memory and compute, which NCCL does not support",
                 fix=f"request at most {len(gpus)} ranks, or CPU ranks: device: cpu in a recipe, --cpu for a script, "
                 "CUDA_VISIBLE_DEVICES= in the environment elsewhere",
             )

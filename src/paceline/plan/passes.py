@@ -154,7 +154,7 @@ INCOMPATIBLE = (
         lambda config, degrees: (
             config.micro_batch == "auto" and (not degrees.is_replicated or config.strategy == "split")
         ),
-        "micro-batch sizes are tried on one device with the whole model",
+        "micro-batch sizes are tried on one device with the full model",
         "set micro_batch to a number",
     ),
     Incompatible(

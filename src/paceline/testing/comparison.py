@@ -261,7 +261,7 @@ def _largest(reference: Sequence[float], other: Sequence[float]) -> float:
 
 def _cells(row: ParityRow) -> tuple[str, ...]:
     if row.refused:
-        return row.layout, "", "", "", "", f"refused: {row.refused}"
+        return row.layout, "", "", "", "", f"not supported: {row.refused}"
     verdict = "agrees" if row.holds else "DIFFERS" + (f", first in {row.parameter}" if row.parameter else "")
     numbers = (row.loss, row.norm, row.weights)
     return (row.layout, *(f"{value:.0e}" for value in numbers), _evaluation(row), verdict)

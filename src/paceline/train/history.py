@@ -35,6 +35,7 @@ class History:
 
     @property
     def losses(self) -> list[float]:
+        """The loss of every step in `steps`."""
         return [float(record["loss"]) for record in self.steps]
 
     @property

@@ -125,9 +125,9 @@ def _require_one_loss(losses: list[tuple[int, float | None]]) -> None:
             raise LayoutError(
                 "tensor-plan-changes-loss",
                 f"For the same samples, the loss is {expected:.6g} on rank {first} but {loss:.6g} on rank {rank}.",
-                why="the tensor plan does not match the model: a colwise layer must be followed by a rowwise layer, "
+                why="the tensor plan does not match the model: a column layer must be followed by a row layer, "
                 "with only elementwise operations in between",
-                fix="name the rowwise layer that follows each colwise layer, or remove the layer from the plan; "
+                fix="add the row layer that follows each column layer to the plan, or remove the column layer; "
                 "verify with `paceline parity`",
             )
 

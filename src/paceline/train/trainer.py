@@ -51,7 +51,10 @@ from paceline.train.trainer_kwargs import TrainerKwargs
 
 
 class Trainer:
-    """See the module docstring. `settings` are the top-level keys of a recipe; sections are dicts."""
+    """Trains a model with the same result on any number of ranks.
+
+    `settings` are the top-level keys of a recipe (`batch=512`, `precision="bf16"`); sections are dicts.
+    """
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class Trainer:
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
         return self.world.is_main
 
     @property
@@ -127,6 +131,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
+        """The current epoch, starting at 0."""
         return self._engine.position.epoch
 
     def train(
@@ -211,22 +216,29 @@ class Trainer:
         return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 
     def training_step(self, batch: Any) -> StepResult:
-        """Run a micro-batch and, after the last one of a step, the optimizer step: (local loss, whether it stepped)."""
+        """Run forward and backward of a micro-batch and, after the last one of a step, step the optimizer.
+
+        Returns the loss on this rank, and whether the optimizer stepped.
+        """
         with oom.explain_out_of_memory(self._engine, self._loaders.plan):
             return self._get_custom_loop().training_step(batch)
 
     def forward(self, batch: Any) -> Tensor:
+        """Run this rank's micro-batch and return its mean loss, for `backward`."""
         with oom.explain_out_of_memory(self._engine, self._loaders.plan):
             return self._get_custom_loop().forward(batch)
 
     def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of a loss from `forward`, or of a value computed from it."""
         with oom.explain_out_of_memory(self._engine, self._loaders.plan):
             self._get_custom_loop().backward(loss)
 
     def step(self) -> None:
+        """Update the parameters with the gradients of all backwards since the last step."""
         self._get_custom_loop().step()
 
     def no_sync(self) -> AbstractContextManager[None]:
+        """Context manager in which gradients are not reduced, for all but the last backward of a step."""
         return self._get_custom_loop().no_sync()
 
     def loader(self, data: Any) -> EpochLoader:
@@ -271,14 +283,17 @@ class Trainer:
         *,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint; it is complete when this returns. If parameters are sharded this is a collective; else
-        rank 0 writes, and the call may be made on every rank or on rank 0 only."""
+        """Write a checkpoint. It is complete when this returns.
+
+        Collective if parameters are sharded: must be called on every rank. Otherwise rank 0 writes, and calling it on
+        rank 0 only is sufficient.
+        """
         self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
 
     def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore weights, optimizer, position and random state, and return the metadata.
 
-        `path` is a checkpoint folder, a run folder (its newest valid checkpoint), or a file of weights (.pt, .pth,
+        `path` is a checkpoint folder, a run folder (its newest intact checkpoint), or a file of weights (.pt, .pth,
         .safetensors). Collective: must be called on every rank.
         """
         return self._restorer.load(require_exists(path), weights_only=weights_only)
