@@ -125,7 +125,7 @@ class RunFolder:
         try:
             wanted.parent.mkdir(parents=True, exist_ok=True)
             if wanted.exists() and not wanted.is_dir():
-                raise _not_created(wanted, "a file of that name exists")
+                raise not_usable(wanted, "a file of that name exists")
             for number in count(1):
                 path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
                 # An empty folder was created for this run; creating a new one claims it.
@@ -134,7 +134,7 @@ class RunFolder:
                     folder.logs.mkdir()
                     return folder
         except OSError as error:
-            raise _not_created(wanted, error.strerror or str(error)) from None
+            raise not_usable(wanted, error.strerror or str(error)) from None
         raise AssertionError("unreachable")
 
     @classmethod
@@ -178,7 +178,7 @@ def short(path: str | Path) -> str:
 def _path(name: str) -> Path:
     path = Path(name)
     if path.name in ("", ".."):
-        raise _not_created(path, "invalid name")
+        raise not_usable(path, "invalid name")
     # Absolute, because a script may change its working directory while it runs.
     return (path if os.sep in name else ROOT / path).absolute()
 
@@ -194,10 +194,11 @@ def _last(name: str, folders: list[RunFolder]) -> RunFolder | None:
     return max(folders, key=lambda folder: int(folder.path.name[length + 1 :] or 1), default=None)
 
 
-def _not_created(folder: Path, reason: str) -> LaunchError:
+def not_usable(folder: Path, reason: str) -> LaunchError:
+    """The error for a run folder that can't be created or written to."""
     return LaunchError(
         "run-folder",
-        f"The run folder {folder} can't be created: {reason}.",
+        f"Can't write to the run folder {folder}: {reason}.",
         fix="set run: to a writable path, or run: false to write nothing",
     )
 

@@ -25,6 +25,7 @@ from paceline.runtime import consistency, environment, objects, process_group
 
 Op = Literal["sum", "mean", "max", "min", "product"]
 Group = torch_dist.ProcessGroup | None
+_Lists = Sequence[Sequence[Tensor] | None]  # each must have one tensor per rank
 
 _OPS = {
     "sum": torch_dist.ReduceOp.SUM,
@@ -41,8 +42,7 @@ class Work:
     """A handle to an asynchronous collective: the result is valid after `wait()`."""
 
     def __init__(self, *handles: Any, finish: Callable[[], object] | None = None) -> None:
-        self._handles = handles
-        self._finish = finish
+        self._handles, self._finish = handles, finish
 
     def wait(self) -> None:
         for handle in self._handles:
@@ -198,39 +198,31 @@ def main_first() -> Iterator[None]:
 
     If it fails on rank 0, the other ranks raise `world.main-failed` instead of running it.
     """
-    if not is_main():
-        if not broadcast_object(None):
-            raise WorldError(
-                "main-failed",
-                f"Rank 0 failed inside main_first(), so rank {rank()} skipped its body.",
-                fix="see the error of rank 0",
-            )
+    if is_main():
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            broadcast_object(succeeded)
+    elif broadcast_object(None):
         yield
-        return
-    try:
-        yield
-    except BaseException:
-        broadcast_object(False)
-        raise
-    broadcast_object(True)
+    else:
+        raise WorldError(
+            "main-failed",
+            f"Rank 0 failed inside main_first(), so rank {rank()} skipped its body.",
+            fix="see the error of rank 0",
+        )
 
 
 def _begin(
-    operation: str,
-    tensor: Tensor | None,
-    detail: str,
-    group: Group,
-    *,
-    peer: int | None = None,
-    lists: Sequence[Sequence[Tensor] | None] = (),
+    operation: str, tensor: Tensor | None, detail: str, group: Group, *, peer: int | None = None, lists: _Lists = ()
 ) -> bool:
     """Validate the arguments; whether there are other ranks. Initializes the process group on first use."""
     if not 0 <= (peer or 0) < world():
         raise WorldError("bad-rank", f"Invalid rank {peer}: the world size is {world()}.")
     if group is not None:
-        _require_member(rank(), group)
-        if peer is not None:
-            _require_member(peer, group)
+        _require_members([rank()] if peer is None else [rank(), peer], group)
     size = torch_dist.get_world_size(group) if torch_dist.is_initialized() else world()
     if size > 1 and not torch_dist.is_initialized():
         process_group.init_world()
@@ -251,15 +243,16 @@ def _end(async_op: bool, *handles: Any, finish: Callable[[], object] | None = No
     return None
 
 
-def _require_member(rank_: int, group: Any) -> None:
+def _require_members(ranks: Sequence[int], group: Any) -> None:
     """For ranks outside a new group, torch returns a placeholder instead of a group."""
     members = torch_dist.get_process_group_ranks(group) if isinstance(group, torch_dist.ProcessGroup) else []
-    if rank_ not in members:
-        raise WorldError(
-            "not-in-group",
-            f"Rank {rank_} is not in the process group{f' of ranks {members}' if members else ''}.",
-            fix="call it on members of the group only; src and dst are global ranks of members",
-        )
+    for each in ranks:
+        if each not in members:
+            raise WorldError(
+                "not-in-group",
+                f"Rank {each} is not in the process group{f' of ranks {members}' if members else ''}.",
+                fix="call it on members of the group only; src and dst are global ranks of members",
+            )
 
 
 def _reduce_op(op: str, tensor: Tensor) -> Any:

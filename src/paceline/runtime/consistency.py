@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,20 +10,17 @@ import torch.distributed as torch_dist
 
 from paceline.errors import WorldError
 from paceline.runtime import objects
-from paceline.text import flatten, numbered
+from paceline.text import flatten, numbered, plural
 
-# Fixed, because descriptions of different calls have different lengths.
-_DESCRIPTION_BYTES = 256
+_DESCRIPTION_BYTES = 256  # fixed, because descriptions of different calls have different lengths
 
 
 def require_same_call(
     operation: str, tensor: torch.Tensor | None, detail: str, group: torch_dist.ProcessGroup | None
 ) -> None:
-    """Raise unless every rank calls this collective with the same shape and dtype.
-
-    Collective: must be called on every rank of the group.
-    """
-    call = f"{operation}({_describe(tensor)}{', ' if tensor is not None and detail else ''}{detail})"
+    """Raise unless all ranks of the group call this collective with the same shape and dtype. Itself a collective."""
+    inputs = [] if tensor is None else [str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+    call = f"{operation}({', '.join([*inputs, detail] if detail else inputs)})"
     sent = objects.as_tensor(call.encode()[:_DESCRIPTION_BYTES], _DESCRIPTION_BYTES, objects.message_device(group))
     received = [torch.empty_like(sent) for _ in range(torch_dist.get_world_size(group))]
     torch_dist.all_gather(received, sent, group=group)
@@ -37,59 +34,54 @@ def require_same_call(
         )
 
 
-def _describe(tensor: torch.Tensor | None) -> str:
-    return "" if tensor is None else f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
-
-
 def require_same_recipe(recipes: Sequence[Mapping[str, Any]]) -> None:
     """`recipes`: the effective recipe of each rank."""
-    count, lines = _differences([flatten(recipe) for recipe in recipes])
-    if count:
-        raise WorldError(
+    _require_same(
+        [flatten(recipe) for recipe in recipes],
+        lambda table: WorldError(
             "different-recipes",
-            f"Ranks have different recipes; {_counted(count, 'key')}:\n{lines}",
+            f"Ranks have different recipes {table}",
             why="ranks with different settings train different models, or deadlock",
             fix="start every rank with the same recipe, overrides and code",
-        )
+        ),
+    )
 
 
 def require_same_versions(versions: Sequence[Mapping[str, str]]) -> None:
     """`versions`: the versions that each rank runs, by package."""
-    count, lines = _differences(versions)
-    if count:
-        raise WorldError(
+    _require_same(
+        versions,
+        lambda table: WorldError(
             "different-versions",
-            f"Ranks run different versions:\n{lines}",
+            f"Ranks run different versions {table}",
             why="their results and messages may not be compatible",
             fix="install the same versions on every node",
-        )
+        ),
+    )
 
 
 def require_same_weights(checksums: Sequence[Mapping[str, int]]) -> None:
     """`checksums`: the checksum of every parameter on each rank."""
-    count, lines = _differences([{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums])
-    if count:
-        raise WorldError(
+    _require_same(
+        [{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums],
+        lambda table: WorldError(
             "different-weights",
-            f"Replicas hold different weights; {_counted(count, 'parameter')}:\n{lines}",
+            f"Replicas hold different weights {table}",
             why="replicas that start with different weights stay different: only their gradients are averaged",
             fix="change weights before building the Trainer, or identically on every rank (trainer.load_checkpoint)",
-        )
+        ),
+    )
 
 
-def _counted(count: int, thing: str) -> str:
-    return f"1 {thing} differs" if count == 1 else f"{count} {thing}s differ"
-
-
-def _differences(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
-    """The number of keys whose value differs between ranks, and a table of the first ones."""
+def _require_same(ranks: Sequence[Mapping[str, Any]], error: Callable[[str], WorldError]) -> None:
     keys = sorted({key for values in ranks for key in values})
     differing = [key for key in keys if any(values.get(key) != ranks[0].get(key) for values in ranks)]
-    lines = []
+    lines = [f"({plural(len(differing), 'difference')}):"]
     for key in differing[:8]:
-        lines.append(f"    {key}:")
-        lines.append(by_rank([repr(values.get(key, "(not set)")) for values in ranks], indent="      "))
-    return len(differing), "\n".join(lines)
+        values_by_rank = [repr(values.get(key, "(not set)")) for values in ranks]
+        lines += [f"    {key}:", by_rank(values_by_rank, indent="      ")]
+    if differing:
+        raise error("\n".join(lines))
 
 
 def by_rank(values: Sequence[str], indent: str = "    ") -> str:

@@ -46,8 +46,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class ExportedRank:
-    """RANK and WORLD_SIZE exported by a person or an operator, who may count ranks or nodes. A launcher of ranks would
-    have set LOCAL_RANK too."""
+    """RANK and WORLD_SIZE exported by a person or an operator, who may count ranks or nodes."""
 
     rank: int
     world: int
@@ -75,7 +74,7 @@ def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | No
 
 
 def read_exported(environment: Mapping[str, str] = os.environ) -> ExportedRank | None:
-    """Exported RANK and WORLD_SIZE, if MASTER_ADDR is set too."""
+    """Exported RANK and WORLD_SIZE, if MASTER_ADDR is set too. A launcher of ranks also sets LOCAL_RANK."""
     host = environment.get("MASTER_ADDR")
     if not _has_rank(environment) or is_rank(environment) or not host:
         return None
@@ -104,10 +103,9 @@ def rendezvous_endpoint(environment: Mapping[str, str] = os.environ) -> tuple[st
 
 def rendezvous_address(environment: Mapping[str, str] = os.environ) -> str | None:
     """The rendezvous as `host:port`."""
-    found = rendezvous_endpoint(environment)
-    if found is None:
+    if (endpoint := rendezvous_endpoint(environment)) is None:
         return None
-    host, port = found
+    host, port = endpoint
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -132,8 +130,7 @@ def log_folder(environment: Mapping[str, str] = os.environ) -> RunFolder | None:
 
 
 def _folder(environment: Mapping[str, str], name: str) -> RunFolder | None:
-    path = environment.get(name)
-    return RunFolder(Path(path)) if path else None
+    return RunFolder(Path(environment[name])) if environment.get(name) else None
 
 
 def restart_count(environment: Mapping[str, str] = os.environ) -> int:

@@ -48,16 +48,11 @@ def expand_counts(text: str) -> list[int]:
 
 def _items(text: str) -> list[str]:
     """Split the text at commas outside of brackets."""
-    items, at = [], 0
     text = text.strip()
-    while found := _ITEM.match(text, at):
-        items.append(found[0])
-        at = found.end() + 1
-        if found.end() == len(text):
-            return items
-        if text[found.end()] != ",":
-            break
-    raise _invalid(text, "unexpected comma or bracket")
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
+        raise _invalid(text, "unexpected comma or bracket")
+    return items
 
 
 def _expand_item(item: str, text: str) -> list[str]:

@@ -76,8 +76,7 @@ class NoiseContext:
 _current: ContextVar[NoiseContext | None] = ContextVar("paceline_noise", default=None)
 
 
-def current() -> NoiseContext | None:
-    return _current.get()
+current = _current.get
 
 
 def local_samples() -> int | None:

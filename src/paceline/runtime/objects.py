@@ -37,8 +37,7 @@ def encode(value: Any) -> bytes:
         ) from None
 
 
-def decode(data: bytes) -> Any:
-    return json.loads(data)
+decode = json.loads
 
 
 def broadcast(value: Any, src: int, group: Group) -> Any:
@@ -86,7 +85,5 @@ def message_device(group: Group) -> torch.device:
 def as_tensor(data: bytes, size: int, device: torch.device) -> torch.Tensor:
     """The bytes, zero-padded to `size`. A copy, because gloo's thread can't free memory that a Python object owns while
     the interpreter shuts down."""
-    padded = bytearray(data.ljust(size, b"\0"))
-    if not padded:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.frombuffer(padded, dtype=torch.uint8).clone().to(device)
+    padded = bytearray(data.ljust(max(size, 1), b"\0"))  # frombuffer rejects an empty buffer
+    return torch.frombuffer(padded, dtype=torch.uint8)[:size].clone().to(device)

@@ -22,14 +22,10 @@ from paceline.runtime import environment
 from paceline.runtime.environment import RankInfo
 
 FIRST_STEP_SECONDS = 1800.0  # timeout until the first step is done: it compiles, and waits for the slowest import
-# gloo's threads may need the interpreter to free the last tensors, so they get a moment before it shuts down
-# (objects.keep).
-_DRAIN_SECONDS = 0.02
+_DRAIN_SECONDS = 0.02  # for gloo's threads to free the last tensors while they can use the interpreter (objects.keep)
 
-# Facts about torch's global group: whether paceline initialized it, and whether initialization failed and this process
-# continued as a single rank.
-_initialized_here = False
-_is_single = False
+_initialized_here = False  # paceline initialized torch's global group
+_is_single = False  # it failed to, and this process continued as a single rank
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,15 @@ def init_world(
     rank_info = current_rank_info()
     chosen = devices.choose_device(device, rank_info)
     devices.activate(chosen)
-    if rank_info.world == 1:
-        return World(rank_info, chosen, "")
-    if torch_dist.is_initialized():
-        return World(rank_info, chosen, torch_dist.get_backend())
-    _require_rendezvous(rank_info)
+    if rank_info.world == 1 or torch_dist.is_initialized():
+        return World(rank_info, chosen, torch_dist.get_backend() if rank_info.world > 1 else "")
+    if environment.rendezvous_address() is None:
+        raise WorldError(
+            "bad-environment",
+            f"RANK and WORLD_SIZE are set (rank {rank_info.rank} of {rank_info.world}), "
+            "but MASTER_ADDR and MASTER_PORT are missing.",
+            fix="let a launcher set all four: paceline launch -n 2 script.py",
+        )
     name = backend or default_backend(chosen)
     try:
         _init(name, rank_info, timeout)
@@ -145,17 +145,6 @@ def _fall_back(backend: str, rank_info: RankInfo, device: torch.device, timeout:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _require_rendezvous(rank_info: RankInfo) -> None:
-    if environment.rendezvous_address() is None:
-        raise WorldError(
-            "bad-environment",
-            f"RANK and WORLD_SIZE are set (rank {rank_info.rank} of {rank_info.world}), "
-            "but MASTER_ADDR and MASTER_PORT are missing.",
-            why="without them the ranks can't find each other",
-            fix="let a launcher set all four: paceline launch -n 2 script.py",
-        )
 
 
 def _init_error(backend: str, rank_info: RankInfo, error: Exception) -> WorldError:

@@ -69,8 +69,7 @@ def _missing(store: Any, keys: list[str], rank: int, seconds: float) -> list[int
 
 
 def capture_error(work: Callable[[], Report], wrap: Callable[[str], PacelineError]) -> Report:
-    """The result of `work`, or under "error" what it raised. `wrap` turns the text of other exceptions into an error
-    with a code."""
+    """The result of `work`, or its error under "error". `wrap` makes one from the text of other exceptions."""
     try:
         return work()
     except PacelineError as error:
@@ -93,12 +92,9 @@ def run_on_first_rank(
 
     Collective: must be called on every rank of the group.
     """
-    is_first = collectives.is_main() if group is None else torch_dist.get_rank(group) == 0
-    report: Report = capture_error(work, wrap) if is_first else {}
-    if group is None:
-        report = collectives.broadcast_object(report)
-    else:
-        report = objects.broadcast(report, torch_dist.get_global_rank(group, 0), group)
+    first = 0 if group is None else torch_dist.get_global_rank(group, 0)
+    report: Report = capture_error(work, wrap) if collectives.rank() == first else {}
+    report = collectives.broadcast_object(report) if group is None else objects.broadcast(report, first, group)
     raise_first_error([report])
     return report
 

@@ -39,10 +39,7 @@ def seed_cpu(seed: int) -> None:
 
 
 class RandomStream:
-    """An independent random sequence: inside the context the global CPU generators have the state of this stream.
-
-    It may be entered several times and continues where it left off.
-    """
+    """An independent sequence for the global CPU generators. It continues where it left off when entered again."""
 
     def __init__(self, seed: int) -> None:
         with preserve_rng_state():

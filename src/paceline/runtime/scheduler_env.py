@@ -38,10 +38,11 @@ class SchedulerTask:
 
     def rendezvous(self) -> tuple[str, int]:
         """The default host and port of the rendezvous."""
+        port = _FIRST_PORT + zlib.crc32(self.job.encode()) % _PORTS if self.job else DEFAULT_PORT
         if self.nodes == 1:
-            return LOOPBACK, self._port()
+            return LOOPBACK, port
         if self.hosts:
-            return expand(self.hosts)[0], self._port()
+            return expand(self.hosts)[0], port
         raise WorldError(
             "no-rendezvous",
             f"Missing rendezvous address: {self.starter} started {self.world} ranks on several machines.",
@@ -49,9 +50,6 @@ class SchedulerTask:
             fix=f"mpirun -x MASTER_ADDR=HOST (Open MPI) or mpiexec -genv MASTER_ADDR HOST (MPICH, Intel MPI), where "
             f"HOST is the host of rank 0; the port is {DEFAULT_PORT} unless MASTER_PORT is set",
         )
-
-    def _port(self) -> int:
-        return _FIRST_PORT + zlib.crc32(self.job.encode()) % _PORTS if self.job else DEFAULT_PORT
 
 
 def read_task(environment: Mapping[str, str]) -> SchedulerTask | None:
@@ -95,7 +93,7 @@ def _mpi(environment: Mapping[str, str]) -> SchedulerTask | None:
     """A rank of Open MPI, or of MPICH or Intel MPI. srun with MPI support sets PMI_RANK too, but no local rank."""
     if "OMPI_COMM_WORLD_RANK" in environment:
         starter = "mpirun"
-        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        names = [f"OMPI_COMM_WORLD{part}" for part in ("_RANK", "_SIZE", "_LOCAL_RANK", "_LOCAL_SIZE")]
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
     elif "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
         starter, job = "mpiexec", ""
@@ -107,7 +105,6 @@ def _mpi(environment: Mapping[str, str]) -> SchedulerTask | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> SchedulerTask | None:
-    """A task of srun."""
     if not _is_srun_task(environment):
         return None
     world = number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -102,7 +102,8 @@ def _encode(value: Any, path: KeyPath, tensors: dict[str, Tensor], codec: _Codec
     if type(value).__name__ in codec.objects and hasattr(value, "to_json"):
         return {"$object": [type(value).__name__, _encode(value.to_json(), path, tensors, codec)]}
     deep = f" nested more than {_MAX_DEPTH} levels deep" if isinstance(value, (Mapping, list, tuple)) else ""
-    raise codec.error(path, f"{_type_name(value)}{deep}")
+    type_name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise codec.error(path, f"{type_name}{deep}")
 
 
 def _encode_container(value: Any, path: KeyPath, tensors: dict[str, Tensor], codec: _Codec) -> Any:
@@ -118,9 +119,8 @@ def _encode_container(value: Any, path: KeyPath, tensors: dict[str, Tensor], cod
     if codec.exact and not has_names:
         raise codec.error(path, "")
     keys = [_encode(key, path, tensors, codec) for key in value]
-    return {
-        "$pairs": [[key, encode(inner, n)] for n, (key, inner) in enumerate(zip(keys, value.values(), strict=True))]
-    }
+    values = [encode(inner, number) for number, inner in enumerate(value.values())]
+    return {"$pairs": [list(pair) for pair in zip(keys, values, strict=True)]}
 
 
 def _decode(value: Any, tensor: Callable[[str], Tensor], codec: _Codec) -> Any:
@@ -149,11 +149,6 @@ def _decode(value: Any, tensor: Callable[[str], Tensor], codec: _Codec) -> Any:
 
 def _as_key(value: Any) -> Any:
     return tuple(_as_key(inner) for inner in value) if isinstance(value, list) else value
-
-
-def _type_name(value: Any) -> str:
-    cls = type(value)
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _not_plain(path: KeyPath, kind: str) -> PacelineError:

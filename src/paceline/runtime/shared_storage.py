@@ -7,13 +7,11 @@ import secrets
 import time
 from pathlib import Path
 
-from paceline.errors import LaunchError
+from paceline.run.folder import not_usable
 from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_first_rank
 
-# On a network filesystem a new file may stay invisible for a while.
-_ATTEMPTS = 3
-_SECONDS_BETWEEN_ATTEMPTS = 1.0
+_ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 3, 1.0  # a new file may be invisible for a while on a network filesystem
 
 
 def ranks_without_access(folder: Path) -> list[int]:
@@ -21,7 +19,7 @@ def ranks_without_access(folder: Path) -> list[int]:
 
     Rank 0 writes a file with a random token, to detect a folder of the same name on another disk.
     """
-    probe = run_on_first_rank(lambda: _write(folder.absolute()), lambda text: _not_writable(folder.absolute(), text))
+    probe = run_on_first_rank(lambda: _write(folder.absolute()), lambda reason: not_usable(folder.absolute(), reason))
     path = Path(probe["path"])
     has_access = collectives.all_gather_object(_has_access(path, probe["token"]))
     if collectives.is_main():
@@ -34,14 +32,6 @@ def _write(folder: Path) -> dict[str, str]:
     path = folder / f".probe-{token[:8]}"
     path.write_text(token)
     return {"path": str(path), "token": token}
-
-
-def _not_writable(folder: Path, reason: str) -> LaunchError:
-    return LaunchError(
-        "run-folder",
-        f"The run folder {folder} is not writable: {reason}.",
-        fix="set run: to a writable path, or run: false to write nothing",
-    )
 
 
 def _has_access(path: Path, token: str) -> bool:

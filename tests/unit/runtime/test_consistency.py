@@ -47,7 +47,7 @@ def test_weights_name_a_few_parameters_and_count_all() -> None:
     names = [f"layer.{number:02}" for number in range(20)]
     error = error_of(require_same_weights, [dict.fromkeys(names, 1), dict.fromkeys(names, 2)])
     assert error.code == "world.different-weights"
-    assert "20 parameters" in str(error) and "layer.07" in str(error) and "layer.08" not in str(error)
+    assert "20 differences" in str(error) and "layer.07" in str(error) and "layer.08" not in str(error)
 
 
 def test_ranks_with_the_same_value_share_a_line() -> None:
