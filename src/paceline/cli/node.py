@@ -14,9 +14,7 @@ from paceline.cli import workloads
 def node() -> None:
     """Run the launcher of one node. Started by `paceline launch` on another machine."""
     from paceline.config.recipe import Config
-    from paceline.errors import LaunchError
     from paceline.launcher.cluster import orders
-    from paceline.launcher.cluster.manual import COORDINATOR_LOST
     from paceline.launcher.cluster.node import Node
     from paceline.launcher.local.rank_env import prepare_environment
     from paceline.launcher.rank_count import choose_ranks
@@ -41,12 +39,7 @@ def node() -> None:
 
     workload.preload()
     launcher = Node(workload, spec, ranks, orders.reachable(order), order.token, number=order.node, orders=source)
-    try:
-        raise SystemExit(launcher.run())
-    except LaunchError as error:
-        if error.code != "launch.coordinator-lost":
-            raise
-        raise SystemExit(COORDINATOR_LOST) from None
+    raise SystemExit(launcher.run())
 
 
 def _enter(folder: str) -> None:

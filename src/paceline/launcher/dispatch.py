@@ -47,7 +47,7 @@ def _in_allocation(spec: LaunchSpec) -> bool:
 
 def _among_nodes(spec: LaunchSpec) -> bool:
     found = node_env.read_node_environment(os.environ) if spec.master is None else None
-    return found is not None and found.nodes_max > 1
+    return found is not None and found.nodes.most > 1
 
 
 def _is_manual(spec: LaunchSpec) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.config.launch import LaunchSpec, NodeRange
+from paceline.config.launch import LaunchSpec
 from paceline.diagnose.cause import Cause, find_cause
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import manual, node_env
@@ -51,7 +51,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         result = Path(scratch)
         workload = Workload(lambda: _call(fn, kwargs, result))
-        if found is None or found.nodes_max == 1:
+        if found is None or found.nodes.most == 1:
             _run_here(workload, LocalStart(LaunchSpec(), logs, NodeAssignment(number, world=number)))
         else:
             _run_among_several(workload, number, found)
@@ -72,7 +72,7 @@ def _run_here(workload: Workload, start: LocalStart) -> None:
 
 def _run_among_several(workload: Workload, ranks: int, found: node_env.NodeEnvironment) -> None:
     _log.info(found.describe())
-    nodes = NodeRange(found.nodes_min, found.nodes_max)
+    nodes = found.nodes
     spec = LaunchSpec(ranks=ranks, nodes=nodes, node_rank=found.node_rank, master=found.endpoint())
     status = manual.launch_manual(workload, spec)
     if status == 128 + signal.SIGINT:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.config.launch import LaunchSpec, options_of
 from paceline.errors import did_you_mean
@@ -14,7 +14,8 @@ from paceline.launcher.backends.kubernetes_manifest import ManifestOptions, inva
 from paceline.launcher.workload import Workload
 from paceline.text import parse_pairs
 
-_KEYS = ("kind", "image", "name", "namespace", "gpus", "cpu", "memory", "secret", "claim", "restarts", "grace")
+_NUMBERS = ("gpus", "restarts", "grace")
+_KEYS = ("kind", "image", "name", "namespace", "cpu", "memory", "secret", "claim", *_NUMBERS)
 _KINDS: tuple[Literal["trainjob", "jobset"], ...] = ("trainjob", "jobset")
 # Kubernetes sets these; all other options are passed to the pods.
 _NOT_FOR_PODS = {flag for name in ("ranks", "nodes", "k8s_with") for flag in options_of(LaunchSpec)[name][0].flags}
@@ -33,33 +34,21 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
 def manifests(text: str | None, command: Sequence[str], own: int, *, run: str, nodes: int, ranks: int | None) -> str:
     """The YAML of a TrainJob and a JobSet, or of the requested kind. `command` are the arguments of `paceline`; the
     last `own` of them belong to the script."""
-    values, claims = _parse(text or "")
-    gpus = int(values.get("gpus", "0"))
-    if ranks is None and not gpus:
+    settings = _parse(text or "")
+    kind = settings.pop("kind", None)
+    ranks = ranks or settings.get("gpus")
+    if not ranks:
         raise invalid("Unknown number of ranks per pod.", "pass -n 4, or --k8s-with gpus=4")
     name = re.sub(r"[^a-z0-9-]+", "-", Path(run).name.lower()).strip("-") or "paceline"
+    defaults: dict[str, Any] = {"kind": kind or "jobset", "name": name, "image": "paceline:latest"}
+    verb: Literal["launch", "train"] = "train" if command[0] == "train" else "launch"
     request = ManifestOptions(
-        kind="jobset",
-        name=values.get("name", name),
-        image=values.get("image", "paceline:latest"),
-        nodes=nodes,
-        ranks=ranks or gpus,
-        arguments=_for_pods(command[1:], own),
-        verb="train" if command[0] == "train" else "launch",
-        namespace=values.get("namespace"),
-        gpus=gpus,
-        cpu=values.get("cpu"),
-        memory=values.get("memory"),
-        secret=values.get("secret"),
-        claims=claims,
-        restarts=int(values.get("restarts", "3")),
-        grace=int(values.get("grace", "120")),
+        **(defaults | settings), nodes=nodes, ranks=ranks, arguments=_for_pods(command[1:], own), verb=verb
     )
-    if "kind" in values:
-        kind = next((each for each in _KINDS if each == values["kind"]), None)
-        if kind is None:
-            raise invalid(f"Unknown kind {values['kind']!r} in --k8s-with.", did_you_mean(values["kind"], _KINDS))
-        return manifest(replace(request, kind=kind))
+    if kind is not None:
+        if kind not in _KINDS:
+            raise invalid(f"Unknown kind {kind!r} in --k8s-with.", did_you_mean(kind, _KINDS))
+        return manifest(request)
     secret = request.secret or f"{request.name}-token"
     note = f"# Requires the Secret {secret}; see docs/guides/launch.md#kubernetes.\n" if nodes > 1 else ""
     return "---\n".join(
@@ -69,23 +58,22 @@ def manifests(text: str | None, command: Sequence[str], own: int, *, run: str, n
     )
 
 
-def _parse(text: str) -> tuple[dict[str, str], dict[str, str]]:
+def _parse(text: str) -> dict[str, Any]:
     """kind=jobset,image=me/train:1,gpus=4,claim=runs:/runs"""
-    values: dict[str, str] = {}
-    claims: dict[str, str] = {}
+    settings: dict[str, Any] = {"claims": {}}
     for key, value in parse_pairs(text):
         if not key and value is None:  # empty, or a trailing comma
             continue
         if key not in _KEYS:
             raise invalid(f"Unknown key {key!r} in --k8s-with.", did_you_mean(key, _KEYS))
-        if not value or (key in ("gpus", "restarts", "grace") and not re.fullmatch("[0-9]{1,6}", value)):
+        if not value or (key in _NUMBERS and not re.fullmatch("[0-9]{1,6}", value)):
             raise invalid(f"Invalid value in --k8s-with: {key}={value or ''!r}.", f"pass e.g. {key}=4")
         if key == "claim":
             claim, _, path = value.partition(":")
-            claims[claim] = path
+            settings["claims"][claim] = path
         else:
-            values[key] = value
-    return values, claims
+            settings[key] = int(value) if key in _NUMBERS else value
+    return settings
 
 
 def _for_pods(words: Sequence[str], own: int) -> list[str]:

@@ -15,14 +15,13 @@ import os
 import select
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from paceline import log
-from paceline.config.launch import Endpoint, LaunchSpec, NodeRange
+from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.cluster import node_env
 from paceline.launcher.cluster.channel import connect, job_token
@@ -35,8 +34,6 @@ from paceline.launcher.network import LOOPBACK, is_loopback, listen, own_address
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
 from paceline.text import plural
-
-COORDINATOR_LOST = 78  # exit status
 
 
 def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
@@ -69,7 +66,7 @@ def launch_from_environment(workload: Workload, spec: LaunchSpec, command: Seque
     node_rank = found.node_rank if spec.node_rank is None else spec.node_rank
     wanted = replace(
         spec,
-        nodes=spec.nodes or NodeRange(found.nodes_min, found.nodes_max),
+        nodes=spec.nodes or found.nodes,
         ranks=spec.ranks or found.ranks,
         node_rank=node_rank,
         master=Endpoint(host, spec.port or port),
@@ -97,13 +94,7 @@ def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
     own_fingerprint = fingerprint(script=workload.script, recipe=workload.recipe)
     is_host = listener is not None
     with nullcontext() if listener is None else _hosted(listener, token, spec, own_fingerprint):
-        try:
-            return Node(workload, spec, ranks, [address], token, number=spec.node_rank, is_host=is_host).run()
-        except LaunchError as error:
-            if error.code != "launch.coordinator-lost":
-                raise
-            print(error, file=sys.stderr, flush=True)  # noqa: T201
-            return COORDINATOR_LOST
+        return Node(workload, spec, ranks, [address], token, number=spec.node_rank, is_host=is_host).run()
 
 
 def _listen(master: Endpoint, node_rank: int | None, token: str) -> socket.socket | None:

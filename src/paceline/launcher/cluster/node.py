@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from paceline.run.ledger import Ledger
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult
 
+_COORDINATOR_LOST = 78  # exit status
 _RETRY_SECONDS = 0.2
 _FIRST_REMINDER, _REMINDER = 3.0, 30.0
 _LEAVE_SECONDS = 4.0  # for ranks to exit when the coordinator is lost
@@ -75,8 +77,15 @@ class Node:
             self._signals = stack.enter_context(interrupts.noted())
             self._channel = self._join()
             stack.callback(self._channel.close)
-            while (status := self._handle(self._next(), stack)) is None:
-                pass
+            try:
+                while (status := self._handle(self._next(), stack)) is None:
+                    pass
+            except LaunchError as error:
+                if error.code != "launch.coordinator-lost":
+                    raise
+                if not self._is_quiet:
+                    print(error, file=sys.stderr, flush=True)  # noqa: T201
+                return _COORDINATOR_LOST
             return status
 
     def _join(self) -> Channel:

@@ -36,8 +36,7 @@ _POD = re.compile(r".*-(?:master|worker)-[0-9]+")
 class NodeEnvironment:
     """The settings of a job of several nodes. The command line takes precedence."""
 
-    nodes_min: int
-    nodes_max: int
+    nodes: NodeRange
     node_rank: int | None  # None: assigned by the coordinator
     master_host: str | None  # None: not set
     master_port: int
@@ -45,8 +44,8 @@ class NodeEnvironment:
     source: str  # of the settings, for messages
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nodes_min <= self.nodes_max or not 0 <= (self.node_rank or 0) < self.nodes_max:
-            _invalid(self.source, f"{self._range()} nodes, node rank {self.node_rank}")
+        if not 1 <= self.nodes.fewest <= self.nodes.most or not 0 <= (self.node_rank or 0) < self.nodes.most:
+            _invalid(self.source, f"{self.nodes} nodes, node rank {self.node_rank}")
         if self.master_host is not None and not _HOST.fullmatch(self.master_host):
             _invalid(self.source, f"master address {self.master_host!a}")
         if not 0 < self.master_port < 65536:
@@ -57,20 +56,17 @@ class NodeEnvironment:
     def describe(self) -> str:
         """nodes: 2, this is node 1 (from PET_* variables)"""
         which = "" if self.node_rank is None else f", this is node {self.node_rank}"
-        return f"nodes: {self._range()}{which} (from {self.source})"
+        return f"nodes: {self.nodes}{which} (from {self.source})"
 
     def endpoint(self) -> Endpoint:
         """The address of the coordinator."""
         if self.master_host is None:
             raise LaunchError(
                 "no-master",
-                f"The environment ({self.source}) sets {self.nodes_max} nodes, but no master address.",
+                f"The environment ({self.source}) sets {self.nodes} nodes, but no master address.",
                 fix="pass --master HOST:29500, where HOST is the name or address of the first node",
             )
         return Endpoint(self.master_host, self.master_port)
-
-    def _range(self) -> str:
-        return str(NodeRange(self.nodes_min, self.nodes_max))
 
 
 def read_node_environment(environment: Mapping[str, str] = os.environ) -> NodeEnvironment | None:
@@ -93,8 +89,8 @@ def first_rank_environment(environment: Mapping[str, str], ranks: int) -> NodeEn
             f"both must be multiples of {ranks}",
             fix=f"on node I of N, export RANK=I×{ranks} WORLD_SIZE=N×{ranks}; on a single node, unset both",
         )
-    nodes = found.world // ranks
-    return NodeEnvironment(nodes, nodes, found.rank // ranks, found.host, found.port, ranks, "RANK, as a first rank")
+    nodes = NodeRange(found.world // ranks, found.world // ranks)
+    return NodeEnvironment(nodes, found.rank // ranks, found.host, found.port, ranks, "RANK, as a first rank")
 
 
 def reject_exported_rank(environment: Mapping[str, str], ranks: int, command: Sequence[str]) -> None:
@@ -129,12 +125,12 @@ def _multi_node_command(found: ExportedRank, ranks: int, command: Sequence[str])
 def _torchrun(environment: Mapping[str, str]) -> NodeEnvironment | None:
     if not any(environment.get(name) for name in _TORCHRUN):
         return None
-    least, most = _nodes(environment.get("PET_NNODES") or "1")
+    nodes = _nodes(environment.get("PET_NNODES") or "1")
     host, port = environment.get("PET_MASTER_ADDR"), number(environment, "PET_MASTER_PORT", default=DEFAULT_PORT)
     if endpoint := environment.get("PET_RDZV_ENDPOINT"):
         host, port = _endpoint(endpoint)
     rank = number(environment, "PET_NODE_RANK") if environment.get("PET_NODE_RANK") else None
-    return NodeEnvironment(least, most, rank, host, port, _ranks(environment), "PET_* variables")
+    return NodeEnvironment(nodes, rank, host, port, _ranks(environment), "PET_* variables")
 
 
 def _nodes(text: str) -> NodeRange:
@@ -166,7 +162,8 @@ def _pytorch_job(environment: Mapping[str, str]) -> NodeEnvironment | None:
     found = read_exported(environment)
     if found is None:
         return None
-    return NodeEnvironment(found.world, found.world, found.rank, found.host, found.port, None, "the PyTorchJob's RANK")
+    nodes = NodeRange(found.world, found.world)
+    return NodeEnvironment(nodes, found.rank, found.host, found.port, None, "the PyTorchJob's RANK")
 
 
 def _task(environment: Mapping[str, str]) -> NodeEnvironment | None:
@@ -182,7 +179,7 @@ def _task(environment: Mapping[str, str]) -> NodeEnvironment | None:
             "srun --ntasks-per-node=1 (mpirun --map-by ppr:1:node) paceline launch train.py",
         )
     host, port = rendezvous_endpoint(environment) or task.rendezvous()
-    return NodeEnvironment(task.nodes, task.nodes, task.rank, host, port, None, task.starter)
+    return NodeEnvironment(NodeRange(task.nodes, task.nodes), task.rank, host, port, None, task.starter)
 
 
 def _invalid(source: str, what: str) -> NoReturn:

@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from paceline.config.launch import NodeRange
 from paceline.errors import LaunchError, PacelineError, WorldError
 from paceline.launcher.cluster.node_env import (
     NodeEnvironment,
@@ -59,7 +60,7 @@ def test_without_variables_there_is_no_node_environment() -> None:
 
 def test_torchruns_variables_are_understood() -> None:
     found = read_node_environment(TRAIN_JOB)
-    assert found == NodeEnvironment(2, 2, 1, "job-node-0-0.job", 29400, 4, "PET_* variables")
+    assert found == NodeEnvironment(NodeRange(2, 2), 1, "job-node-0-0.job", 29400, 4, "PET_* variables")
     assert found.describe() == "nodes: 2, this is node 1 (from PET_* variables)"
 
 
@@ -75,7 +76,7 @@ def test_an_elastic_job_has_a_range_of_nodes_and_no_number_for_each() -> None:
     found = read_node_environment(
         {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "worker-0:29400", "PET_NPROC_PER_NODE": "2"}
     )
-    assert found == NodeEnvironment(1, 4, None, "worker-0", 29400, 2, "PET_* variables")
+    assert found == NodeEnvironment(NodeRange(1, 4), None, "worker-0", 29400, 2, "PET_* variables")
     assert found.describe() == "nodes: 1:4 (from PET_* variables)"
 
 
@@ -98,7 +99,7 @@ def test_several_nodes_without_an_address_have_a_code() -> None:
 
 def test_a_pytorch_job_counts_pods() -> None:
     assert read_node_environment(PYTORCH_JOB) == NodeEnvironment(
-        16, 16, 4, "mnist-master-0", 23456, None, "the PyTorchJob's RANK"
+        NodeRange(16, 16), 4, "mnist-master-0", 23456, None, "the PyTorchJob's RANK"
     )
     reject_exported_rank(PYTORCH_JOB, 4, ["launch", "train.py"])
 
@@ -106,7 +107,7 @@ def test_a_pytorch_job_counts_pods() -> None:
 def test_torchruns_variables_count_more_than_a_pytorch_jobs() -> None:
     """Newer operators set both, and WORLD_SIZE is then pods × ranks."""
     both = {**PYTORCH_JOB, "PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "9"}
-    assert read_node_environment(both) == NodeEnvironment(4, 4, 1, "m", 9, None, "PET_* variables")
+    assert read_node_environment(both) == NodeEnvironment(NodeRange(4, 4), 1, "m", 9, None, "PET_* variables")
     reject_exported_rank(both, 2, ["launch", "train.py"])
 
 
@@ -117,7 +118,7 @@ def test_one_task_of_srun_on_each_machine_is_one_launcher_on_each() -> None:
 
 
 def test_one_process_of_mpirun_on_each_machine_is_one_launcher_on_each() -> None:
-    assert read_node_environment(MPIRUN) == NodeEnvironment(2, 2, 1, "head", 29500, None, "mpirun")
+    assert read_node_environment(MPIRUN) == NodeEnvironment(NodeRange(2, 2), 1, "head", 29500, None, "mpirun")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,9 @@ def test_a_contract_that_makes_no_sense_has_a_code(said: dict[str, str]) -> None
 
 
 def test_an_exported_first_rank_gives_the_machine_its_place() -> None:
-    assert first_rank_environment(GUIDE, 4) == NodeEnvironment(2, 2, 1, "10.1.1.1", 29500, 4, "RANK, as a first rank")
+    assert first_rank_environment(GUIDE, 4) == NodeEnvironment(
+        NodeRange(2, 2), 1, "10.1.1.1", 29500, 4, "RANK, as a first rank"
+    )
     first = first_rank_environment({**GUIDE, "RANK": "0"}, 4)
     assert first is not None and first.node_rank == 0
 
