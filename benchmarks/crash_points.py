@@ -27,7 +27,7 @@ TENSORS = 10  # of 4 MB each
 
 def replay(random_states: int) -> int:
     """Return the number of wrong states."""
-    print("| save | operations | states | good one found | wrong |\n|---|---|---|---|---|")
+    print("| save | operations | states | intact one found | wrong |\n|---|---|---|---|---|")
     states = wrong = 0
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:

@@ -55,34 +55,50 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError):
+    """Invalid recipe or setting."""
+
     family = "config"
 
 
 class LayoutError(PacelineError):
+    """The layout does not fit the model or the ranks."""
+
     family = "layout"
 
 
 class LaunchError(PacelineError):
+    """Ranks could not be started, or failed."""
+
     family = "launch"
 
 
 class WorldError(PacelineError):
+    """Error of a process group or a collective."""
+
     family = "world"
 
 
 class DataError(PacelineError):
+    """Unusable dataset, loader or batch."""
+
     family = "data"
 
 
 class ModelError(PacelineError):
+    """Unknown model, invalid option or unusable output of a model."""
+
     family = "model"
 
 
 class TrainError(PacelineError):
+    """Error of the Trainer or of a training step."""
+
     family = "train"
 
 
 class CheckpointError(PacelineError):
+    """Error of a checkpoint or a run folder."""
+
     family = "checkpoint"
 
 

@@ -20,7 +20,7 @@ def show(
         int | None, typer.Option("-n", "--ranks", help="number of ranks; default: launch.ranks of the recipe, or 2")
     ] = None,
 ) -> None:
-    """Print the effective recipe with the source of each value, derived settings and model passes."""
+    """Print the effective recipe with the source of each value, and the values derived from it."""
     from paceline.config import show as text
     from paceline.plan import batch as plan_batch
     from paceline.plan import derived, layout, passes, schedule

@@ -1,4 +1,4 @@
-"""What ranks run: a function, a recipe, or a script, module or program in the way of torchrun."""
+"""What ranks run: a function, a recipe, or a script, module or program as with torchrun."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Lines:
         self._pending = None
         facts = {"steps": f"step {self._pace.steps(point.step)}", **_facts(point)}
         if self._pace.total:
-            facts["left"] = f"left {self._pace.left(point.step)}"
+            facts["left"] = f"ETA {self._pace.left(point.step)}"
         self._log.info("  ".join(facts.values()))
 
 
@@ -143,7 +143,7 @@ class Bar:
         facts = {"epoch": "", "bar": " " * self.NARROWEST, "steps": self._pace.steps(completed), "loss": "loss -"}
         facts |= _facts(self._point) if self._point else {}
         extras = facts.keys() - {"steps", "loss", *self.DISPENSABLE}
-        facts["left"] = f"left {self._pace.left(completed)}"
+        facts["left"] = f"ETA {self._pace.left(completed)}"
         if not self._pace.total:
             del facts["bar"], facts["left"]
         facts = {name: fact for name, fact in facts.items() if fact}

@@ -1,4 +1,4 @@
-"""Failure records: each rank that fails writes why beside its log. Which one is the cause: diagnose/cause.py."""
+"""Failure records: a rank that fails writes the reason next to its log. diagnose/cause.py finds the cause."""
 
 from __future__ import annotations
 

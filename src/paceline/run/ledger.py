@@ -7,7 +7,7 @@ The launcher and rank 0 append to the same file, each line in a single write. A 
 seconds, an event and its values:
 
     launched {nodes, ranks, generation}     by the launcher; generation 0 starts a run, later ones are restarts;
-             {resumed}                      a person or a scheduler started the job again: the pause is not counted
+             {resumed}                      the user or a scheduler started the job again: the pause is not counted
     ranks-started
     failed {cause, rank, step}
     ended {status}

@@ -88,7 +88,7 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] = (),
     ) -> Trainer:
-        """Create a Trainer from a recipe. `model` defaults to the recipe's model, as data does in `train()`."""
+        """Create a Trainer from a recipe. `model` defaults to the recipe's model, and the data of `train()` to the recipe's data."""
         trainer = cls.__new__(cls)
         task = UserObjects(metrics=metrics or {})
         trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)
@@ -116,7 +116,7 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """The recipe, with values determined since, such as the micro-batch size of `micro_batch: auto`."""
+        """The recipe, with the values determined at run time, such as the size found by `micro_batch: auto`."""
         return self._engine.config
 
     @property
@@ -242,7 +242,7 @@ class Trainer:
         return self._get_custom_loop().no_sync()
 
     def loader(self, data: Any) -> EpochLoader:
-        """Return an iterable over this rank's micro-batches of one epoch of `data`, for a custom loop."""
+        """Return an iterable over this rank's micro-batches in the rest of the current epoch, for a custom loop."""
         loader, batch = self._loaders.training(adopt.look_at(data, self.config.seed))
         self._restorer.check_data(self._loaders.position(loader))
         return EpochLoader(self._get_custom_loop(), loader, batch.groups)
@@ -294,7 +294,7 @@ class Trainer:
         """Restore weights, optimizer, position and random state, and return the metadata.
 
         `path` is a checkpoint folder, a run folder (its newest intact checkpoint), or a file of weights (.pt, .pth,
-        .safetensors). Collective: must be called on every rank.
+        .bin, .safetensors). Collective: must be called on every rank.
         """
         return self._restorer.load(require_exists(path), weights_only=weights_only)
 

@@ -88,7 +88,7 @@ class Interrupts:
             self.send(number)
 
     def _set_deadline(self, number: int) -> None:
-        """After Ctrl-C a person can press it again; after other signals the grace period applies."""
+        """After Ctrl-C the user can press it again; after other signals the grace period applies."""
         if number != signal.SIGINT:
             self._deadline = self._deadline or time.monotonic() + self._grace
 

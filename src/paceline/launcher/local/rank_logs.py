@@ -38,7 +38,7 @@ class RankLogs:
 
 @contextmanager
 def opened(spec: LaunchSpec) -> Iterator[RankLogs]:
-    """The run folder of a launch: a new one or, for `resume`, an existing one, to whose logs is appended. Without a
+    """The run folder of a launch: a new one or, for `resume`, an existing one, whose logs are appended to. Without a
     name, a temporary folder."""
     run, resume = spec.run, spec.resume
     if run is None:
