@@ -88,7 +88,7 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] = (),
     ) -> Trainer:
-        """Create a Trainer from a recipe. `model` defaults to the recipe's model, and the data of `train()` to the recipe's data."""
+        """Create a Trainer from a recipe. `model`, and data in `train()`, default to those of the recipe."""
         trainer = cls.__new__(cls)
         task = UserObjects(metrics=metrics or {})
         trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)

@@ -44,7 +44,7 @@ def last_line(output: str) -> str:
 def test_a_wide_bar_shows_everything() -> None:
     line = last_line(played(200))
     expected = ["epoch 3", "━", "1500/5000", "loss 1.2346", "lr 0.0003", "12.3k tokens/s", "data wait 3%", "1.2 GiB",
-                "accuracy 0.5000", "left "]  # fmt: skip
+                "accuracy 0.5000", "ETA "]  # fmt: skip
     assert [fact for fact in expected if fact not in line] == []
     assert line.count("━") == 30 * 1500 // 5000
 
@@ -59,7 +59,7 @@ def test_a_bar_stays_on_one_line(width: int) -> None:
 
 def test_eighty_columns_hold_what_matters_most() -> None:
     line = last_line(played(80))
-    kept = ["━", "1500/5000", "loss 1.2346", "12.3k tokens/s", "data wait 3%", "left "]
+    kept = ["━", "1500/5000", "loss 1.2346", "12.3k tokens/s", "data wait 3%", "ETA "]
     assert [fact for fact in kept if fact not in line] == []
     assert "accuracy" not in line
 
@@ -88,21 +88,21 @@ def test_a_bar_without_an_end_shows_neither_bar_nor_time_left() -> None:
     line = last_line(played(200, total=None))
     assert "1500 steps" in line
     assert "━" not in line
-    assert "left" not in line
+    assert "ETA" not in line
 
 
 def test_time_left_is_unknown_before_the_first_step() -> None:
     screen = Terminal()
     with Bar(10, 3, Console(file=screen, force_terminal=True, width=80, color_system=None, _environ={})):
         pass
-    assert last_line(screen.getvalue()).endswith("left -")
+    assert last_line(screen.getvalue()).endswith("ETA -")
 
 
 def test_time_left_at_the_end_is_none() -> None:
     screen = Terminal()
     with Bar(10, 3, Console(file=screen, force_terminal=True, width=80, color_system=None, _environ={})) as bar:
         bar.completed = 10
-    assert last_line(screen.getvalue()).endswith("left 0:00")
+    assert last_line(screen.getvalue()).endswith("ETA 0:00")
 
 
 def test_lines_print_the_first_and_the_last_standing_and_few_between(capsys: pytest.CaptureFixture[str]) -> None:
