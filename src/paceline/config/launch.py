@@ -132,9 +132,7 @@ class LaunchOptions:
         metavar="HOST[:PORT]",
         help="address of the first node, which runs the coordinator; default port: 29500 (the ranks use the next one)",
     )
-    wait: float = option(
-        600.0, "--wait", gt=0, panel=MANUAL_NODES, help="seconds to wait for all nodes to join; default: 600",
-    )
+    wait: float = option(600.0, "--wait", gt=0, panel=MANUAL_NODES, help="seconds to wait for all nodes; default: 600")
     interface: str | None = option(
         None, "--interface", panel=MANUAL_NODES,
         help="network interface that reaches the other nodes; detected if omitted",

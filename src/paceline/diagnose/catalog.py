@@ -24,5 +24,10 @@ def page(code: str) -> str:
     if family:
         return "\n".join(family)
     if code not in known:
-        raise PacelineError("unknown-code", f"Unknown error code {code!r}: {did_you_mean(code, known)}")
+        families = ", ".join(sorted({name.partition(".")[0] for name in known}))
+        raise PacelineError(
+            "unknown-code",
+            f"Unknown error code {code!r}: {did_you_mean(code, known)}",
+            fix=f"pass a family to list its codes: {families}",
+        )
     return known[code]

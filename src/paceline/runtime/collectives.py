@@ -34,7 +34,6 @@ _OPS = {
     "min": torch_dist.ReduceOp.MIN,
     "product": torch_dist.ReduceOp.PRODUCT,
 }
-
 _debug: bool | None = None
 
 
@@ -56,19 +55,23 @@ class Work:
 
 
 def rank() -> int:
+    """The rank of this process; 0 without a launcher."""
     # Asking an initialized group costs a tenth of reading the environment.
     return torch_dist.get_rank() if torch_dist.is_initialized() else process_group.current_rank_info().rank
 
 
 def world() -> int:
+    """The number of ranks; 1 without a launcher."""
     return torch_dist.get_world_size() if torch_dist.is_initialized() else process_group.current_rank_info().world
 
 
 def local_rank() -> int:
+    """The rank of this process on its node."""
     return process_group.current_rank_info().local_rank
 
 
 def is_main() -> bool:
+    """Whether this is rank 0."""
     return rank() == 0
 
 
@@ -194,10 +197,7 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """Run the body on rank 0 before the other ranks, for example to download a dataset once.
-
-    If it fails on rank 0, the other ranks raise `world.main-failed` instead of running it.
-    """
+    """Run the body on rank 0 first. If it fails there, other ranks raise `world.main-failed` instead of running it."""
     if is_main():
         succeeded = False
         try:

@@ -216,10 +216,7 @@ class Trainer:
         return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 
     def training_step(self, batch: Any) -> StepResult:
-        """Run forward and backward of a micro-batch and, after the last one of a step, step the optimizer.
-
-        Returns the loss on this rank, and whether the optimizer stepped.
-        """
+        """Run a micro-batch and, after the last one of a step, step the optimizer. Returns (local loss, stepped)."""
         with oom.explain_out_of_memory(self._engine, self._loaders.plan):
             return self._get_custom_loop().training_step(batch)
 

@@ -58,7 +58,7 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
 
 
 def launch_from_environment(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
-    """Launch on this node as a scheduler or operator says in the environment. The command line takes precedence."""
+    """Launch on this node with the settings of a scheduler or operator. The command line takes precedence."""
     found = node_env.read_node_environment(os.environ)
     assert found is not None
     log.info(found.describe())

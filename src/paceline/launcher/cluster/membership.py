@@ -84,7 +84,7 @@ class OrphanedRanks:
 
 
 def assign_node(request: JoinRequest, nodes: NodeRange, free: Collection[int], first: Fingerprint | None) -> int:
-    """The number of a new node. Rejects one that differs from the first, or for which there is no number."""
+    """The number of a new node. Rejects a node that differs from the first, or for which no number is free."""
     found = [] if first is None else differences(first, request.fingerprint)
     if request.nodes != nodes:
         found.insert(0, f"nodes: {nodes} and {request.nodes}")
@@ -124,7 +124,7 @@ def nodes_missing(missing: Collection[int], seconds: float) -> LaunchError:
         "nodes-missing",
         f"{'Node' if len(missing) == 1 else 'Nodes'} {', '.join(map(str, missing))} did not join within {seconds:g} s.",
         why="their launchers were not started, have exited, or cannot reach this machine",
-        fix="start them with the same command and their own --node-rank; check the firewall; --wait sets the time",
+        fix="start them with the same command and their own --node-rank; check the firewall; --wait sets the timeout",
     )
 
 

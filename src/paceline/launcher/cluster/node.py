@@ -302,5 +302,5 @@ def _coordinator_lost() -> LaunchError:
         "coordinator-lost",
         "Lost the connection to the coordinator on the first node.",
         why="its launcher was killed, or the machine or the network failed",
-        fix="start all nodes again with resume=auto: training resumes from the last checkpoint",
+        fix="start all nodes again with resume=auto (a recipe) or --resume (a script)",
     )
