@@ -58,7 +58,7 @@ class Degrees:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole model."""
+        """Whether every rank holds the full model."""
         return self.parts("weights", "layers") == 1
 
     def parts(self, *kinds: str) -> int:

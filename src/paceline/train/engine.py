@@ -142,7 +142,7 @@ class Engine:
     def _report_untrained(self, optimizer: torch.optim.Optimizer) -> None:
         untrained = factory.check_parameters(self.model, optimizer)
         if untrained:
-            self.log.info(f"optimizer: these trainable parameters are not in it: {', '.join(untrained)}")
+            self.log.info(f"optimizer: these trainable parameters are not updated: {', '.join(untrained)}")
 
     def _build_optimizer(self) -> None:
         """Called after the layout is applied: the optimizer holds the parameters of this rank."""
@@ -245,7 +245,7 @@ class Engine:
         self.stepper.nominal = preflight.nominal(weight, groups)
         process_group.shorten_timeout(self.config.timeout)  # compilation is done
         if unused and not several and self.config.unused_parameters == "error":
-            self.log.warning(f"the loss does not depend on {', '.join(unused[:8])}: an error on several ranks")
+            self.log.warning(f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error")
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
 
     def recompute(self, kind: str) -> None:
