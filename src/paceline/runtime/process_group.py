@@ -7,7 +7,6 @@ the process exits, also after an error.
 from __future__ import annotations
 
 import atexit
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,11 +17,10 @@ from torch._C._distributed_c10d import HashStore
 from paceline.errors import WorldError
 from paceline.log import Log
 from paceline.runtime import device as devices
-from paceline.runtime import environment
+from paceline.runtime import environment, gloo_threads
 from paceline.runtime.environment import RankInfo
 
 FIRST_STEP_SECONDS = 1800.0  # timeout until the first step is done: it compiles, and waits for the slowest import
-_DRAIN_SECONDS = 0.02  # for gloo's threads to free the last tensors while they can use the interpreter (objects.keep)
 
 _initialized_here = False  # paceline initialized torch's global group
 _is_single = False  # it failed to, and this process continued as a single rank
@@ -197,7 +195,7 @@ def destroy() -> None:
     """Destroy the group if paceline initialized it. May be called more than once."""
     global _initialized_here
     if _initialized_here and torch_dist.is_initialized():
-        time.sleep(_DRAIN_SECONDS)
+        gloo_threads.wait_until_idle()
         torch_dist.destroy_process_group()
     _initialized_here = False
     atexit.unregister(destroy)

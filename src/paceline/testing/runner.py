@@ -24,7 +24,7 @@ import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 
-from paceline.runtime import collectives, environment
+from paceline.runtime import collectives, environment, gloo_threads
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -88,6 +88,7 @@ def _run_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> 
         body()
         if not torch_dist.is_initialized():
             raise AssertionError("the test destroyed a process group that it did not initialize")
+        gloo_threads.wait_until_idle()
         torch_dist.destroy_process_group()
         return 0
     except BaseException:

@@ -25,7 +25,7 @@ from paceline.launcher.local import interrupts
 from paceline.launcher.workload import Target
 from paceline.run.failures import FailureRecord, describe
 from paceline.run.folder import RunFolder
-from paceline.runtime import environment
+from paceline.runtime import environment, gloo_threads
 
 _PR_SET_PDEATHSIG = 1  # Linux prctl: signal sent when the parent exits
 _EXIT_SECONDS = 10.0
@@ -78,6 +78,7 @@ def _finish() -> None:
     atexit._run_exitfuncs()
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
         gc.collect()
+        gloo_threads.wait_until_idle()
         sys.modules["torch.distributed"].destroy_process_group()
         gc.collect()
     _flush()

@@ -38,7 +38,7 @@ def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
         except LaunchError as error:
             if not spec.fallback or error.code != "launch.port-in-use":
                 raise
-            log.info(f"fallback: rendezvous failed ({error.what}); continuing with one rank")
+            log.info(f"fallback: rendezvous failed ({error.what}); continuing as a single rank")
             status = _generations(workload, replace(spec, port=None), 1, logs, began)
         return status
 
