@@ -12,7 +12,7 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (docs/decisions/).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (decision 020 has these).
 CEILINGS = {
     "": 450,
     "config": 1_000,
@@ -20,8 +20,8 @@ CEILINGS = {
     "run": 1_050,
     "diagnose": 1_450,
     "watch": 1_500,
-    "runtime": 1_850,
-    "launcher": 5_000,
+    "runtime": 1_900,
+    "launcher": 5_300,
     "models": 1_900,
     "data": 3_000,
     "precision": 400,
