@@ -140,6 +140,21 @@ if dist.get_rank() == 0:
     assert done.returncode == 76 and "rank 1 exited with status 0" in done.stderr
 
 
+def test_a_rank_that_is_slow_to_exit_is_reported_as_the_one_that_exited(tmp_path: Path) -> None:
+    """The launcher sends SIGTERM half a second after rank 0 failed, while rank 1 is still exiting."""
+    script = """
+import atexit, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.barrier()
+atexit.register(time.sleep, 1.5)
+atexit.register(dist.destroy_process_group)
+"""
+    done = paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
+    assert done.returncode == 76 and "rank 1 exited with status 0" in done.stderr
+
+
 def test_a_process_left_in_the_background_does_not_hold_the_command(tmp_path: Path) -> None:
     script = (
         "import subprocess, pathlib; p = subprocess.Popen(['sleep', '100']); pathlib.Path('pid').write_text(str(p.pid))"

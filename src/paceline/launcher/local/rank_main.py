@@ -75,6 +75,9 @@ def _finish() -> None:
     """Shut down like the interpreter does: threads, exit handlers, streams. The process stays alive until the launcher
     has read its result, so connections are closed here for ranks that would otherwise wait for this one."""
     threading._shutdown()  # type: ignore[attr-defined]
+    # Ranks that still need this one fail as soon as its connections are closed, and the launcher then sends SIGTERM. It
+    # must not turn a clean exit into a kill, or the wrong rank is reported.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     atexit._run_exitfuncs()
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
         gc.collect()
