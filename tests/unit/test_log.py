@@ -118,7 +118,7 @@ def test_quiet_keeps_warnings(capfd: pytest.CaptureFixture[str]) -> None:
     model.register_parameter("unused", torch.nn.Parameter(torch.zeros(2)))
     Trainer(model, criterion=MSE, batch=4, run=False, quiet=True).train(DATA, max_steps=1)
     printed = capfd.readouterr().out
-    assert printed.startswith("warning: the loss does not depend on unused:")
+    assert printed.startswith("warning: the loss does not depend on unused;")
     assert printed.count("\n") == 1
 
 
