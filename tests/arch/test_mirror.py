@@ -14,6 +14,7 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 # Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
 ELSEWHERE = {
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
+    "guard/preflight": ["ranks/test_preflight"],
     "launcher/backends/ray": ["system/test_ray"],
     "launcher/cluster/frontend": ["system/test_ssh_launch", "system/test_slurm"],
     "launcher/cluster/manual": ["ranks/test_several_nodes", "ranks/test_first_rank"],
@@ -37,7 +38,6 @@ ELSEWHERE = {
     "train/loaders": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/optimizer_step": ["unit/train/test_nonfinite", "unit/precision/test_scaler", "unit/optim/test_clip"],
     "train/pipeline_step": ["ranks/test_pipeline"],
-    "train/preflight": ["ranks/test_preflight"],
     "train/rank_poll": ["faults/test_signals_in_training"],
     "train/step": ["ranks/test_parity", "unit/train/test_custom_loop"],
     "train/telemetry": ["ranks/test_restarts_resume", "contract/test_run_files"],

@@ -145,8 +145,8 @@ def test_data_parallel_over_two_devices_is_the_whole_batch(tmp_path: Path) -> No
     code = """
 import paceline, tiny, torch
 from paceline.parallel.data_parallel import DataParallel
-from paceline.train.model_call import infer_call
-from paceline.train.step import LossModule
+from paceline.models.model_call import infer_call
+from paceline.models.loss_module import LossModule
 device = torch.device("cuda", 0)
 for loss_fn in (None, lambda model, batch: paceline.Loss(model(batch[0]).square().sum(), batch[1].sum())):
     model = tiny.classifier().to(device)

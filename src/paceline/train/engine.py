@@ -18,7 +18,10 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
+from paceline.guard import preflight
 from paceline.log import rank_log
+from paceline.models.loss_module import LossModule
+from paceline.models.model_call import infer_call
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
@@ -36,14 +39,13 @@ from paceline.runtime import collectives, consistency, process_group, rng
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.text import plural
-from paceline.train import factory, preflight, resolve_layout
+from paceline.train import factory, resolve_layout
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.model_call import infer_call
 from paceline.train.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.sharded_params import ShardedParams
-from paceline.train.step import LossModule, Stepper
+from paceline.train.step import Stepper
 from paceline.train.telemetry import Telemetry
 
 

@@ -19,14 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
+from paceline.models.loss_module import LossModule
+from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import derive_seed
-from paceline.train.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.train.pipeline_step import PipelineLossModule
-from paceline.train.step import LossModule
 
 # No training step has this number, so evaluation never reuses the noise of a step.
 _EVALUATION = -1

@@ -19,14 +19,15 @@ from paceline.config.sections import PipelineSection as Settings
 from paceline.data.batches import rows_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
+from paceline.models.loss_module import LossModule
+from paceline.models.model_call import ModelCall, choose_outputs, read_loss
 from paceline.models.spec import PipelineSpec
 from paceline.parallel.compose import Subject
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.tensor.apply import full_logits
 from paceline.plan.pipeline_schedule import choose_microbatches
 from paceline.runtime import collectives
-from paceline.train.model_call import ModelCall, choose_outputs, read_loss
-from paceline.train.step import LossModule, Stepper
+from paceline.train.step import Stepper
 
 
 class PipelineLossModule(LossModule):

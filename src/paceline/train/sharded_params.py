@@ -8,11 +8,11 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
+from paceline.guard.preflight import unused_parameters_error
 from paceline.optim.clip import total_norm
 from paceline.parallel.optimizer_binding import assign_shard_gradients
 from paceline.parallel.shards import is_primary_shard
 from paceline.runtime.mesh import Mesh
-from paceline.train.preflight import unused_parameters_error
 
 
 class ShardedParams:

@@ -9,8 +9,7 @@ every rank: float16 gradients of a sum stay as small as those of its mean, witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,47 +17,15 @@ import torch
 # The first optimizer step imports this, which takes a second: import it before ranks are forked.
 import torch._dynamo
 import torch.distributed as torch_dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.data.loader import MicroBatch
+from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
-from paceline.train.model_call import CallRule, read_loss
 from paceline.train.nonfinite import NonfiniteGuard
-
-
-class LossModule(nn.Module):
-    """The module that DDP or FSDP wraps: maps a batch to (sum or mean, weight or None).
-
-    It computes the loss too, so that a loss function may call any method of the model under the wrapper. The user's
-    model is a submodule, so its parameter names get no prefixes.
-    """
-
-    def __init__(self, model: nn.Module, context: AbstractContextManager[Any] | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.context = context
-        self.call: CallRule | None = None
-        self.metrics: Mapping[str, Any] | None = None  # of the last forward, if the model returns any
-
-    def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        """Return (sum or mean, weight or None), or `function(model, batch)` if given: every call of the model must go
-        through this method, where the wrappers' hooks run."""
-        if function is not None:
-            with self.context or nullcontext():
-                return function(self.model, batch)
-        assert self.call is not None
-        if self.context is None:
-            result = self.call.loss(self.model, batch)
-        else:
-            with self.context:
-                result = self.call.loss(self.model, batch)
-        if type(result) is Tensor and result.dtype is torch.float32 and not result.dim():
-            return result, None  # the common case, without another call
-        value, weight, self.metrics = read_loss(result)
-        return value, weight
 
 
 class Stepper:

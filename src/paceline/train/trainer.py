@@ -24,12 +24,13 @@ from paceline.config.recipe import Config
 from paceline.data import adopt
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
+from paceline.guard import preflight
 from paceline.monitor.progress_bar import Display, Silent, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.plan import derived
 from paceline.plan.schedule import derive_schedule, total_steps
-from paceline.train import evaluate, factory, loop, nonfinite, oom, preflight
+from paceline.train import evaluate, factory, loop, nonfinite, oom
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start

@@ -15,13 +15,13 @@ from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.state import Snapshot, TrainingState
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
 from paceline.errors import CheckpointError
+from paceline.guard.preflight import versions
 from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
 from paceline.runtime.rank_errors import StoreBarrier, run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.engine import Engine
-from paceline.train.preflight import versions
 
 _TOLERATED_FAILURES = 2
 _SHARDED = "parameters are sharded across ranks, so every rank must save its shards"

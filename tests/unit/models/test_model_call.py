@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline import Loss
 from paceline.errors import TrainError
-from paceline.train.model_call import infer_call, read_loss
+from paceline.models.model_call import infer_call, read_loss
 
 
 class One(nn.Module):

@@ -21,12 +21,12 @@ import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import DataError, LayoutError, TrainError
+from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import preserve_rng_state
-from paceline.train.step import LossModule
 
 _SHOWN = 8
 _ROWS_COMPARED = 64
