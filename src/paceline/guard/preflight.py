@@ -1,16 +1,20 @@
 """The pre-flight: checks before the first step that all ranks agree.
 
-It runs one micro-batch with weight zero and restores buffers and random state. This makes DDP rebuild its buckets (or
-sums would run in another order after a resume), finds unused parameters, triggers compilation, and measures the weight
-of a micro-batch. Then ranks compare library versions, weights and data. A difference is an error that names the ranks.
+It runs a copy of the first micro-batch with weight zero, and undoes what the forward changes (snapshot.py). This makes
+DDP rebuild its buckets (or sums would run in another order after a resume), finds unused parameters, triggers
+compilation, and measures the weight of a micro-batch. Then ranks compare library versions, weights and data. A
+difference is an error that names the ranks.
+
+One rank has nothing to compare. It takes what the first step shows, so user code runs exactly as in a plain loop.
 """
 
 from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import log2
 from typing import Any
 
@@ -21,12 +25,12 @@ import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import DataError, LayoutError, TrainError
+from paceline.guard import snapshot
 from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
-from paceline.runtime.rng import preserve_rng_state
 
 _SHOWN = 8
 _ROWS_COMPARED = 64
@@ -43,22 +47,25 @@ def check(
     *,
     fingerprint: Any,
     allow_unused: bool,
+    user_code: Sequence[Any] = (),
     run_zero_weight: Callable[[MicroBatch], Any] | None = None,
 ) -> tuple[float, list[str]]:
     """Return the weight of one micro-batch summed over ranks, and the parameters without a gradient."""
     ranks, value = collectives.world(), None
     if mesh.data_ranks < mesh.degrees.world:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
-    with _preserved_state(module):
-        draw.samples, draw.draws = micro, 0
+    module.zero_grad(set_to_none=True)
+    trial = replace(micro, batch=snapshot.copied(micro.batch))
+    with snapshot.preserved(module.model, *user_code):
+        draw.samples, draw.draws = trial, 0
         if run_zero_weight is not None:  # a pipeline
-            weight = run_zero_weight(micro)
+            weight = run_zero_weight(trial)
         else:
-            value, weight = wrapped.forward(micro.batch)
-            with _explain_inplace_change():
+            value, weight = wrapped.forward(trial.batch)
+            with explain_inplace_change():
                 (value * 0.0).backward()
         draw.samples = None
-    unused = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
+        unused = without_gradient(module.model)
     module.zero_grad(set_to_none=True)
     if unused and ranks > 1 and not allow_unused:
         raise unused_parameters_error(module.model, unused)
@@ -83,8 +90,12 @@ def check(
     return sum(rank["weight"] for rank in gathered), unused
 
 
+def without_gradient(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
 @contextmanager
-def _explain_inplace_change() -> Iterator[None]:
+def explain_inplace_change() -> Iterator[None]:
     """FSDP fails in the first backward with an obscure error if a block's output was modified in place."""
     try:
         yield
@@ -164,28 +175,6 @@ def unused_parameters_error(model: nn.Module, names: list[str]) -> TrainError:
         why="with several ranks, every trainable parameter must receive a gradient to complete the reduction",
         fix="use them in forward(), freeze them with requires_grad_(False), or set unused_parameters: allow",
     )
-
-
-@contextmanager
-def _preserved_state(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and random state after this context."""
-    buffers = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    on_gpu = torch.cuda.is_initialized()
-    gpu_state = torch.cuda.get_rng_state() if on_gpu else None
-    with preserve_rng_state():
-        yield
-    if gpu_state is not None:
-        torch.cuda.set_rng_state(gpu_state)
-    with torch.no_grad():
-        for part, name, buffer, before in buffers:
-            part._buffers[name] = buffer  # the forward may have replaced it
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
 
 
 _INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -2,8 +2,8 @@
 
 Blocks of the same class share one compiled graph, so a deep model compiles as fast as a single block, and gathering
 shards or copying between devices stays outside the graph. A model declares further methods to compile in
-`ModelSpec.compile_methods`. Modules are compiled in place and keep their names. The pre-flight compiles the first
-micro-batch before any step is timed; a micro-batch of another size is compiled once more.
+`ModelSpec.compile_methods`. Modules are compiled in place and keep their names. On several ranks, the pre-flight
+triggers compilation before the first step; a micro-batch of another size is compiled once more.
 """
 
 from __future__ import annotations

@@ -232,23 +232,40 @@ class Engine:
         """Run the pre-flight, once, before the first step. Must be called within `self.draw`."""
         if self._checked or not self.config.preflight:
             return
-        several = self.world.size > 1
-        weight, unused = preflight.check(
+        if self.world.size == 1:
+            self._check_in_first_step(groups)
+            return
+        weight, _ = preflight.check(
             self.module,
             self.wrapped,
             micro,
             self.mesh,
             self.draw,
-            fingerprint=fingerprint() if several else None,
+            fingerprint=fingerprint(),
             allow_unused=self.config.unused_parameters == "allow",
+            user_code=[self.task.criterion, self.task.loss_fn],
             run_zero_weight=self.stepper.run_zero_weight if isinstance(self.stepper, PipelineStepper) else None,
         )
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
         process_group.shorten_timeout(self.config.timeout)  # compilation is done
-        if unused and not several and self.config.unused_parameters == "error":
-            self.log.warning(f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error")
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
+
+    def _check_in_first_step(self, groups: int) -> None:
+        """One rank runs no trial: the first step itself shows the weight and the unused parameters."""
+        self._checked = True
+        self.module.zero_grad(set_to_none=True)
+        self.stepper.measure = partial(preflight.nominal, groups=groups)
+
+        def check(*arguments: Any) -> None:
+            hook.remove()
+            unused = preflight.without_gradient(self.model)
+            if unused and self.config.unused_parameters == "error":
+                self.log.warning(
+                    f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error"
+                )
+
+        hook = self.optimizer.register_step_pre_hook(check)
 
     def recompute(self, kind: str) -> None:
         """Change activation checkpointing of the wrapped model."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.data.batches import tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
+from paceline.guard import snapshot
 from paceline.parallel.fsdp import reshard_all
 from paceline.parallel.shards import local_shard
 from paceline.runtime import collectives
@@ -99,7 +100,8 @@ def report(
     seen = watch is not None and watch.loss_was_bad_at(record["step"] - 1)
     facts: dict[str, Any] = {"seen": seen, "where": None, "samples": []}
     if micros is not None:
-        facts |= _locate(module, micros, draw)
+        with snapshot.preserved(module.model):  # `stop` keeps the model as it was before the step
+            facts |= _locate(module, micros, draw)
     ranks = collectives.all_gather_object(facts)
     if watch is not None:
         watch.reset()

@@ -9,7 +9,7 @@ every rank: float16 gradients of a sum stay as small as those of its mean, witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Stepper:
         self._watch = watch
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.nominal: float | None = None  # None: the number of samples
+        self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
         self.reset()
 
     def reset(self) -> None:
@@ -87,6 +88,8 @@ class Stepper:
             self.data_weighted, self.means = True, False
             if micro.samples == 0:  # a placeholder batch keeps this rank in step with the others
                 weight = 0.0
+            if self.nominal is None and self.measure is not None:
+                self.nominal = self.measure(float(weight))
             factor = self._ranks / (self.nominal or micro.step_samples) if micro.samples else 0.0
             loss = _zero_without_weight(loss, weight)
             self.losses.append((loss, weight))
