@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery
+SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs
 
 .PHONY: help train test lint suite hooks system gpu docs parity bench bench-compare soak $(SOAK) clean
 
@@ -113,6 +113,9 @@ soak-deaths: $(READY)
 
 soak-recovery: $(READY)
 	$(BIN)/python benchmarks/recovery.py --rounds 20 --without-peers
+
+soak-programs: $(READY)
+	$(BIN)/python benchmarks/random_programs.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache

@@ -116,7 +116,7 @@ class Updater:
         gradients = [p.grad for p in held] if self._sharded is None else [local_shard(p.grad) for p in held]
         norm_of = total_norm if self._sharded is None else self._sharded.norm_of(held)
         if isinstance(factor, float):
-            if factor != 1.0:
+            if factor != 1.0 and gradients:  # a pipeline stage may have only frozen parameters
                 torch._foreach_mul_(gradients, factor)
         elif factor is not None:
             for device, dtype in {(gradient.device, gradient.dtype) for gradient in gradients}:

@@ -1,0 +1,628 @@
+"""The parts that random training programs are drawn from: models, losses, data, optimizers and callbacks.
+
+Each part is written as a user would write it, without paceline, so that the same objects also train in a plain loop.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import paceline
+
+FEATURES, CLASSES, VOCABULARY, TOKENS = 8, 3, 20, 6
+SAMPLES, BATCH, VALIDATION = 45, 10, 17  # the last step of an epoch has 5 samples, which no layout divides
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+class Residual(nn.Module):
+    """Repeated blocks, which FSDP gathers one by one."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 12)
+        self.blocks = nn.ModuleList(nn.Sequential(norm(12), nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(12, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(FEATURES, 12), nn.Linear(12, 12), nn.Linear(12, CLASSES)
+        self.mirror = nn.Linear(12, 12)
+        self.mirror.weight = self.again.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.mirror(torch.tanh(self.again(self.first(inputs))))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.GRU(2, 12, batch_first=True), nn.Linear(12, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.cell(inputs.unflatten(1, (4, 2)))[0][:, -1])
+
+
+class Experts(nn.Module):
+    """Each sample runs through one expert, so ranks run different modules."""
+
+    def __init__(self, *, all_run: bool = False) -> None:
+        super().__init__()
+        self.all_run = all_run
+        self.first, self.last = nn.Linear(FEATURES, 12), nn.Linear(12, CLASSES)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        chosen = (inputs[:, 1] > 0).long().tolist()
+        if self.all_run:  # all experts run on every rank, but the first sample decides on the order
+            outputs: dict[int, Tensor] = {}
+            for number in (chosen[0], 1 - chosen[0]):
+                outputs[number] = self.experts[number](hidden)
+            return self.last(torch.stack([outputs[number][row] for row, number in enumerate(chosen)]))
+        return self.last(torch.cat([self.experts[number](hidden[row : row + 1]) for row, number in enumerate(chosen)]))
+
+
+class RunningMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * inputs.detach().mean(0))
+        return self.net(inputs - self.mean)
+
+
+def instance_norm() -> nn.Module:
+    norm = nn.InstanceNorm1d(2, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (2, 4)), norm, nn.Flatten(), nn.Linear(FEATURES, CLASSES))
+
+
+def spectral_norm() -> nn.Module:
+    net = mlp()
+    nn.utils.parametrizations.spectral_norm(net[0])
+    return net
+
+
+class ChangesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs.mul_(1.5).add_(0.3))
+
+
+class CountsCalls(nn.Module):
+    """An annealed temperature, saved the way torch documents it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = mlp(), 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = int(state)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.net(inputs) / (1 + 0.02 * self.calls)
+
+
+def hooked() -> nn.Module:
+    net = mlp()
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return net
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = mlp(), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+
+class Scaled(nn.Module):
+    """With a parameter that has no dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = mlp(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs) * self.scale
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 12, max_norm=max_norm)
+        self.place = nn.Parameter(torch.zeros(TOKENS, 12))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.tokens(inputs) + self.place
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+@dataclass(frozen=True)
+class Model:
+    build: Callable[[], nn.Module]
+    reads: str = "vectors"  # or tokens
+    odd: bool = False  # may be refused or warned about by name; all others must train everywhere
+    frozen: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    stages: bool = False  # a pipeline can partition it
+
+
+MODELS = {
+    "mlp": Model(mlp, stages=True),
+    "frozen": Model(mlp, frozen=True, stages=True),
+    "residual": Model(Residual),
+    "tied": Model(Tied),
+    "recurrent": Model(Recurrent),
+    "batchnorm": Model(lambda: Residual(nn.BatchNorm1d)),
+    "experts": Model(Experts, settings=(("unused_parameters", "allow"),)),
+    "experts-in-another-order": Model(lambda: Experts(all_run=True), odd=True),
+    "running-mean": Model(RunningMean, odd=True),
+    "instance-norm": Model(instance_norm, odd=True),
+    "spectral-norm": Model(spectral_norm, odd=True),
+    "changes-input": Model(ChangesInput),
+    "counts-calls": Model(CountsCalls, odd=True),
+    "hooked": Model(hooked, odd=True),
+    "spare": Model(Spare, odd=True),
+    "scaled": Model(Scaled, odd=True),
+    "language-model": Model(LanguageModel, reads="tokens"),
+    "max-norm": Model(lambda: LanguageModel(max_norm=1.0), reads="tokens", odd=True),
+}
+
+
+def pair(batch: Any) -> tuple[Tensor, Tensor]:
+    return (batch["inputs"], batch["targets"]) if isinstance(batch, dict) else (batch[0], batch[1])
+
+
+def classes(inputs: Tensor, ignored: slice = slice(0, 0)) -> Tensor:
+    targets = inputs[:, :CLASSES].argmax(1)
+    targets[ignored] = -100
+    return targets
+
+
+def one_hot(inputs: Tensor) -> Tensor:
+    return F.one_hot(classes(inputs), CLASSES).to(inputs.dtype)
+
+
+def shifted_tokens(inputs: Tensor, padded: bool = False) -> Tensor:
+    targets = inputs.roll(-1, 1)
+    if padded:
+        for row in range(len(targets)):
+            targets[row, 1 + row % TOKENS :] = -100
+    return targets
+
+
+def class_weights(like: Tensor) -> Tensor:
+    return torch.tensor([0.2, 1.0, 3.0], dtype=like.dtype)
+
+
+def weighted_loss(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    outputs = model(inputs)
+    return F.cross_entropy(outputs, targets, weight=class_weights(outputs))
+
+
+def plain_loss(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    return F.cross_entropy(model(inputs), targets)
+
+
+def masked_quotient(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    mask = (inputs[:, 2] > -0.5).to(inputs.dtype)
+    return (F.cross_entropy(model(inputs), targets, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_mean(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    losses = F.cross_entropy(model(inputs), targets, reduction="none")
+    return losses[inputs[:, 2] > -0.5].mean()
+
+
+def sum_and_weight(model: Any, batch: Any) -> Any:
+    inputs, targets = pair(batch)
+    weights = 0.5 + inputs[:, 3].abs()
+    losses = F.cross_entropy(model(inputs), targets, reduction="none") * weights
+    return paceline.Loss(losses.sum(), weights.sum())
+
+
+def with_metrics(model: Any, batch: Any) -> dict[str, Any]:
+    inputs, targets = pair(batch)
+    outputs = model(inputs)
+    right = (outputs.argmax(1) == targets).to(outputs.dtype).mean()
+    return {"loss": F.cross_entropy(outputs, targets), "metrics": {"right": right}}
+
+
+def contrastive(model: Any, batch: Any) -> Tensor:
+    inputs, _ = pair(batch)
+    ours = F.normalize(model(inputs), dim=1)
+    return F.cross_entropy(ours @ ours.roll(1, 0).T / 0.3, torch.arange(len(inputs)))
+
+
+def summed(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    return F.cross_entropy(model(inputs), targets, reduction="sum") / 10
+
+
+def two_means(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    outputs = model(inputs)
+    large = inputs[:, 0] > 0
+    penalty = outputs[large].square().mean() if large.any() else outputs.sum() * 0
+    return F.cross_entropy(outputs, targets) + 0.1 * penalty
+
+
+def penalized(model: Any, batch: Any) -> Tensor:
+    """A mean over samples and a term that does not depend on them."""
+    inputs, targets = pair(batch)
+    decay = sum(parameter.square().sum() for parameter in model.parameters() if parameter.dim() > 1)
+    return 0.5 * F.cross_entropy(model(inputs), targets) + 1e-3 * decay
+
+
+def token_loss(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def token_sum(model: Any, batch: Any) -> Any:
+    inputs, targets = pair(batch)
+    total = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+    return paceline.Loss(total, (targets != -100).sum())
+
+
+@dataclass(frozen=True)
+class LossPart:
+    targets: Callable[[Tensor], Tensor]
+    function: Callable[[Any, Any], Any] | None = None
+    criterion: Callable[[], nn.Module] | None = None
+    reads: str = "vectors"
+    odd: bool = False
+
+
+def ignoring(inputs: Tensor) -> Tensor:
+    """Ignored targets first appear in the second batch."""
+    return classes(inputs, slice(13, 19))
+
+
+LOSSES = {
+    "cross-entropy": LossPart(classes, criterion=nn.CrossEntropyLoss),
+    "class-weights": LossPart(classes, criterion=lambda: nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0]))),
+    "ignored-later": LossPart(ignoring, criterion=nn.CrossEntropyLoss),
+    "label-smoothing": LossPart(classes, criterion=lambda: nn.CrossEntropyLoss(label_smoothing=0.1)),
+    "smoothing-ignored": LossPart(ignoring, criterion=lambda: nn.CrossEntropyLoss(label_smoothing=0.1), odd=True),
+    "mean-squared": LossPart(one_hot, criterion=nn.MSELoss),
+    "binary": LossPart(one_hot, criterion=nn.BCEWithLogitsLoss),
+    "smooth-l1": LossPart(one_hot, criterion=nn.SmoothL1Loss),
+    "function": LossPart(classes, plain_loss),
+    "function-class-weights": LossPart(classes, weighted_loss),
+    "function-ignored-later": LossPart(ignoring, plain_loss),
+    "masked-quotient": LossPart(classes, masked_quotient, odd=True),
+    "masked-mean": LossPart(classes, masked_mean, odd=True),
+    "sum-and-weight": LossPart(classes, sum_and_weight),
+    "with-metrics": LossPart(classes, with_metrics),
+    "contrastive": LossPart(classes, contrastive, odd=True),
+    "summed": LossPart(classes, summed, odd=True),
+    "two-means": LossPart(classes, two_means, odd=True),
+    "penalized": LossPart(classes, penalized),
+    "tokens": LossPart(shifted_tokens, token_loss, reads="tokens"),
+    "padded-tokens": LossPart(lambda inputs: shifted_tokens(inputs, padded=True), token_loss, reads="tokens"),
+    "token-sum": LossPart(lambda inputs: shifted_tokens(inputs, padded=True), token_sum, reads="tokens"),
+}
+
+
+def tensors(loss: str, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    part, generator = LOSSES[loss], torch.Generator().manual_seed(seed)
+    if part.reads == "tokens":
+        inputs = torch.randint(0, VOCABULARY, (samples, TOKENS), generator=generator)
+    else:
+        inputs = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
+    return inputs, part.targets(inputs)
+
+
+def rank_and_world() -> tuple[int, int]:
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Listed(Dataset[Any]):
+    """Files in the order of os.listdir, which every machine has its own."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data, self.order = data, list(range(len(data)))
+        random.Random(rank_and_world()[0]).shuffle(self.order)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self.order[index]]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: TensorDataset, *, by_rank: bool = False) -> None:
+        self.data, self.by_rank = data, by_rank
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, world = rank_and_world() if self.by_rank else (0, 1)
+        return (self.data[index] for index in range(rank, len(self.data), world))
+
+
+class Named(Dataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        inputs, targets = self.data[index]
+        return {"inputs": inputs, "targets": targets}
+
+
+class Unseeded(Sampler[int]):
+    """With a generator of its own, seeded by the system."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.permutation(SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Growing(Sampler[int]):
+    """A curriculum: every epoch has more samples."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return min(SAMPLES, 15 * (self.epoch + 1))
+
+
+class Batches:
+    """Batches that are ready, of different sizes."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[start : start + BATCH] for start in range(0, SAMPLES, BATCH))
+
+
+def uneven(data: TensorDataset) -> list[list[int]]:
+    return [list(range(9)), list(range(9, 20)), list(range(20, 27)), list(range(27, 45))]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Data:
+    build: Callable[[TensorDataset], Any]
+    order: str  # the order in which a plain loop reads: own (that of `build`'s DataLoader), ours, or natural
+    odd: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    several: bool = False  # only of interest on several ranks
+
+
+DATA = {
+    "tensors": Data(lambda data: data, "ours"),
+    "in-order": Data(lambda data: data, "natural", settings=(("shuffle", False),)),
+    "subset": Data(lambda data: Subset(data, range(SAMPLES)), "ours"),
+    "loader": Data(lambda data: DataLoader(data, batch_size=BATCH), "own"),
+    "drop-last": Data(lambda data: DataLoader(data, batch_size=BATCH, drop_last=True), "own"),
+    "generator": Data(lambda data: DataLoader(data, BATCH, shuffle=True, generator=seeded(5)), "own"),
+    "weighted": Data(
+        lambda data: DataLoader(
+            data,
+            BATCH,
+            sampler=WeightedRandomSampler(torch.linspace(0.1, 1, SAMPLES), 30, generator=seeded(6)),
+        ),
+        "own",
+    ),
+    "batch-sampler": Data(lambda data: DataLoader(data, batch_sampler=uneven(data)), "own"),
+    "random-batch-sampler": Data(
+        lambda data: DataLoader(
+            data, batch_sampler=BatchSampler(RandomSampler(data, generator=seeded(7)), BATCH, drop_last=False)
+        ),
+        "own",
+    ),
+    "sequential-batch-sampler": Data(
+        lambda data: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), BATCH, drop_last=True)),
+        "own",
+    ),
+    "growing": Data(lambda data: DataLoader(data, BATCH, sampler=Growing()), "own"),
+    "names": Data(Named, "natural", settings=(("shuffle", False),)),
+    "list-of-batches": Data(lambda data: list(Batches(data)), "natural"),
+    "batches": Data(Batches, "natural"),
+    "stream": Data(Stream, "natural"),
+    "stream-loader": Data(lambda data: DataLoader(Stream(data), batch_size=BATCH), "natural"),
+    "stream-by-rank": Data(lambda data: Stream(data, by_rank=True), "natural", odd=True, several=True),
+    "stream-said": Data(
+        lambda data: Stream(data, by_rank=True), "natural", settings=(("data", {"sharded": True}),), odd=True
+    ),
+    "listed": Data(Listed, "natural", odd=True, several=True, settings=(("shuffle", False),)),
+    "unseeded": Data(lambda data: DataLoader(data, BATCH, sampler=Unseeded()), "own", odd=True, several=True),
+}
+
+
+class Normalized(torch.optim.Optimizer):
+    """Divides by the norm of all gradients, so it couples all parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(p.grad.square().sum() for p in parameters).sqrt()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / (norm + 1e-3), alpha=-group["lr"])
+
+
+class Elementwise(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.mul_(0.9).add_(p.grad)
+                    p.sub_(group["lr"] * torch.tanh(average))
+
+
+def in_groups(model: nn.Module) -> list[dict[str, Any]]:
+    biases = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    return [{"params": matrices, "lr": 0.05}, {"params": biases, "lr": 0.2, "weight_decay": 0.0}]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    build: Callable[[nn.Module], torch.optim.Optimizer]
+    odd: bool = False
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer(lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
+    "momentum": Optimizer(lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)),
+    "adamw": Optimizer(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)),
+    "rmsprop": Optimizer(lambda model: torch.optim.RMSprop(model.parameters(), lr=0.005)),
+    "groups": Optimizer(lambda model: torch.optim.SGD(in_groups(model), lr=0.1, momentum=0.5, weight_decay=1e-2)),
+    "elementwise": Optimizer(lambda model: Elementwise(model.parameters(), lr=0.05), odd=True),
+    "normalized": Optimizer(lambda model: Normalized(model.parameters(), lr=0.1), odd=True),
+}
+
+SCHEDULERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "per-epoch": ("epoch", lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)),
+    "per-step": ("step", lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)),
+}
+
+
+def first_layer(model: nn.Module) -> nn.Module:
+    """The layer that callbacks change."""
+    return next(part for part in model.modules() if isinstance(part, (nn.Linear, nn.GRU)))
+
+
+class Unfreeze:
+    def __init__(self, model: nn.Module) -> None:
+        self.layer = first_layer(model)
+
+    def on_epoch(self, record: Any) -> None:
+        self.layer.requires_grad_(True)
+
+
+class Freeze(Unfreeze):
+    def on_epoch(self, record: Any) -> None:
+        self.layer.requires_grad_(False)
+
+
+class Halve(Unfreeze):
+    @torch.no_grad()
+    def on_epoch(self, record: Any) -> None:
+        for parameter in self.layer.parameters():
+            parameter.mul_(0.5)
+
+
+class LeaveGradients:
+    """Looks at gradients after an epoch and leaves them behind; a plain loop calls zero_grad() before its backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def on_epoch(self, record: Any) -> None:
+        weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        sum((weight * weight).sum() for weight in weights).backward()
+
+
+@dataclass(frozen=True)
+class Callback:
+    build: Callable[[nn.Module], Any]
+    odd: bool = False
+
+
+CALLBACKS = {
+    "unfreeze": Callback(Unfreeze),
+    "freeze": Callback(Freeze),
+    "halve": Callback(Halve, odd=True),
+    "leave-gradients": Callback(LeaveGradients, odd=True),
+}
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(-1) == targets).double()
+
+
+def f1(outputs: Tensor, targets: Tensor) -> Tensor:
+    predicted, true = outputs.argmax(-1) == 1, targets == 1
+    return 2 * (predicted & true).sum() / (predicted.sum() + true.sum()).clamp(min=1)
+
+
+def as_loss(outputs: Tensor, targets: Tensor) -> Any:
+    right = accuracy(outputs, targets)
+    return paceline.Loss(right.sum(), len(right))
+
+
+METRICS = {"accuracy": accuracy, "f1": f1, "as_loss": as_loss}
