@@ -26,6 +26,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from paceline.data.epoch_reader import generators_in
 from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream
 from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
 from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
@@ -153,16 +154,16 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
             f"their sum ({spec.batch}); samples that it repeats to make ranks even are trained on twice"
         )
         return OwnBatches(loader, sampler, spec.batch, spec.part)
-    if _is_distributed(loader) or _is_plain(sampler):
+    seeded = spec.training and bool(generators_in(sampler))  # by the user, whose generator determines the order
+    if _is_distributed(loader) or (_is_plain(sampler) and not seeded):
         shuffle = spec.training and isinstance(sampler, RandomSampler)
         return _indexed(loader.dataset, replace(spec, shuffle=shuffle), reading, drop_last)
     if sampler is None:
         say(f"data: each list of {type(loader.batch_sampler).__name__} is a global batch, sliced by rank")
-        assert loader.batch_sampler is not None
-        batches = BatchSamplerOrder(loader.batch_sampler, spec.batch, spec.seed)
+        batches = BatchSamplerOrder(loader, spec.batch, spec.seed)
         return IndexedLoader(loader.dataset, batches, spec.part, spec.seed, reading)
     say(f"data: using {type(sampler).__name__}; its indices are identical on every rank, then sliced")
-    order = SamplerOrder(sampler, spec.batch, spec.seed, drop_last=drop_last)
+    order = SamplerOrder(sampler, spec.batch, spec.seed, loader, drop_last=drop_last)
     return IndexedLoader(loader.dataset, order, spec.part, spec.seed, reading)
 
 

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.batches import digest, rows_of, samples_in
+from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
+from paceline.data.epoch_reader import EpochReader, length_of, preserve_generators
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
-from paceline.data.sample_order import drawn, length_of
 from paceline.data.slicing import BatchSlice, slices_of
 from paceline.runtime.rng import RandomStream, derive_seed
 
@@ -25,7 +26,7 @@ from paceline.runtime.rng import RandomStream, derive_seed
 class SampleStream:
     """An IterableDataset, sliced and collated in one worker process with its own RNG state."""
 
-    steps_per_epoch = None
+    lengths = UNKNOWN
     samples = None
     repeatable = False
 
@@ -93,9 +94,9 @@ class ReadyBatches:
     """An iterable of global batches; the first one determines the batch size."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
-        self._source = source
+        self.source = source
         self.in_memory = isinstance(source, (list, tuple))
-        with RandomStream(seed):
+        with RandomStream(seed), preserve_generators(source):
             items = iter(source)
             try:
                 first = next(items)
@@ -104,23 +105,16 @@ class ReadyBatches:
         self.fingerprint = digest(first)
         self.batch = samples_in(first)
         if items is source:  # a generator can be consumed only once: put the first batch back
-            self._source = chain([first], items)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._source)
-
-    def __len__(self) -> int:
-        length = length_of(self._source)
-        if length is None:
-            raise TypeError("this iterable of batches has no length")
-        return length
+            self.source = chain([first], items)
 
 
 class BatchStream:
     """Global batches, of which each rank takes its rows."""
 
     def __init__(self, source: ReadyBatches, batch: int, part: DataShard, seed: int) -> None:
-        self._source, self._batch, self._part, self._seed = source, batch, part, seed
+        self._source, self._batch, self._part = source, batch, part
+        self._reader = EpochReader(source.source, seed)
+        self.lengths = EpochLengths(source.source, lambda: length_of(source.source))
         self._shares: dict[int, list[BatchSlice]] = {}
 
     samples = None
@@ -129,16 +123,13 @@ class BatchStream:
     def repeatable(self) -> bool:
         return self._source.in_memory
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return length_of(self._source)
-
     def fingerprint(self) -> Any:
         """Of the first global batch."""
         return self._source.fingerprint
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
         step = 0
+        self._reader.begin(first_step)
         for epoch in range(epochs) if epochs is not None else count():
             before = step
             for batch in self._batches(epoch):
@@ -154,8 +145,8 @@ class BatchStream:
     def _batches(self, epoch: int) -> Iterable[Any]:
         """The same batches on every rank, even if the source shuffles; a list needs no seeding."""
         if self._source.in_memory:
-            return self._source
-        return (batch for [batch] in drawn(self._source, self._seed, epoch, 1))
+            return self._source.source
+        return (batch for [batch] in self._reader.epoch(epoch, 1))
 
     def _shares_of(self, total: int) -> list[BatchSlice]:
         """Cached, because nearly all batches have the same length."""
@@ -169,19 +160,16 @@ class OwnBatches:
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, batch: int, part: DataShard) -> None:
         self._loader, self._sampler, self._batch, self._part = loader, sampler, batch, part
+        self.lengths = EpochLengths(sampler, lambda: len(loader))
 
     samples = None
     repeatable = False
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self._loader)
 
     def fingerprint(self) -> Any:
         return None
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
-        first_epoch, skip = divmod(first_step, self.steps_per_epoch)
+        first_epoch, skip = self.lengths.locate(first_step) or Place(0, 0)
         step = first_step
         for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
             self._sampler.set_epoch(epoch)

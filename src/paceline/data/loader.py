@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.batches import apply
+from paceline.data.epoch_lengths import EpochLengths, Place
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededSamples
 from paceline.data.slicing import BatchSlice, slices_of
@@ -62,7 +63,7 @@ class Loader(Protocol):
         ...
 
     @property
-    def steps_per_epoch(self) -> int | None: ...
+    def lengths(self) -> EpochLengths: ...
 
     @property
     def samples(self) -> int | None:
@@ -98,8 +99,8 @@ class IndexedLoader:
         return isinstance(self._order, FormulaOrder)
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        return self._order.steps_per_epoch
+    def lengths(self) -> EpochLengths:
+        return self._order.lengths
 
     @property
     def samples(self) -> int | None:
@@ -135,10 +136,10 @@ class IndexedLoader:
 
     def _plan(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
         """All following micro-batches, without their data."""
-        per_epoch = self.steps_per_epoch
+        self._order.begin(first_step)
+        place = self._order.lengths.locate(first_step) if first_step else Place(0, 0)
         # An order of unknown length is read from its beginning, and completed steps are dropped.
-        first_epoch, skip = divmod(first_step, per_epoch) if per_epoch else (0, 0)
-        step = first_epoch * (per_epoch or 0) + skip
+        (first_epoch, skip), step = (Place(0, 0), 0) if place is None else (place, first_step)
         for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
             before = step
             for indices in self._order.epoch(epoch, skip):

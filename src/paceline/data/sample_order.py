@@ -10,10 +10,11 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
-import torch
+from torch.utils.data import DataLoader
 
+from paceline.data.epoch_lengths import EpochLengths
+from paceline.data.epoch_reader import EpochReader, length_of
 from paceline.data.permutation import Permutation
-from paceline.runtime.rng import RandomStream, derive_seed
 
 # Positions computed at once, to amortize the overhead of numpy over small batches.
 _BLOCK = 4096
@@ -21,9 +22,11 @@ _BLOCK = 4096
 
 class SampleOrder(Protocol):
     batch: int
+    lengths: EpochLengths
 
-    @property
-    def steps_per_epoch(self) -> int | None: ...
+    def begin(self, step: int) -> None:
+        """Called before the first epoch is read, with the step that the run has reached."""
+        ...
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
         """The sample indices of each step of an epoch, starting at its step `first_step`."""
@@ -36,10 +39,10 @@ class FormulaOrder:
     def __init__(self, n: int, batch: int, seed: int, *, shuffle: bool, drop_last: bool = False) -> None:
         self.n, self.batch, self._seed, self._shuffle = n, batch, seed, shuffle
         self._usable = n - n % batch if drop_last else n
+        self.lengths = EpochLengths(None, lambda: -(-self._usable // self.batch))
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self._usable // self.batch)
+    def begin(self, step: int) -> None:
+        pass
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[int]]:
         shuffled = Permutation(self.n, self._seed, epoch) if self._shuffle else None
@@ -52,25 +55,24 @@ class FormulaOrder:
 
 
 class SamplerOrder:
-    """The indices of a custom sampler.
+    """The indices of a custom sampler, identical on every rank. Resuming drops those already used."""
 
-    It runs on every rank under the same seed, so all ranks see the same indices. Resuming drops those already used.
-    """
+    def __init__(
+        self, sampler: Iterable[Any], batch: int, seed: int, loader: DataLoader[Any], *, drop_last: bool = False
+    ) -> None:
+        self.batch, self._sampler, self._drop_last = batch, sampler, drop_last
+        self._reader = EpochReader(sampler, seed, loader)
+        self.begin = self._reader.begin
+        self.lengths = EpochLengths(sampler, self._steps)
 
-    def __init__(self, sampler: Iterable[Any], batch: int, seed: int, *, drop_last: bool = False) -> None:
-        self.batch, self._sampler, self._seed, self._drop_last = batch, sampler, seed, drop_last
-        self._past = Past(sampler, seed)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
+    def _steps(self) -> int | None:
         length = length_of(self._sampler)
         if length is None:
             return None
         return length // self.batch if self._drop_last else -(-length // self.batch)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        self._past.replay(epoch)
-        for step, chunk in enumerate(drawn(self._sampler, self._seed, epoch, self.batch)):
+        for step, chunk in enumerate(self._reader.epoch(epoch, self.batch)):
             if step >= first_step and not (self._drop_last and len(chunk) < self.batch):
                 yield chunk
 
@@ -78,64 +80,13 @@ class SamplerOrder:
 class BatchSamplerOrder:
     """A custom batch sampler: each of its lists is a global batch."""
 
-    def __init__(self, batches: Iterable[Sequence[Any]], batch: int, seed: int) -> None:
-        self.batch, self._batches, self._seed = batch, batches, seed
-        self._past = Past(batches, seed)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return length_of(self._batches)
+    def __init__(self, loader: DataLoader[Any], batch: int, seed: int) -> None:
+        assert loader.batch_sampler is not None
+        self.batch = batch
+        self._reader = EpochReader(loader.batch_sampler, seed, loader, seed_first=False)
+        self.begin = self._reader.begin
+        self.lengths = EpochLengths(loader.batch_sampler, lambda: length_of(loader.batch_sampler))
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        self._past.replay(epoch)
-        for [batch] in islice(drawn(self._batches, self._seed, epoch, 1), first_step, None):
+        for [batch] in islice(self._reader.epoch(epoch, 1), first_step, None):
             yield batch.tolist() if hasattr(batch, "tolist") else list(batch)
-
-
-class Past:
-    """Replays completed epochs for samplers that keep state, such as an epoch count, when a run is resumed.
-
-    Torch's own samplers are stateless, and `set_epoch` needs no replay."""
-
-    def __init__(self, source: Iterable[Any], seed: int) -> None:
-        self._source, self._seed, self._done = source, seed, 0
-        ours = type(source).__module__.startswith("torch.utils.data")
-        self._remembers = not ours and not hasattr(source, "set_epoch") and length_of(source) is not None
-
-    def replay(self, epoch: int) -> None:
-        if self._remembers:
-            for past in range(self._done, epoch):
-                for _ in drawn(self._source, self._seed, past, _BLOCK):
-                    pass
-        self._done = max(self._done, epoch + 1)
-
-
-def drawn(source: Iterable[Any], seed: int, epoch: int, at_once: int) -> Iterator[list[Any]]:
-    """Iterate over one epoch of `source`, `at_once` items at a time, identically on every rank.
-
-    The source runs under an RNG state of its own, seeded by (seed, epoch) and swapped in while it is read. A swap takes
-    0.2 ms. The source is read lazily and may be infinite.
-    """
-    set_epoch = getattr(source, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-    stream = RandomStream(derive_seed(seed, epoch) >> 1)
-    for owner in (source, getattr(source, "sampler", None)):
-        for generator in getattr(owner, "__dict__", {}).values():
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(derive_seed(seed, epoch) >> 1)
-    with stream:
-        items = iter(source)
-    while True:
-        with stream:
-            some = list(islice(items, at_once))
-        if not some:
-            return
-        yield some
-
-
-def length_of(source: Any) -> int | None:
-    try:
-        return len(source)
-    except TypeError:
-        return None

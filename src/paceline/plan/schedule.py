@@ -47,13 +47,18 @@ def derive_schedule(
     epochs: int | None,
     max_steps: int | None,
     *,
+    in_epochs: int | None = None,
     endless: bool = False,
 ) -> SchedulePlan:
     """Convert a recipe's schedule to optimizer steps.
 
-    A custom training loop is `endless`: it needs a horizon only if the schedule does.
+    `steps_per_epoch` is None if it changes with the epoch; `in_epochs` is then their sum. A custom training loop is
+    `endless`: it needs a horizon only if the schedule does.
     """
-    steps = _horizon(config, steps_per_epoch, epochs, max_steps, endless)
+    if epochs is not None and steps_per_epoch is None and in_epochs is not None and config.schedule.steps is None:
+        steps = Derived(in_epochs, f"{plural(epochs, 'epoch')} of changing length")
+    else:
+        steps = _horizon(config, steps_per_epoch, epochs, max_steps, endless)
     every, milestones = _milestones(config, steps_per_epoch)
     return SchedulePlan(
         lr=learning_rate(config, batch),
@@ -89,14 +94,6 @@ def _horizon(
     return Derived(0, "unknown")
 
 
-def total_steps(per_epoch: int | None, epochs: int | None, max_steps: int | None) -> int | None:
-    """The number of steps of a run; None if it is unknown."""
-    totals = [] if epochs is None or per_epoch is None else [epochs * per_epoch]
-    if max_steps is not None:
-        totals.append(max_steps)
-    return min(totals, default=None)
-
-
 def _in_steps(config: Config, key: str, number: int, steps_per_epoch: int | None) -> Derived:
     """A setting of the schedule, converted from the unit of the recipe."""
     if config.schedule.unit == "steps":
@@ -104,8 +101,8 @@ def _in_steps(config: Config, key: str, number: int, steps_per_epoch: int | None
     if steps_per_epoch is None:
         raise ConfigError(
             "no-horizon",
-            f"schedule.{key} is given in epochs, but the data has no length.",
-            why="the number of steps per epoch is unknown",
+            f"schedule.{key} is given in epochs, but the data has no fixed length.",
+            why="the number of steps per epoch is unknown, or changes with the epoch",
             fix="set schedule.unit: steps",
         )
     arithmetic = f"{plural(number, 'epoch')} × {plural(steps_per_epoch, 'step')}"

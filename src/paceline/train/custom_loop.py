@@ -46,8 +46,9 @@ class EpochLoader:
     def __iter__(self) -> Iterator[Any]:
         self._loop.start_over()
         engine = self._loop.engine
-        per_epoch, step = self._loader.steps_per_epoch, engine.position.step
-        epochs = self._loop.epochs_started + 1 if per_epoch is None else step // per_epoch + 1
+        step = engine.position.step
+        place = self._loader.lengths.locate(step)
+        epochs = self._loop.epochs_started + 1 if place is None else place.epoch + 1
         self._loop.epochs_started += 1
         for micro in engine.telemetry.record_suspects(engine.ready(self._loader.micros(step, epochs))):
             self._loop.expect(micro, self._loader, self._groups)
@@ -55,9 +56,11 @@ class EpochLoader:
 
     def __len__(self) -> int:
         """Upper bound on the micro-batches of an epoch."""
-        if self._loader.steps_per_epoch is None:
+        lengths = self._loader.lengths
+        place = lengths.locate(self._loop.engine.position.step)
+        if place is None:
             raise TypeError("the length of this data is unknown")
-        return self._loader.steps_per_epoch * self._groups
+        return ((lengths.before(place.epoch + 1) or 0) - (lengths.before(place.epoch) or 0)) * self._groups
 
 
 class CustomLoop:
@@ -211,7 +214,7 @@ class CustomLoop:
         loader = self.loader
         if not self._started:
             self._started = True
-            self._job.agenda.steps_per_epoch = loader.steps_per_epoch if loader else None
+            self._job.agenda.steps_per_epoch = loader.lengths.per_epoch if loader else None
             self._begin(self._job.agenda.steps_per_epoch)
             self._reached = self.engine.position.step
             self.engine.telemetry.begins(self._reached)

@@ -41,7 +41,7 @@ class Loaders:
         return {
             "batch": self.plan.size,
             "samples": loader.samples,
-            "steps_per_epoch": loader.steps_per_epoch,
+            "steps_per_epoch": loader.lengths.per_epoch,
             "seed": config.seed,
             "shuffle": config.shuffle,
         }

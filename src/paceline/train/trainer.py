@@ -29,7 +29,7 @@ from paceline.monitor.progress_bar import Display, Silent, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.plan import derived
-from paceline.plan.schedule import derive_schedule, total_steps
+from paceline.plan.schedule import derive_schedule
 from paceline.train import evaluate, factory, loop, nonfinite, oom
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
@@ -148,9 +148,10 @@ class Trainer:
         self._policy.require_evaluations(val is not None)
         loader, batch = self._loaders.training(data)
         self._restorer.check_data(self._loaders.position(loader))
-        schedule = derive_schedule(self.config, batch.size, loader.steps_per_epoch, epochs, max_steps)
+        per_epoch, in_epochs = loader.lengths.per_epoch, loader.lengths.before(epochs)
+        schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
         history = History(run=self._run.create(self.config, {**batch.rows(), **self._rates.begin(schedule)}))
-        total = total_steps(loader.steps_per_epoch, epochs, max_steps)
+        total = min((steps for steps in (in_epochs, max_steps) if steps is not None), default=None)
         if total is not None and self.step_count >= total:
             self._engine.log.info(f"nothing to do: already at step {self.step_count} of {total}")
         if not self.model.training:  # submodules in eval mode of a model in train mode stay as they are
@@ -308,7 +309,7 @@ class Trainer:
             log_every=config.log_every,
             began_at=self.step_count,
             max_steps=max_steps,
-            steps_per_epoch=loader.steps_per_epoch,
+            steps_per_epoch=loader.lengths.per_epoch,
             eval_every=config.eval_every,
             save_every=config.save_every if self._run.folder is not None else None,
             profiler=factory.open_profiler(config, self._run.folder, self.world),

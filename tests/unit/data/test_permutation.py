@@ -59,7 +59,7 @@ def test_neighbours_in_the_data_are_not_neighbours_in_the_order() -> None:
 def test_an_epoch_may_be_resumed_at_any_step(batch: int) -> None:
     order = FormulaOrder(9001, batch, seed=2, shuffle=True)
     whole = list(order.epoch(3, 0))
-    assert len(whole) == order.steps_per_epoch
+    assert len(whole) == order.lengths.per_epoch
     assert sorted(index for step in whole for index in step) == list(range(9001))
     for first in (0, 1, len(whole) // 2, len(whole) - 1):
         assert list(order.epoch(3, first)) == whole[first:]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils.data import (
 
 import positions
 from paceline.data.adopt import adopt
-from reading import Numbers, micros, samples_by_step, spec_for
+from reading import Numbers, samples_by_step, spec_for
 
 
 @given(positions.data(), positions.starts())
@@ -51,17 +50,6 @@ def test_a_batch_sampler_may_yield_arrays(kind: Any) -> None:
 
     loader = DataLoader(Numbers(10), batch_sampler=Arrays())
     assert [sorted(step) for step in samples_by_step(loader, 2, batch=3)] == [[0, 2, 4], [6]]
-
-
-def test_a_sampler_with_a_generator_of_its_own_resumes_and_agrees() -> None:
-    def loader() -> DataLoader[torch.Tensor]:
-        generator = torch.Generator().manual_seed(random.randrange(1000))
-        return DataLoader(
-            Numbers(20), batch_size=5, sampler=WeightedRandomSampler([1.0] * 20, num_samples=10, generator=generator)
-        )
-
-    whole = [m.batch.tolist() for m in micros(loader(), spec_for(5), epochs=2)]
-    assert [m.batch.tolist() for m in micros(loader(), spec_for(5), first=2, epochs=2)] == whole[2:]
 
 
 def test_an_infinite_sampler_is_read_lazily() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import paceline
 import tiny
@@ -341,3 +342,40 @@ def test_dp_without_several_gpus_says_what_it_does_instead(capsys: pytest.Captur
     trainer = tiny.classifier_trainer(strategy="dp", quiet=False)
     trainer.train(tiny.blobs(), max_steps=1)
     assert "strategy: ddp" in capsys.readouterr().out
+
+
+class Growing(Sampler[int]):
+    """Ten samples in the first epoch, and ten more in each of the next."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10 * (self.epoch + 1)))
+
+    def __len__(self) -> int:
+        return 10 * (self.epoch + 1)
+
+
+def test_epochs_of_a_growing_sampler_end_where_it_says_also_after_a_resume(tmp_path: Path) -> None:
+    def train(*ends: int | None) -> list[Any]:
+        seen: list[Any] = []
+        for end in ends:
+            torch.manual_seed(0)
+            trainer = paceline.Trainer(
+                nn.Linear(1, 1), criterion=nn.MSELoss(), run=str(tmp_path / f"{ends}"), resume="auto", quiet=True,
+                schedule={"name": "cosine"},
+            )  # fmt: skip
+            data = TensorDataset(torch.arange(30.0).unsqueeze(1) / 30, torch.zeros(30, 1))
+            loader = DataLoader(data, batch_size=10, sampler=Growing())
+            history = trainer.train(loader, data, max_steps=end, epochs=3 if end is None else None)
+            seen += [(step["step"], step["epoch"], step["loss"]) for step in history.steps]
+        return [seen, [evaluation["step"] for evaluation in history.evaluations]]
+
+    whole, stopped = train(None), train(4, None)
+    assert [(step, epoch) for step, epoch, _ in whole[0]] == [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    assert whole[1] == [1, 3, 6]
+    assert [record[:2] for record in stopped[0]] == [record[:2] for record in whole[0]]
+    assert stopped[1] == [6]

@@ -1,0 +1,148 @@
+"""Reads a sampler, or another source of indices or batches, epoch after epoch: identically on every rank, and from any
+epoch on.
+
+A source that uses the global generators runs under a random state of its own, seeded by (seed, epoch). A generator that
+belongs to the source is never seeded: its order is that of a plain PyTorch loop. If reading starts in a later epoch,
+past epochs are read first, because they advance the generators and other state of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from paceline.runtime.rng import RandomStream, derive_seed
+
+_DEPTH = 4  # of samplers inside samplers
+_REPLAYED = 4096  # items of a past epoch that are read at once
+_KEPT = 16  # epochs whose generator states are kept; earlier ones are read again
+
+
+@dataclass
+class _Memory:
+    """What was read from a source. Several loaders may read it: one for each call of `train()`."""
+
+    done: int = 0  # epochs
+    starts: dict[int, list[Tensor]] = field(default_factory=dict)  # generator states at the start of epochs
+    left: list[Tensor] | None = None  # generator states after the last read; the user may change them in between
+
+
+_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
+
+
+class EpochReader:
+    """`loader` is the user's DataLoader: torch draws the seed of its workers from its generator in every epoch, before
+    the sampler starts (`seed_first`) or after a batch sampler did."""
+
+    def __init__(
+        self, source: Iterable[Any], seed: int, loader: DataLoader[Any] | None = None, *, seed_first: bool = True
+    ) -> None:
+        self._source, self._seed, self._seed_first = source, seed, seed_first
+        self._loader = loader if loader is not None and loader.generator is not None else None
+        self._generators = list(
+            {id(each): each for owner in (source, loader) for each in generators_in(owner)}.values()
+        )
+        stateless = type(source).__module__.startswith("torch.utils.data") or hasattr(source, "set_epoch")
+        self._replays = length_of(source) is not None and (bool(self._generators) or not stateless)
+        try:
+            self._memory = _memories.setdefault(source, _Memory())
+        except TypeError:  # not hashable, or without weak references
+            self._memory = _Memory()
+
+    def begin(self, step: int) -> None:
+        """Reading starts at this step of the run. At step 0 the source is taken as it is, as a plain loop would."""
+        if step == 0:
+            self._memory.done, self._memory.starts, self._memory.left = 0, {0: self._states()}, self._states()
+
+    def epoch(self, epoch: int, at_once: int) -> Iterator[list[Any]]:
+        """One epoch, `at_once` items at a time. The source is read lazily and may be infinite."""
+        memory, now = self._memory, self._states()
+        if memory.left is not None and not all(map(torch.equal, memory.left, now)):
+            memory.starts = {epoch: now}
+        memory.starts = memory.starts or {0: now}
+        first = memory.done
+        if self._generators:
+            first = max((known for known in memory.starts if known <= epoch), default=epoch)
+            self._restore(memory.starts.get(first, now))
+        for past in range(first, epoch) if self._replays else ():
+            for _ in self._read(past, _REPLAYED):
+                pass
+        memory.done = max(memory.done, epoch + 1)
+        yield from self._read(epoch, at_once)
+
+    def _read(self, epoch: int, at_once: int) -> Iterator[list[Any]]:
+        """The random state of the source is swapped in while it is read, which takes 0.2 ms."""
+        announce_epoch(self._source, epoch)
+        stream = RandomStream(derive_seed(self._seed, epoch) >> 1)
+        if self._seed_first:
+            self._draw_worker_seed(epoch)
+        with stream:
+            items = iter(self._source)
+        if not self._seed_first:
+            self._draw_worker_seed(epoch)
+        while True:
+            with stream:
+                some = list(islice(items, at_once))
+            if self._generators:
+                self._memory.left = self._states()
+            if not some:
+                break
+            yield some
+        starts = self._memory.starts
+        starts[epoch + 1] = self._states()
+        for old in sorted(starts)[1:-_KEPT]:
+            del starts[old]
+
+    def _draw_worker_seed(self, epoch: int) -> None:
+        if self._loader is not None and not (epoch and self._loader.persistent_workers):
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _restore(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def announce_epoch(source: Any, epoch: int) -> None:
+    """Call `set_epoch` of a source, and of a sampler or dataset inside it."""
+    for owner in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
+        set_epoch = getattr(owner, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def generators_in(source: Any, depth: int = _DEPTH) -> list[torch.Generator]:
+    """The generators of a sampler or DataLoader, and of the samplers inside it."""
+    found: dict[int, torch.Generator] = {}
+    for part in getattr(source, "__dict__", {}).values() if depth else ():
+        if isinstance(part, torch.Generator):
+            found[id(part)] = part
+        elif isinstance(part, (Sampler, DataLoader)):
+            found |= {id(each): each for each in generators_in(part, depth - 1)}
+    return list(found.values())
+
+
+@contextmanager
+def preserve_generators(source: Any) -> Iterator[None]:
+    """Restore the generators of a source after looking at its first item."""
+    states = [(generator, generator.get_state()) for generator in generators_in(source)]
+    yield
+    for generator, state in states:
+        generator.set_state(state)
+
+
+def length_of(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:
+        return None
