@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ from programs.program import (
     with_metrics,
 )
 
-BOUND = 1e-8  # relative, in float64
 DEADLINE = 120.0  # seconds; a run takes one or two
 VIOLATIONS = ("silent", "late", "crash", "hang", "false alarm")
 
@@ -96,11 +97,34 @@ def try_program(program: Program, fault: Callable[[], None] | None = None) -> Ou
                     timeout=DEADLINE,
                 )
             except RankFailure as failure:
+                if program.killed and last is not None and not _read(folder / str(number), "said"):
+                    continue  # as intended: nothing was written any more
                 return _failed(program, folder / str(number), failure)
-        results = [torch.load(folder / str(number) / "result.pt", weights_only=False) for number in range(len(phases))]
+        saved = sorted(folder.glob("*/result.pt"))
+        results = [torch.load(path, weights_only=False) for path in saved]
+        if program.killed:
+            results = [replace(results[-1], losses=_recorded(folder / "run" / "metrics.jsonl"))]
         said = [tuple(line) for number in range(len(phases)) for line in _read(folder / str(number), "said")]
     losses = [loss for result in results for loss in result.losses]
     return _compared(program, expected, Result(losses, results[-1].weights, results[-1].evaluation), said)
+
+
+def _recorded(metrics: Path) -> list[float]:
+    """The loss of every step; NaN where a step is missing or recorded twice."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [record for record in records if not record.get("evaluation")]
+    if [record["step"] for record in steps] != list(range(1, len(steps) + 1)):
+        return [torch.nan] * len(steps)
+    return [record["loss"] for record in steps]
+
+
+class _Kill:
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step(self, record: Any) -> None:
+        if record.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _train(
@@ -138,6 +162,7 @@ def _result(program: Program, layout: str, first: int | None, last: int | None, 
     part = parts.LOSSES[program.loss]
     interval, build = parts.SCHEDULERS.get(program.scheduler or "", ("epoch", lambda optimizer: None))
     callbacks = [said] + ([parts.CALLBACKS[program.callback].build(model)] if program.callback else [])
+    callbacks += [_Kill(last)] if program.killed else []
     trained = program.loop not in CUSTOM_LOOPS
     trainer = paceline.Trainer(
         model,
@@ -157,14 +182,14 @@ def _result(program: Program, layout: str, first: int | None, last: int | None, 
     )
     data = program.dataset()
     if program.loop == "steps":
-        trainer.train(data, max_steps=last or STEPS)
-    elif program.loop == "epochs" and last is not None:
+        trainer.train(data, max_steps=STEPS if last is None or program.killed else last)
+    elif program.loop == "epochs" and last is not None and not program.killed:
         trainer.train(data, epochs=EPOCHS, max_steps=last)
     elif program.loop == "epochs":
         trainer.train(data, epochs=EPOCHS)
     else:
         _custom_loop(program, trainer, data, first, last, folder / "custom")
-    evaluation = {} if last is not None else dict(trainer.evaluate(program.tensors(parts.VALIDATION, 1)).values)
+    evaluation = {} if last is not None else dict(trainer.evaluate(program.validation()).values)
     return Result(said.losses, trainer.state_dict(), evaluation)
 
 
@@ -235,11 +260,11 @@ def _compared(program: Program, expected: Result, got: Result, said: list[tuple[
     before = [line for line, stepped in said if not stepped]
     lines = [line for line, _ in said]
     worst = max(trained, evaluated)
-    if worst <= BOUND:
+    if worst <= program.bound:
         if lines and not program.odd:
             return Outcome(program, "false alarm", lines[0], worst)
         return Outcome(program, "same", lines[0] if lines else "", worst)
-    if trained > BOUND and not before:
+    if trained > program.bound and not before:
         return Outcome(program, "late" if lines else "silent", lines[0] if lines else where, trained)
     if not lines:
         return Outcome(program, "silent", f"evaluation {expected.evaluation} {got.evaluation}", evaluated)
@@ -256,7 +281,7 @@ def _training_difference(program: Program, expected: Result, got: Result) -> tup
         if len(expected.losses) != len(got.losses):
             return torch.inf, f"{len(got.losses)} steps instead of {len(expected.losses)}"
         for step, (a, b) in enumerate(zip(expected.losses, got.losses, strict=True), start=1):
-            if _apart(a, b) > BOUND and not where:
+            if _apart(a, b) > program.bound and not where:
                 where = f"loss of step {step}: {a:.9g} in one process, {b:.9g} here"
             worst = max(worst, _apart(a, b))
     for name, weight in expected.weights.items():
@@ -265,7 +290,7 @@ def _training_difference(program: Program, expected: Result, got: Result) -> tup
             return torch.inf, f"{name} is missing"
         far = ((weight - other).abs().max() / weight.abs().max().clamp(min=1e-3)).item()
         far = torch.inf if far != far else far
-        if far > BOUND and not where:
+        if far > program.bound and not where:
             where = f"{name} differs by {far:.1e}"
         worst = max(worst, far)
     return worst, where

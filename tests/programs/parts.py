@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,10 +186,28 @@ class LanguageModel(nn.Module):
         return self.head(hidden)
 
 
+def causal_lm() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **sizes))
+
+
+class Wrapper(nn.Module):
+    """A model of a library inside one's own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = causal_lm()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
 @dataclass(frozen=True)
 class Model:
     build: Callable[[], nn.Module]
-    reads: str = "vectors"  # or tokens
+    reads: str = "vectors"  # or tokens, or names: a dict with input_ids and labels
     odd: bool = False  # may be refused or warned about by name; all others must train everywhere
     frozen: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
@@ -214,12 +232,17 @@ MODELS = {
     "spare": Model(Spare, odd=True),
     "scaled": Model(Scaled, odd=True),
     "language-model": Model(LanguageModel, reads="tokens"),
+    "hugging-face": Model(causal_lm, reads="names"),
+    "wrapped-hugging-face": Model(Wrapper, reads="names"),
     "max-norm": Model(lambda: LanguageModel(max_norm=1.0), reads="tokens", odd=True),
 }
 
 
 def pair(batch: Any) -> tuple[Tensor, Tensor]:
-    return (batch["inputs"], batch["targets"]) if isinstance(batch, dict) else (batch[0], batch[1])
+    return tuple(batch.values()) if isinstance(batch, dict) else (batch[0], batch[1])
+
+
+NAMES = {"vectors": ("inputs", "targets"), "tokens": ("inputs", "targets"), "names": ("input_ids", "labels")}
 
 
 def classes(inputs: Tensor, ignored: slice = slice(0, 0)) -> Tensor:
@@ -318,6 +341,18 @@ def token_sum(model: Any, batch: Any) -> Any:
     return paceline.Loss(total, (targets != -100).sum())
 
 
+def padded_labels(inputs: Tensor) -> Tensor:
+    """Labels that the model shifts by itself; the first batch has no padding."""
+    labels = inputs.clone()
+    for row in range(BATCH, len(labels)):
+        labels[row, 2 + row % (TOKENS - 1) :] = -100
+    return labels
+
+
+def inner_loss(model: Any, batch: Any) -> Tensor:
+    return model(**batch).loss
+
+
 @dataclass(frozen=True)
 class LossPart:
     targets: Callable[[Tensor], Tensor]
@@ -354,13 +389,15 @@ LOSSES = {
     "penalized": LossPart(classes, penalized),
     "tokens": LossPart(shifted_tokens, token_loss, reads="tokens"),
     "padded-tokens": LossPart(lambda inputs: shifted_tokens(inputs, padded=True), token_loss, reads="tokens"),
+    "own-loss": LossPart(padded_labels, reads="names"),
+    "own-loss-by-function": LossPart(padded_labels, inner_loss, reads="names"),
     "token-sum": LossPart(lambda inputs: shifted_tokens(inputs, padded=True), token_sum, reads="tokens"),
 }
 
 
 def tensors(loss: str, samples: int, seed: int) -> tuple[Tensor, Tensor]:
     part, generator = LOSSES[loss], torch.Generator().manual_seed(seed)
-    if part.reads == "tokens":
+    if part.reads != "vectors":
         inputs = torch.randint(0, VOCABULARY, (samples, TOKENS), generator=generator)
     else:
         inputs = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
@@ -395,15 +432,14 @@ class Stream(IterableDataset[Any]):
 
 
 class Named(Dataset[Any]):
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
+    def __init__(self, data: TensorDataset, names: Sequence[str] = NAMES["vectors"]) -> None:
+        self.data, self.names = data, names
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        inputs, targets = self.data[index]
-        return {"inputs": inputs, "targets": targets}
+        return dict(zip(self.names, self.data[index], strict=True))
 
 
 class Unseeded(Sampler[int]):

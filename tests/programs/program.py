@@ -50,6 +50,7 @@ class Program:
     callback: str | None = None
     clip: float | None = None
     stop: int | None = None  # step after which the run is interrupted
+    killed: bool = False  # by SIGKILL, after a save every two steps
     layout_after: str = ""  # in which it is resumed
 
     def __str__(self) -> str:
@@ -58,11 +59,16 @@ class Program:
         )
         extras = {"groups": self.groups, "scheduler": self.scheduler, "callback": self.callback, "clip": self.clip}
         text += "".join(f", {name} {value}" for name, value in extras.items() if value not in (None, 1))
-        return text if self.stop is None else f"{text}, stopped after step {self.stop}, resumed on {self.layout_after}"
+        if self.stop is None:
+            return text
+        return (
+            f"{text}, {'killed' if self.killed else 'stopped'} after step {self.stop}, resumed on {self.layout_after}"
+        )
 
     @property
-    def world(self) -> int:
-        return LAYOUTS[self.layout][0]
+    def bound(self) -> float:
+        """On relative differences, in float64. Hugging Face computes losses in float32."""
+        return 1e-5 if self.reads == "names" else 1e-8
 
     @property
     def odd(self) -> bool:
@@ -75,10 +81,19 @@ class Program:
 
     def settings(self, layout: str) -> dict[str, Any]:
         """Keywords of the Trainer."""
-        known = dict((*parts.MODELS[self.model].settings, *parts.DATA[self.data].settings))
+        known: dict[str, Any] = dict((*parts.MODELS[self.model].settings, *parts.DATA[self.data].settings))
         batch = None if isinstance(self.dataset(), (DataLoader, list, parts.Batches)) else parts.BATCH
         groups = {"accumulate": self.groups} if self.groups > 1 else {}
-        return {**known, **groups, **LAYOUTS[layout][1], "batch": batch, "clip_norm": self.clip, "precision": "fp64"}
+        saves = {"save_every": 2} if self.killed else {}
+        return {
+            **known,
+            **groups,
+            **saves,
+            **LAYOUTS[layout][1],
+            "batch": batch,
+            "clip_norm": self.clip,
+            "precision": "fp64",
+        }
 
     def build_model(self) -> nn.Module:
         torch.manual_seed(self.number)
@@ -88,7 +103,19 @@ class Program:
         return model
 
     def dataset(self) -> Any:
-        return parts.DATA[self.data].build(self.tensors(parts.SAMPLES, 0))
+        rows: Any = self.tensors(parts.SAMPLES, 0)
+        return parts.DATA[self.data].build(self.named(rows) if self.reads == "names" else rows)
+
+    @property
+    def reads(self) -> str:
+        return parts.LOSSES[self.loss].reads
+
+    def named(self, rows: TensorDataset) -> parts.Named:
+        return parts.Named(rows, parts.NAMES[self.reads])
+
+    def validation(self) -> Any:
+        rows = self.tensors(parts.VALIDATION, 1)
+        return self.named(rows) if self.reads == "names" else rows
 
     def tensors(self, samples: int, seed: int) -> TensorDataset:
         return TensorDataset(*parts.tensors(self.loss, samples, 1000 * seed + self.number))
@@ -135,8 +162,11 @@ def _made_sound(program: Program, chance: random.Random) -> Program:
         changes["loss"] = "cross-entropy"
     if program.layout == "single" and parts.DATA[program.data].several:
         changes["data"] = "tensors"
-    if program.data == "names" and parts.LOSSES[program.loss].criterion is not None:
+    if program.data == "names" and (parts.LOSSES[program.loss].criterion is not None or program.reads == "names"):
         changes["data"] = "in-order"  # a criterion reads pairs
+    if program.reads == "names":
+        changes |= {"loop": "epochs"} if program.loop == "own-optimizer" else {}
+        changes |= {"data": "loader"} if program.data in ("batches", "list-of-batches") else {}
     if program.data == "stream-said" and program.layout in ("ddp:3", "fsdp:3", "hsdp:4", "pp:2"):
         changes["layout"] = "ddp:2"  # in which a step reads the samples that it reads in one process
     if program.loop == "adversarial":
@@ -154,6 +184,7 @@ def _made_sound(program: Program, chance: random.Random) -> Program:
             extras["callback"] = chance.choice(list(parts.CALLBACKS))
         elif chance.random() < 0.4:
             extras |= {"stop": chance.choice((1, 3, 5, 7)), "layout_after": _layout_after(program, chance)}
+            extras["killed"] = program.loop in ("steps", "epochs") and chance.random() < 0.5
         program = replace(program, **extras)
     return program
 
@@ -181,7 +212,8 @@ def loss_of(program: Program, model: Any, batch: Any, criterion: nn.Module | Non
     part = parts.LOSSES[program.loss]
     if part.function is not None:
         return value_of(part.function(model, batch))
-    assert criterion is not None
+    if criterion is None:
+        return model(**batch).loss
     return criterion(model(batch[0]), batch[1])
 
 
@@ -199,8 +231,9 @@ def batches(program: Program, data: Any, epoch: int) -> Iterator[Any]:
     if order == "ours":
         indices = Permutation(parts.SAMPLES, seed=0, epoch=epoch)(indices)
     for start in range(0, parts.SAMPLES, parts.BATCH):
-        inputs, targets = rows[torch.from_numpy(indices[start : start + parts.BATCH])]
-        yield {"inputs": inputs, "targets": targets} if program.data == "names" else (inputs, targets)
+        batch = rows[torch.from_numpy(indices[start : start + parts.BATCH])]
+        named = program.data == "names" or program.reads == "names"
+        yield dict(zip(parts.NAMES[program.reads], batch, strict=True)) if named else batch
 
 
 def train_plainly(program: Program) -> Result:
@@ -244,11 +277,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 def _evaluate(program: Program, model: nn.Module, criterion: nn.Module | None) -> dict[str, float]:
     inputs, targets = program.tensors(parts.VALIDATION, 1).tensors
+    batch: Any = (inputs.clone(), targets)
+    if program.reads == "names":
+        batch = dict(zip(parts.NAMES["names"], batch, strict=True))
     model.eval()
     with torch.no_grad():
-        outputs = model(inputs.clone())
-        values = {"loss": float(loss_of(program, model, (inputs.clone(), targets), criterion))}
+        values = {"loss": float(loss_of(program, model, batch, criterion))}
         if with_metrics(program):
+            outputs = model(inputs.clone())
             right = parts.accuracy(outputs, targets).mean().item()
             values |= {"accuracy": right, "f1": float(parts.f1(outputs, targets)), "as_loss": right}
     return values
