@@ -15,8 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -26,6 +28,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 import paceline
@@ -117,6 +120,35 @@ def spectral_norm() -> nn.Module:
     return net
 
 
+def weight_norm() -> nn.Module:
+    net = mlp()
+    nn.utils.parametrizations.weight_norm(net[2])
+    return net
+
+
+class Stateful(nn.Module):
+    """Adds its last mean output to the next one, kept in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = mlp(), None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.net(inputs)
+        if self.training:
+            outputs = outputs if self.last is None else outputs + 0.1 * self.last
+            self.last = outputs.detach().mean(0)
+        return outputs
+
+
+class Checkpointed(Residual):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
+        return self.last(hidden)
+
+
 class ChangesInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -172,15 +204,15 @@ class Scaled(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, max_norm: float | None = None) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, 12, max_norm=max_norm)
+        self.tokens = nn.Embedding(VOCABULARY, 12, **options)
         self.place = nn.Parameter(torch.zeros(TOKENS, 12))
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Tanh()) for _ in range(2))
         self.head = nn.Linear(12, VOCABULARY)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.tokens(inputs) + self.place
+        hidden = self.tokens(inputs) + self.place[: inputs.shape[1]]
         for block in self.blocks:
             hidden = hidden + block(hidden)
         return self.head(hidden)
@@ -234,6 +266,10 @@ MODELS = {
     "language-model": Model(LanguageModel, reads="tokens"),
     "hugging-face": Model(causal_lm, reads="names"),
     "wrapped-hugging-face": Model(Wrapper, reads="names"),
+    "weight-norm": Model(weight_norm),
+    "stateful": Model(Stateful, odd=True),
+    "checkpointed": Model(Checkpointed),
+    "sparse-embedding": Model(lambda: LanguageModel(sparse=True), reads="tokens", odd=True),
     "max-norm": Model(lambda: LanguageModel(max_norm=1.0), reads="tokens", odd=True),
 }
 
@@ -481,6 +517,15 @@ class Batches:
         return (self.data[start : start + BATCH] for start in range(0, SAMPLES, BATCH))
 
 
+def trimmed(samples: list[Any]) -> Any:
+    """Cut padding that all rows of a batch share, so that the length depends on the batch."""
+    batch = default_collate(samples)
+    if isinstance(batch, dict) or batch[0].is_floating_point() or batch[1].dim() == 1:
+        return batch
+    used = int((batch[1] != -100).any(0).nonzero().max()) + 1
+    return [tensor[:, :used] for tensor in batch]
+
+
 def uneven(data: TensorDataset) -> list[list[int]]:
     return [list(range(9)), list(range(9, 20)), list(range(20, 27)), list(range(27, 45))]
 
@@ -523,6 +568,12 @@ DATA = {
     "sequential-batch-sampler": Data(
         lambda data: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), BATCH, drop_last=True)),
         "own",
+    ),
+    "collated": Data(lambda data: DataLoader(data, BATCH, collate_fn=trimmed), "own"),
+    "concatenated": Data(
+        lambda data: ConcatDataset([Subset(data, range(20)), Subset(data, range(20, SAMPLES))]),
+        "natural",
+        settings=(("shuffle", False),),
     ),
     "growing": Data(lambda data: DataLoader(data, BATCH, sampler=Growing()), "own"),
     "names": Data(Named, "natural", settings=(("shuffle", False),)),
@@ -587,6 +638,8 @@ OPTIMIZERS = {
     "adamw": Optimizer(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)),
     "rmsprop": Optimizer(lambda model: torch.optim.RMSprop(model.parameters(), lr=0.005)),
     "groups": Optimizer(lambda model: torch.optim.SGD(in_groups(model), lr=0.1, momentum=0.5, weight_decay=1e-2)),
+    "adagrad": Optimizer(lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05)),
+    "adafactor": Optimizer(lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05), odd=True),
     "elementwise": Optimizer(lambda model: Elementwise(model.parameters(), lr=0.05), odd=True),
     "normalized": Optimizer(lambda model: Normalized(model.parameters(), lr=0.1), odd=True),
 }
