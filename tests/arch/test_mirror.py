@@ -28,6 +28,7 @@ ELSEWHERE = {
     "parallel/fsdp": ["ranks/test_fsdp"],
     "parallel/pipeline/schedule_runner": ["ranks/test_pipeline"],
     "parallel/pipeline/stage": ["ranks/test_pipeline"],
+    "parallel/replicas": ["ranks/test_requires_grad"],
     "parallel/sync_batchnorm": ["ranks/test_batchnorm"],
     "parallel/tensor/layers": ["ranks/test_tensor"],
     "runtime/objects": ["ranks/test_collectives"],

@@ -28,6 +28,7 @@ from paceline.errors import DataError, LayoutError, TrainError
 from paceline.guard import snapshot
 from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
+from paceline.parallel.replicas import Forward
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
@@ -92,6 +93,15 @@ def check(
 
 def without_gradient(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def warm_up(model: nn.Module, forward: Forward, batch: Any, draw: NoiseContext, user_code: Sequence[Any]) -> None:
+    """Run a batch with weight zero through a new DDP wrapper: after its first backward, DDP rebuilds its buckets."""
+    drawn = draw.draws
+    with snapshot.preserved(model, *user_code):
+        value, _ = forward(snapshot.copied(batch))
+        (value * 0.0).backward()
+    draw.draws = drawn
 
 
 @contextmanager

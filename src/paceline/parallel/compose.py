@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from paceline.config.recipe import Config
 from paceline.log import Log
 from paceline.models.blocks import find_blocks
+from paceline.parallel.agreement import Agreement
 from paceline.parallel.compile import compile_model, require_compiler
 from paceline.parallel.data_parallel import DataParallel, gpus
 from paceline.parallel.ddp import replicate
@@ -28,6 +29,7 @@ from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.pipeline.stage import Stage, build_stages
 from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model, remove_other_stages
 from paceline.parallel.recompute import recompute
+from paceline.parallel.replicas import Replicas
 from paceline.parallel.shards import broadcast_weights
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, unconverted
@@ -227,9 +229,15 @@ def _without_all_reduce(roots: list[FSDPModule]) -> Iterator[None]:
 def _ddp(subject: Subject, context: Composition) -> None:
     assert subject.step is not None
     config, mesh = context.config, context.mesh
-    allow_unused = config.unused_parameters == "allow"
-    ddp = replicate(subject.step, mesh.degrees.replicate, mesh.device, config.ddp, allow_unused=allow_unused)
-    subject.forward, subject.no_sync = ddp, cast(NoSync, ddp.no_sync)
+    build = partial(
+        replicate,
+        subject.step,
+        mesh.device,
+        config.ddp,
+        allow_unused=config.unused_parameters == "allow",
+    )
+    replicas = Replicas(subject.step, build, context.log, Agreement(config.timeout))
+    subject.forward, subject.no_sync = replicas, replicas.no_sync
 
 
 def _data_parallel(subject: Subject, context: Composition) -> str:

@@ -11,20 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.sections import DdpSection
 from paceline.errors import LayoutError
+from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first
 
 
 def replicate(
-    step: nn.Module, ranks: int, device: torch.device, settings: DdpSection, *, allow_unused: bool = False
-) -> nn.Module:
-    """Wrap the step in DDP; with a single rank, return it unchanged."""
-    if ranks == 1:
-        return step
+    step: nn.Module, device: torch.device, settings: DdpSection, *, allow_unused: bool = False, again: bool = False
+) -> DistributedDataParallel:
+    """Wrap the step in DDP, which broadcasts the weights of rank 0 unless it is built `again`."""
     types = sorted({parameter.device.type for parameter in step.parameters()})
     if len(types) > 1:
         raise LayoutError(
             "copies-on-mixed-devices",
-            f"The model has layers on {' and '.join(types)}, but there are {ranks} ranks.",
+            f"The model has layers on {' and '.join(types)}, but there are {collectives.world()} ranks.",
             why="DDP reduces gradients of a single device type only",
             fix="place all layers on GPUs, or train in one process",
         )
@@ -43,6 +42,7 @@ def replicate(
         static_graph=settings.static_graph,
         gradient_as_bucket_view=settings.gradient_as_bucket_view,
         find_unused_parameters=allow_unused and not settings.static_graph,
+        init_sync=not again,
         **options,
     )
 

@@ -64,7 +64,22 @@ def shard(
     fully_shard(root, reshard_after_forward=False, mp_policy=policy, **options)
     if settings.prefetch > 1:  # 1 is the default of torch
         _prefetch(sharded, settings.prefetch)
+    _set_dtypes_of_frozen(root)
     _guard(root)
+
+
+def _set_dtypes_of_frozen(root: nn.Module) -> None:
+    """Groups without trainable parameters get no dtypes from FSDP2, and could not be unfrozen under mixed precision."""
+
+    def complete(module: nn.Module, inputs: Any) -> None:
+        handle.remove()
+        for part in root.modules():
+            group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+            if group is not None and group._orig_dtype is None and group.fsdp_params:
+                first = group.fsdp_params[0]
+                group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
+    handle = root.register_forward_pre_hook(complete)  # after FSDP2's own, which sets the other dtypes
 
 
 def _require_dims(root: nn.Module) -> None:

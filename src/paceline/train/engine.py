@@ -28,6 +28,7 @@ from paceline.parallel import compose
 from paceline.parallel.ddp import unwrap
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
+from paceline.parallel.replicas import Replicas
 from paceline.parallel.shards import local_shard
 from paceline.parallel.split import devices_of
 from paceline.parallel.tensor.apply import check_plan, is_sequence_parallel
@@ -168,6 +169,12 @@ class Engine:
             reduce_max=None if self.sharded is None else partial(collectives.all_reduce, op="max"),
         )
 
+    def _warm_up(self, forward: Callable[[Any], Any], batch: Any) -> None:
+        """Called before the first batch after DDP was rebuilt for other parameters."""
+        self._report_untrained(self.optimizer)
+        if self._checked:
+            preflight.warm_up(self.model, forward, batch, self.draw, [self.task.criterion, self.task.loss_fn])
+
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
         self.average: Ema | None = None
@@ -191,6 +198,8 @@ class Engine:
             )
         else:
             self.stepper = Stepper(self.module, self.wrapped, **parts)
+        if isinstance(self.wrapped.forward, Replicas):
+            self.wrapped.forward.warm_up = self._warm_up
         self.updater = Updater(
             self.optimizer,
             self.module,

@@ -1,0 +1,47 @@
+"""Agreement of all ranks over the store of the process group.
+
+For a rank that is about to leave the common sequence of collectives: the others may already wait for it in a
+collective of that sequence, so it can't ask them with another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+
+import torch.distributed as torch_dist
+
+from paceline.runtime import collectives
+
+_POLLS_AT_FIRST, _SHORT, _LONG = 50, 0.0002, 0.005
+
+
+class Agreement:
+    """Collective: must be created on every rank."""
+
+    def __init__(self, timeout: float) -> None:
+        self.seconds = timeout / 2  # before a collective that waits for this rank times out
+        self._name = collectives.broadcast_object(secrets.token_hex(4))  # separates this training from others
+        self._number = 0
+
+    def reached_by(self, value: str) -> int:
+        """Wait until every rank has passed the same value. Returns the number of ranks that did in time."""
+        # There is no public way to it, and the user may have initialized the group.
+        store = torch_dist.distributed_c10d._get_default_store()
+        key = f"paceline/{self._name}/{self._number}/{hashlib.sha256(value.encode()).hexdigest()[:16]}"
+        self._number += 1
+        world, deadline, polls = torch_dist.get_world_size(), time.monotonic() + self.seconds, 0
+        try:
+            if store.add(key, 1) == world:
+                store.set(f"{key}/all", "")
+                return world
+            # A blocking wait would hold the lock of the store's client, which background threads use as well.
+            while not store.check([f"{key}/all"]):
+                if time.monotonic() > deadline:
+                    return int(store.add(key, 0))
+                polls += 1
+                time.sleep(_SHORT if polls < _POLLS_AT_FIRST else _LONG)
+        except RuntimeError:  # the rank that hosts the store has exited
+            return 0
+        return world
