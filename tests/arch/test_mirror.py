@@ -15,6 +15,8 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 ELSEWHERE = {
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
     "guard/preflight": ["ranks/test_preflight"],
+    "guard/same_model": ["ranks/test_preflight"],
+    "guard/unit_order": ["ranks/test_preflight"],
     "launcher/backends/ray": ["system/test_ray"],
     "launcher/cluster/frontend": ["system/test_ssh_launch", "system/test_slurm"],
     "launcher/cluster/manual": ["ranks/test_several_nodes", "ranks/test_first_rank"],

@@ -35,6 +35,58 @@ def test_a_replica_with_other_weights_is_named_with_its_parameter() -> None:
     assert "2.bias" in text and "ranks 0, 2" in text and "rank 1" in text and "0.weight" not in text
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_another_model_on_a_rank_is_named_with_the_first_difference(strategy: str) -> None:
+    @ranks(2)
+    def body() -> None:
+        width = 8 + dist.rank()
+        model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2))
+        code, text = code_of(lambda: tiny.classifier_trainer(model, strategy=strategy))
+        assert code == "world.different-models" and "rank 1: parameter 0.weight: 9×8, float32" in text
+
+    body()
+
+
+@ranks(2)
+def test_another_module_or_optimizer_on_a_rank_is_named() -> None:
+    main = dist.rank() == 0
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU() if main else nn.GELU(), nn.Linear(8, 2))
+    code, text = code_of(lambda: tiny.classifier_trainer(model))
+    assert code == "world.different-models" and "rank 1: module 1: GELU" in text
+    model = tiny.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if main else 0.2)
+    code, text = code_of(lambda: tiny.classifier_trainer(model, optimizer=optimizer))
+    assert code == "world.different-models" and "group 0" in text and "lr=0.2" in text
+
+
+@ranks(2)
+def test_batches_of_another_structure_are_named() -> None:
+    first = 8 * dist.rank()
+    inputs, targets = tiny.blobs()[first : first + 8]
+    batch = (inputs, targets[:, None] if dist.rank() else targets)
+    code, text = code_of(lambda: tiny.classifier_trainer().training_step(batch))
+    assert code == "data.different-structure" and "rank 1: batch[1]: tensor with 2 dims, int64" in text
+
+
+class Experts(nn.Module):
+    """Runs one of two layers, chosen by the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 2) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.blocks[dist.rank()](inputs)
+        return outputs
+
+
+@ranks(2)
+def test_ranks_that_gather_different_shards_are_named_before_they_do() -> None:
+    trainer = tiny.classifier_trainer(Experts(), strategy="fsdp", unused_parameters="allow")
+    code, text = code_of(lambda: trainer.train(tiny.blobs(), max_steps=1))
+    assert code == "layout.different-units" and "rank 0: blocks.0" in text and "rank 1: blocks.1" in text
+
+
 @ranks(2)
 def test_the_same_batch_on_two_ranks_is_found() -> None:
     trainer = tiny.classifier_trainer()

@@ -25,7 +25,7 @@ import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import DataError, LayoutError, TrainError
-from paceline.guard import snapshot
+from paceline.guard import same_model, snapshot, unit_order
 from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.replicas import Forward
@@ -55,6 +55,7 @@ def check(
     ranks, value = collectives.world(), None
     if mesh.data_ranks < mesh.degrees.world:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
+    same_model.require_same_structure(micro.batch)
     module.zero_grad(set_to_none=True)
     trial = replace(micro, batch=snapshot.copied(micro.batch))
     with snapshot.preserved(module.model, *user_code):
@@ -62,7 +63,8 @@ def check(
         if run_zero_weight is not None:  # a pipeline
             weight = run_zero_weight(trial)
         else:
-            value, weight = wrapped.forward(trial.batch)
+            with unit_order.compared(module, mesh.data_group):
+                value, weight = wrapped.forward(trial.batch)
             with explain_inplace_change():
                 (value * 0.0).backward()
         draw.samples = None

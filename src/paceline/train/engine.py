@@ -18,7 +18,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import preflight
+from paceline.guard import preflight, same_model
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import infer_call
@@ -85,6 +85,7 @@ class Engine:
         if plan.degrees.pipeline > 1:
             partition_model(self.model, config.pipeline, plan.degrees.pipeline)
         consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
+        same_model.require_same_model(self.model, task.optimizer, task.criterion)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
         if wrapper:
             self.log.info(f"model: unwrapped from {wrapper}; the Trainer wraps it itself if the layout requires it")
