@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.data.batches import samples_in
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
+from paceline.guard.own_step import GradientWatch
 from paceline.parallel.fsdp import discard_gradients
 from paceline.runtime import collectives
 from paceline.train import loop
@@ -79,6 +80,10 @@ class CustomLoop:
         self._syncing = self._synced = True
         self._current: tuple[MicroBatch, Tensor, Tensor | float | None, Tensor] | None = None
         self._added: MicroBatch | None = None
+        engine = self.engine
+        self._gradients = GradientWatch(list(engine.module.parameters()), engine.updater.discard_gradients, engine.log)
+        # Otherwise accumulated gradients may be elsewhere than in `.grad`.
+        self._keeps_gradients = engine.sharded is None and not isinstance(engine.module, PipelineLossModule)
 
     def expect(self, micro: MicroBatch, loader: Loader, groups: int) -> None:
         """Announce the next batch, which comes from `loader`."""
@@ -97,7 +102,9 @@ class CustomLoop:
         micro = self._micro(batch)
         with self.engine.draw:
             self._check(micro)
+            self._begin_micro(first=micro.group == 0, may_change=False)
             loss = self.engine.stepper.add(micro)
+        self._gradients.after_backward(last=micro.last)
         if self.engine.stepper.losses and not self.engine.stepper.means:  # in a pipeline only the last stage has losses
             loss = loss / self.engine.stepper.losses[-1][1]
         if isinstance(self.engine.module, PipelineLossModule):
@@ -128,6 +135,7 @@ class CustomLoop:
                 why="the forward determines the weight of the batch in the step",
                 fix="loss = trainer.forward(batch); trainer.backward(loss); trainer.step()",
             )
+        self._begin_micro(first=self._added is None, may_change=True)
         micro, value, weight, mean = self._current
         self._current, self._added, self._synced = None, micro, self._syncing
         if loss is not mean:  # the user computed another value from it
@@ -136,6 +144,7 @@ class CustomLoop:
             self.engine.draw.samples = micro
             self.engine.stepper.backward(micro, value, weight)
             self.engine.draw.samples = None
+        self._gradients.after_backward(last=False)
 
     def step(self) -> None:
         """Update the parameters with the gradients of all backwards since the last step."""
@@ -153,9 +162,14 @@ class CustomLoop:
                 fix="run the last backward of a step outside no_sync()",
             )
         self._require_training_weights()
-        micro, self._added = self._added, None
-        self.engine.stepper.reduce_weight(micro)
-        self._finish(replace(micro, step=self.engine.position.step))
+        engine, micro = self.engine, self._added
+        self._begin_micro(first=False, may_change=True)
+        self._added = None
+        engine.stepper.reduce_weight(micro)
+        self._gradients.inspect(
+            engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=engine.mesh.degrees.is_replicated
+        )
+        self._finish(replace(micro, step=engine.position.step))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,6 +183,14 @@ class CustomLoop:
     def _sync_context(self) -> Any:
         no_sync = self.engine.wrapped.no_sync
         return nullcontext() if self._syncing or no_sync is None else no_sync()
+
+    def _begin_micro(self, *, first: bool, may_change: bool) -> None:
+        """A step begins without gradients, and its other micro-batches with those of the first."""
+        if first:
+            self.engine.follow_optimizer()
+            self._gradients.begin_step()
+        elif self._keeps_gradients:
+            self._gradients.continue_step(may_change=may_change)
 
     def _micro(self, batch: Any) -> MicroBatch:
         expected = self._expected

@@ -18,7 +18,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import preflight, same_model
+from paceline.guard import own_step, preflight, same_model
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import infer_call
@@ -99,7 +99,7 @@ class Engine:
         self._build_step()
         self.seed_drawing(0)
         self.position = TrainProgress()
-        self._checked = False
+        self._checked = self._warned = False
 
     def _compose(self) -> None:
         """Run the passes of the layout on the model and on the module that computes its loss."""
@@ -212,6 +212,8 @@ class Engine:
             watch=self.watch,
             sharded=self.sharded,
         )
+        if self.world.size > 1 or self.sharded is not None:
+            own_step.refuse_other_steps(self.optimizer, self.updater)
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.log.info(
                 f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
@@ -277,6 +279,41 @@ class Engine:
 
         hook = self.optimizer.register_step_pre_hook(check)
 
+    def after_user_code(self) -> None:
+        """Call after callbacks and evaluations, which may have run a backward or changed the optimizer."""
+        self.updater.discard_gradients()
+        self.follow_optimizer()
+
+    def follow_optimizer(self) -> None:
+        """Take over parameter groups that were added to the optimizer, and learning rates that have no effect."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.optimizer_names):
+            self._adopt_groups()
+        updater = self.updater
+        if updater.learning_rate is not None and updater.lr and groups[0]["lr"] != updater.lr and not self._warned:
+            self._warned = True
+            self.log.warning(
+                f"the learning rate was set to {groups[0]['lr']:g} during training, but the schedule "
+                f"({self.config.schedule.name}) sets it before every step: remove the schedule to set it yourself"
+            )
+
+    def _adopt_groups(self) -> None:
+        if self.sharded is not None:
+            raise TrainError(
+                "param-group-added",
+                f"{type(self.optimizer).__name__}.add_param_group() was called after the Trainer was created.",
+                why="the optimizer holds the shards of the parameters it had then",
+                fix="create the optimizer with all its groups: freeze parameters with requires_grad_(False), or give "
+                "them lr 0 until they are trained",
+            )
+        self._report_untrained(self.optimizer)
+        names = names_of(self.model)
+        self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        fill_momentum(self.optimizer)
+        self.updater.refresh_parameters()
+
     def recompute(self, kind: str) -> None:
         """Change activation checkpointing of the wrapped model."""
         config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
@@ -312,8 +349,8 @@ def check_optimizer(optimizer: Any) -> None:
             "several-optimizers",
             f"Expected one optimizer, got {len(optimizer)}.",
             why="clipping, the schedule and skipped steps apply to all parameters of a model at once",
-            fix="use one optimizer with parameter groups; for adversarial training, use two Trainers in a custom loop "
-            "(trainer.forward, backward, step)",
+            fix="use one optimizer with parameter groups; for adversarial training, use two Trainers in a custom loop, "
+            "as docs/guides/trainer.md shows",
         )
     raise TrainError(
         "not-an-optimizer",

@@ -44,6 +44,7 @@ def run(job: Job) -> None:
     telemetry.begins(position.step)
     micros = job.micros()
     running = agenda.begin(position.step, position.epoch)
+    job.engine.after_user_code()
     since = perf_counter()
     for micro in micros if running else ():
         recorder.waited += perf_counter() - since
@@ -56,6 +57,7 @@ def run(job: Job) -> None:
             take_step(job, micro)
             if position.step == due:
                 running = agenda.run_due(position.step, micro.epoch)
+                job.engine.after_user_code()
                 telemetry.stepped(position.step)
                 if not running:
                     break
@@ -76,8 +78,10 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if stepper.metrics:
         job.recorder.log_metrics(stepper.metrics)
-    for hook in job.on_step:
-        hook(Step(step, micro.epoch, lr, samples, norm, parts, stepper.means))
+    if job.on_step:
+        for hook in job.on_step:
+            hook(Step(step, micro.epoch, lr, samples, norm, parts, stepper.means))
+        engine.after_user_code()
     stepper.losses = []
     if stepper.data_weighted or stepper.metrics:
         stepper.reset()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
@@ -41,7 +42,7 @@ class Updater:
         self.optimizer, self.average, self._sharded = optimizer, average, sharded
         self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None: constant
         self.scheduler: Any = None  # the user's, if it steps with the optimizer
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.refresh_parameters()
         self._all_parameters = list(module.parameters())  # may be more than the optimizer holds
         self._scaler = scaler if scaler.is_enabled() else None
         self._clip_norm, self._clip_value = clip_norm, clip_value
@@ -57,6 +58,17 @@ class Updater:
         self.skipped: Tensor | float | None = None
         self.before_change: Callable[[], None] | None = None  # waits for a save that is still copying
         self.is_changing = False  # False: parameters, optimizer and averages belong to the same step
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients still have the loss scale of fp16."""
+        if self._scaler is None:
+            return False
+        return self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY
+
+    def refresh_parameters(self) -> None:
+        """Call after a parameter group was added to the optimizer."""
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """Update the parameters in step `step`, counted from 0. Returns the gradient norm, if it was computed."""
@@ -86,6 +98,14 @@ class Updater:
         if self._buffers:
             self._restore_nonfinite_buffers()
         return norm
+
+    def discard_gradients(self) -> bool:
+        """Discard gradients that code outside the Trainer left behind. Returns whether there were any."""
+        found = False
+        for parameter in self._all_parameters:
+            if parameter.grad is not None:
+                parameter.grad, found = None, True
+        return found
 
     @torch.no_grad()
     def keep_buffers(self) -> None:

@@ -87,6 +87,7 @@ class Restorer:
         """Discard the state of saves before the load."""
         self._saver.reset()
         self._run.parent, self._position = parent, dict(position)
+        self._engine.updater.lr = 0.0  # none was used yet
         if self._engine.watch is not None:
             self._engine.watch.reset()
 
