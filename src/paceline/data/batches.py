@@ -1,15 +1,20 @@
-"""Batches: tensors nested in tuples, lists and dicts, with samples along the first dim."""
+"""Batches: tensors nested in tuples, lists and dicts, with samples along the first dim.
+
+A list inside a batch may also have one item per sample, as detection models expect: ([image, …], [{"boxes": …}, …]).
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
 
 from paceline.errors import DataError
+
+_SHOWN = 8
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -23,10 +28,18 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def samples_in(batch: Any) -> int:
-    """The length of a batch: the first dim of the first tensor in it."""
-    if type(batch) in (tuple, list) and batch and type(batch[0]) is torch.Tensor and batch[0].dim():
-        return batch[0].shape[0]  # fast path for the common case
+# What a batch is made of: parts whose first dim is the batch; the same, with lists of one item per sample inside; or a
+# list of samples.
+Kind = Literal["parts", "lists", "items"]
+
+
+def samples_in(batch: Any, like: Kind | None = None) -> int:
+    """The number of samples in a batch; the first dim of its first tensor if its parts disagree."""
+    if _is_flat(batch):
+        return int(batch[0].shape[0])  # fast path for the common case
+    known = layout_of(batch, like)
+    if known is not None:
+        return known[0]
     for tensor in tensors_in(batch):
         if tensor.dim():
             return tensor.shape[0]
@@ -35,6 +48,79 @@ def samples_in(batch: Any) -> int:
         f"A batch of type {type(batch).__name__} contains no tensor with a batch dim.",
         fix="use tensors, or tuples, lists and dicts of tensors",
     )
+
+
+def _is_flat(batch: Any) -> bool:
+    """Whether this is a tuple or list of tensors."""
+    kind = type(batch)
+    return (
+        (kind is tuple or kind is list) and len(batch) > 0 and all(type(t) is torch.Tensor and t.dim() for t in batch)
+    )
+
+
+def layout_of(batch: Any, like: Kind | None = None) -> tuple[int, Kind] | None:
+    """The number of samples in a batch and what it is made of; None if its parts disagree, or if there are two ways to
+    read it. `like`: what earlier batches of the same data are made of."""
+    if like is not None and (length := _agreed(batch, like)) is not None:
+        return length, like
+    if type(batch) is dict and _is_flat(list(batch.values())):
+        lengths = {tensor.shape[0] for tensor in batch.values()}
+        return (lengths.pop(), "parts") if len(lengths) == 1 else None
+    kinds: tuple[Kind, ...] = ("parts", "lists", "items")
+    if type(batch) is list and all(map(_is_sample, batch)):  # `collate_fn=list`
+        kinds = ("items",)
+    found = {kind: length for kind in kinds if (length := _agreed(batch, kind)) is not None}
+    return next((length, kind) for kind, length in found.items()) if len(set(found.values())) == 1 else None
+
+
+def _agreed(batch: Any, kind: Kind) -> int | None:
+    """The number of samples on which all parts agree, for a batch of this kind."""
+    if kind == "items":
+        similar = type(batch) is list and len({_keys(item) for item in batch}) == 1 and _keys(batch[0]) is not None
+        return len(batch) if similar else None
+    parts = list(_parts(batch, kind == "lists"))
+    if kind == "lists" and all(isinstance(part, torch.Tensor) for _, part in parts):
+        return None  # there are no lists in it
+    found = {len(part) for _, part in parts}
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_sample(item: Any) -> bool:
+    """Whether this was not collated: default_collate returns no tuples, and neither numbers nor strings in dicts."""
+    if isinstance(item, Mapping):
+        return any(isinstance(value, (int, float, str)) for value in item.values())
+    return type(item) is tuple
+
+
+def _keys(item: Any) -> tuple[Any, ...] | None:
+    if type(item) is tuple:
+        return (len(item),)
+    return tuple(item) if isinstance(item, Mapping) else None
+
+
+def _parts(batch: Any, lists: bool, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The path of every tensor with dims. With `lists`, a list of tensors or dicts inside the batch is one part."""
+    if isinstance(batch, torch.Tensor):
+        if batch.dim():
+            yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _parts(value, lists, f"{path}[{key!r}]")
+    elif isinstance(batch, (list, tuple)):
+        if lists and path and _holds_samples(batch):
+            yield path, batch
+        else:
+            for index, value in enumerate(batch):
+                yield from _parts(value, lists, f"{path}[{index}]")
+
+
+def _holds_samples(batch: Any) -> bool:
+    return not hasattr(batch, "_fields") and next(tensors_in(batch), None) is not None
+
+
+def shapes_of(batch: Any) -> str:
+    shapes = [f"batch{path} {tuple(part.shape)}" for path, part in _parts(batch, lists=False)]
+    return ", ".join(shapes[:_SHOWN]) + (", …" if len(shapes) > _SHOWN else "")
 
 
 def apply(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -57,25 +143,44 @@ def digest(batch: Any) -> int:
     return total
 
 
-def rows_of(batch: Any, start: int, stop: int) -> Any:
-    """Slice a batch: rows of everything as long as the batch, all of anything else (such as class weights)."""
-    if type(batch) in (tuple, list) and all(type(part) is torch.Tensor and part.dim() for part in batch):
+def rows_of(batch: Any, start: int, stop: int, like: Kind | None = None, samples: int | None = None) -> Any:
+    """Slice a batch of `samples` samples; None: as many as it seems to have. Scalars, and values of other types than
+    tensors, are kept as they are."""
+    if (
+        samples is None
+        and type(batch) in (tuple, list)
+        and all(type(part) is torch.Tensor and part.dim() for part in batch)
+    ):
         length = batch[0].shape[0]
         if all(part.shape[0] == length for part in batch):  # fast path for the common case
             return type(batch)([part[start:stop] for part in batch])
-    length = samples_in(batch)
-    return batch if (start, stop) == (0, length) else _rows(batch, start, stop, length)
+    known = layout_of(batch, like)
+    if known is None or samples not in (None, known[0]):
+        raise DataError(
+            "batch-dim",
+            f"This batch has to be sliced, but its number of samples is unclear: {shapes_of(batch)}.",
+            why="samples are slices along the first dim of every tensor, or the items of every list; slices of time "
+            "steps, channels or class weights would be other data on each number of ranks",
+            fix="use the first dim of all tensors as batch dim; or pass a Dataset and a collate_fn, which runs on each "
+            "rank; or pass each rank's own batches to trainer.forward in a custom loop. What every rank needs as a "
+            "whole belongs to the model or the criterion",
+        )
+    length, kind = known
+    if (start, stop) == (0, length):
+        return batch
+    return batch[start:stop] if kind == "items" else _rows(batch, start, stop, length, kind)
 
 
-def _rows(batch: Any, start: int, stop: int, length: int) -> Any:
+def _rows(batch: Any, start: int, stop: int, length: int, kind: Kind, top: bool = True) -> Any:
     if isinstance(batch, torch.Tensor):
-        return batch[start:stop] if batch.dim() and batch.shape[0] == length else batch
+        return batch[start:stop] if batch.dim() else batch
     if isinstance(batch, Mapping):
-        return _like(batch, {key: _rows(value, start, stop, length) for key, value in batch.items()})
+        return _like(batch, {key: _rows(value, start, stop, length, kind, False) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):
-        if any(isinstance(value, (torch.Tensor, Mapping, list, tuple)) for value in batch):
-            return _like(batch, [_rows(value, start, stop, length) for value in batch])
-        return batch[start:stop] if len(batch) == length else batch  # for example a list of file names
+        nested = next(tensors_in(batch), None) is not None
+        if nested and (top or kind == "parts" or not _holds_samples(batch)):
+            return _like(batch, [_rows(value, start, stop, length, kind, False) for value in batch])
+        return batch[start:stop] if len(batch) == length else batch  # one item per sample, or metadata
     return batch
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from paceline.data.batches import digest, rows_of, samples_in
+from paceline.data.batches import digest, layout_of, rows_of, samples_in, tensors_in
 from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
 from paceline.data.epoch_reader import EpochReader, length_of, preserve_generators
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
@@ -103,7 +103,8 @@ class ReadyBatches:
             except StopIteration:
                 raise no_samples() from None
         self.fingerprint = digest(first)
-        self.batch = samples_in(first)
+        self.batch, known = samples_in(first), layout_of(first)
+        self.kind = None if known is None else known[1]
         if items is source:  # a generator can be consumed only once: put the first batch back
             self.source = chain([first], items)
 
@@ -128,15 +129,15 @@ class BatchStream:
         return self._source.fingerprint
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
-        step = 0
+        step, kind = 0, self._source.kind
         self._reader.begin(first_step)
         for epoch in range(epochs) if epochs is not None else count():
             before = step
             for batch in self._batches(epoch):
                 if step >= first_step:
-                    total = samples_in(batch)
+                    total = samples_in(batch, kind)
                     for share in self._shares.get(total) or self._shares_of(total):
-                        own = batch if share.samples == total else rows_of(batch, *share.rows)
+                        own = batch if share.samples == total else rows_of(batch, *share.rows, kind)
                         yield micro_of(own, share, total, epoch, step, ())
                 step += 1
             if step == before:
@@ -173,14 +174,24 @@ class OwnBatches:
         step = first_step
         for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
             self._sampler.set_epoch(epoch)
-            for batch in islice(self._loader, skip, None):
-                yield from self._cut(batch, epoch, step)
+            for number, batch in enumerate(islice(self._loader, skip, None), skip):
+                yield from self._cut(batch, self._samples(batch, number), epoch, step)
                 step += 1
             skip = 0
 
-    def _cut(self, batch: Any, epoch: int, step: int) -> Iterator[MicroBatch]:
+    def _samples(self, batch: Any, number: int) -> int:
+        """The samples in a batch. A collate function may drop some, or use another dim as batch dim."""
+        size = getattr(self._loader.batch_sampler, "batch_size", self._batch)
+        expected = min(size, len(self._sampler) - number * size)
+        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+        known = layout_of(batch)
+        time_first = all(tensor.dim() > 1 and tensor.shape[1] == expected for tensor in tensors)
+        return expected if known is None or time_first else known[0]
+
+    def _cut(self, batch: Any, own: int, epoch: int, step: int) -> Iterator[MicroBatch]:
         """The groups of this rank. Other ranks are assumed to have as many samples; `exact=False` marks that."""
-        own, ranks, rank = samples_in(batch), self._part.ranks, self._part.rank
+        ranks, rank = self._part.ranks, self._part.rank
         for share in slices_of(own, -(-self._batch // ranks), self._part.groups, 0, 1):
-            micro = micro_of(rows_of(batch, share.start, share.stop), share, self._batch, epoch, step, ())
+            rows = batch if share.samples == own else rows_of(batch, share.start, share.stop, samples=own)
+            micro = micro_of(rows, share, self._batch, epoch, step, ())
             yield replace(micro, start=rank * own + share.start, exact=False)

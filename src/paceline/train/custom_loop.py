@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.data.batches import samples_in
+from paceline.data.batches import layout_of, samples_in, shapes_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard.own_step import GradientWatch
@@ -205,6 +205,11 @@ class CustomLoop:
             config = self.engine.config
             self._user_samples = sum(collectives.all_gather_object(samples * mesh.reports_loss))
             self._groups = config.accumulate or max(1, round((config.batch or 0) / self._user_samples))
+            if mesh.data_ranks * self._groups > 1 and layout_of(batch) is None:
+                self.engine.log.warning(
+                    f"the parts of a batch disagree on its number of samples ({shapes_of(batch)}); a mean loss is "
+                    f"weighted by the first dim of the first tensor, {samples}. Return paceline.Loss(sum, weight)"
+                )
         group = self._in_group
         last = group + 1 >= self._groups
         micro = MicroBatch(
