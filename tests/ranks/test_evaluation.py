@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -15,7 +16,8 @@ import paceline
 import tiny
 from paceline.errors import DataError, TrainError
 from paceline.testing import ranks
-from paceline.train.evaluate import weighted_means
+from paceline.train import metric_functions
+from paceline.train.weighted_sums import weighted_means
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -26,6 +28,123 @@ def expected(data: Any) -> tuple[float, float]:
     inputs, targets = data[:]
     outputs = tiny.classifier()(inputs)
     return nn.functional.cross_entropy(outputs, targets).item(), accuracy(outputs, targets).mean().item()
+
+
+def f1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    positive = outputs.argmax(-1) == 1
+    return 2 * (positive & (targets == 1)).sum() / (positive.sum() + (targets == 1).sum()).clamp(min=1)
+
+
+FUNCTIONS: dict[str, Any] = {
+    "f1": f1,
+    "f1_as_float": lambda outputs, targets: f1(outputs, targets).item(),
+    "r2": lambda outputs, targets: 1 - (outputs[:, 1] - targets).var() / targets.double().var(),
+    "mean": lambda outputs, targets: accuracy(outputs, targets).mean(),
+    "squeezed": lambda outputs, targets: accuracy(outputs, targets).squeeze(),
+    "numpy": lambda outputs, targets: accuracy(outputs, targets).numpy(),
+    "loss": lambda outputs, targets: paceline.Loss(accuracy(outputs, targets).sum(), len(targets)),
+    "both": lambda outputs, targets: {"f1": f1(outputs, targets), "each": accuracy(outputs, targets)},
+}
+
+
+def measured(layout: dict[str, Any], **settings: Any) -> dict[str, float]:
+    metrics = {f"my_{name}": function for name, function in FUNCTIONS.items()}
+    return (
+        tiny.classifier_trainer(metrics=metrics, **{"batch": 6, **layout, **settings}).evaluate(tiny.blobs(19)).values
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, {"batch": 4}),
+        (1, {"batch": 18}),  # the last batch has one sample
+        (3, {"accumulate": 2}),
+        (2, {"strategy": "fsdp"}),
+        (2, {"strategy": "pp"}),
+        (2, {"strategy": "ddp", "precision": "fp64"}),
+    ],
+)
+def test_the_value_of_a_metric_does_not_depend_on_ranks_and_batches(world: int, layout: dict[str, Any]) -> None:
+    @ranks(world)
+    def body() -> None:
+        inputs, targets = tiny.blobs(19)[:]
+        outputs = tiny.classifier()(inputs)
+        share, score = accuracy(outputs, targets).mean().item(), f1(outputs, targets).item()
+        found = measured(layout)
+        wanted = dict.fromkeys(("mean", "squeezed", "numpy", "loss", "both_each"), share)
+        wanted |= dict.fromkeys(("f1", "f1_as_float", "both_f1"), score)
+        wanted["r2"] = FUNCTIONS["r2"](outputs, targets).item()
+        assert {name: found[f"my_{name}"] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+
+    body()
+
+
+class Warnings(logging.Handler):
+    """Collects what the `paceline` logger warns about."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("paceline").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@ranks(2)
+def test_the_mean_over_batches_is_recorded_with_a_warning_if_outputs_are_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metric_functions, "MAX_BYTES", 19 * 12)  # a row of outputs and targets takes 16 bytes
+    heard = Warnings()
+    trainer = tiny.classifier_trainer(metrics={"f1": f1}, batch=19)
+    inputs, targets = tiny.blobs(19)[:]
+    first, second = (f1(tiny.classifier()(inputs[part]), targets[part]).item() for part in (slice(9), slice(9, 19)))
+    for _ in range(2):
+        assert trainer.evaluate(tiny.blobs(19))["f1"] == pytest.approx((9 * first + 10 * second) / 19)
+    assert len(heard.texts) == paceline.dist.is_main()
+
+
+@pytest.mark.parametrize(
+    ("function", "code"),
+    [
+        (lambda outputs, targets: (accuracy(outputs, targets).sum(), len(targets)), "train.metric-result"),
+        (lambda outputs, targets: None, "train.metric-result"),
+        (lambda outputs, targets: accuracy(outputs, targets) if len(targets) == 8 else 0.5, "train.metric-kinds"),
+    ],
+)
+def test_a_result_that_could_only_be_misread_is_refused(function: Any, code: str) -> None:
+    with pytest.raises(TrainError, match="'mine'") as caught:
+        tiny.classifier_trainer(metrics={"mine": function}, batch=8).evaluate(tiny.blobs(13))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp"), (2, "pp")])
+def test_with_metrics_the_loss_is_computed_in_the_precision_of_training(world: int, strategy: str) -> None:
+    @ranks(world)
+    def body() -> None:
+        seen: list[torch.dtype] = []
+
+        def dtype(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            seen.append(outputs.dtype)
+            return accuracy(outputs, targets)
+
+        settings: dict[str, Any] = {
+            "precision": "bf16",
+            "strategy": strategy,
+            "batch": 24,
+            "shuffle": False,
+            "criterion": nn.CrossEntropyLoss(torch.tensor([0.2, 1.0])),
+        }
+        plain = float(tiny.classifier_trainer(**settings).evaluate(tiny.blobs(24)))
+        trainer = tiny.classifier_trainer(metrics={"accuracy": dtype}, **settings)
+        found = float(trainer.evaluate(tiny.blobs(24)))
+        trained = trainer.train(tiny.blobs(24), max_steps=1).losses[0]
+        assert found == plain == pytest.approx(trained, rel=1e-6)
+        assert set(seen) <= {torch.float32}  # bfloat16 can't count beyond 256
+
+    body()
 
 
 @pytest.mark.parametrize("samples", [1, 13, 48])
@@ -62,7 +181,8 @@ class Telling(nn.Module):
         losses = nn.functional.cross_entropy(self.layer(inputs), targets, reduction="none")
         count = counted.sum().clamp(min=1)
         share = (inputs[:, 0] > 0)[counted].float().sum() / count
-        return {"loss": losses[counted].sum() / count, "weight": counted.sum(), "metrics": {"positive": share}}
+        metrics = {"positive": share, "same": paceline.Loss((inputs[:, 0] > 0)[counted].float().sum(), counted.sum())}
+        return {"loss": losses[counted].sum() / count, "weight": counted.sum(), "metrics": metrics}
 
 
 @ranks(3)
@@ -75,10 +195,10 @@ def test_metrics_beside_the_loss_are_weighed_as_it_is() -> None:
     losses = nn.functional.cross_entropy(trainer.model.layer(inputs), targets, reduction="none")
     evaluation = trainer.evaluate(data)
     assert evaluation == pytest.approx(losses[targets == 1].mean().item(), rel=1e-6)
-    assert evaluation["positive"] == pytest.approx(share, rel=1e-6)
+    assert evaluation["positive"] == evaluation["same"] == pytest.approx(share, rel=1e-6)
     trainer = tiny.classifier_trainer(Telling(), criterion=None, batch=22, log_every=1)
     history = trainer.train(data, max_steps=1)
-    assert history.steps[0]["positive"] == pytest.approx(share, rel=1e-6)
+    assert history.steps[0]["positive"] == history.steps[0]["same"] == pytest.approx(share, rel=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,17 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.data.batches import apply, tensors_in
+from paceline.data.batches import apply
+from paceline.data.gathered_rows import gather_in_order
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
 from paceline.models.loss_module import LossModule
+from paceline.models.metric_results import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import derive_seed
+from paceline.train.metric_functions import MetricFunctions
 from paceline.train.pipeline_step import PipelineLossModule
+from paceline.train.weighted_sums import WeightedSums, weighted_means
 
 # No training step has this number, so evaluation never reuses the noise of a step.
 _EVALUATION = -1
@@ -50,27 +54,44 @@ class Evaluation(float):
 
 
 def evaluate(
-    module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: int, metrics: Mapping[str, Any]
+    module: LossModule,
+    micros: Iterable[MicroBatch],
+    mesh: Mesh,
+    seed: int,
+    metrics: Mapping[str, Any],
+    samples: int | None,
+    warn: Callable[[str], None],
 ) -> Evaluation:
-    """Return the mean loss and the metrics over all samples of all ranks."""
-    sums = _Sums(mesh.device)
-    collected = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
-    for metric in collected.values():
+    """Return the mean loss and the metrics over all samples of all ranks. `samples` is their number, if known."""
+    sums = WeightedSums(mesh.device)
+    objects = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+    for name, metric in objects.items():
+        _warn_unless_reduced(name, metric, warn)
         metric.to(mesh.device)
         metric.reset()
-    needs_every_rank = _needs_every_rank(module, mesh)
+    functions = MetricFunctions(
+        {name: metric for name, metric in metrics.items() if name not in objects}, mesh, samples, warn
+    )
+    needs_every_rank, seen = _needs_every_rank(module, mesh), 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
             draw.samples, draw.draws = micro, 0
             if micro.samples and mesh.reports_loss:
-                _add(sums, module, micro, metrics)
+                outputs = _add_loss(sums, module, micro, want_outputs=bool(metrics))
+                if metrics:
+                    targets = _targets(micro.batch, next(iter(metrics)))
+                    functions.add(outputs, targets, micro.samples, seen + micro.start)
+                    for metric in objects.values():
+                        metric.update(outputs, targets)
             elif needs_every_rank:
                 _run(module, micro.batch, want_outputs=bool(metrics))
+            seen += micro.step_samples * micro.last
     reshard_all(module)
-    values = sums.reduce()
-    for name, metric in collected.items():
+    means = weighted_means(sums.totals())
+    values = {"loss": means.pop("loss", math.nan), **means, **functions.values()}
+    for name, metric in objects.items():
         values |= _compute(name, metric)
-    return Evaluation({"loss": values.pop("loss", math.nan), **values})
+    return Evaluation(values)
 
 
 def _needs_every_rank(module: nn.Module, mesh: Mesh) -> bool:
@@ -91,71 +112,53 @@ def _evaluating(module: nn.Module, seed: int) -> Iterator[NoiseContext]:
             part.training = True
 
 
-class _Sums:
-    """Σ value × weight and Σ weight by name, on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, name: str, total: Any, weight: Any) -> None:
-        parts = [
-            torch.as_tensor(part, dtype=torch.float64, device=self._device).reshape(()) for part in (total, weight)
-        ]
-        pair = torch.stack(parts)
-        self._sums[name] = pair if name not in self._sums else self._sums[name] + pair
-
-    def reduce(self) -> dict[str, float]:
-        return weighted_means({name: pair.tolist() for name, pair in self._sums.items()})
-
-
-def weighted_means(local: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return means over all ranks by name, from this rank's (Σ value × weight, Σ weight). Names may differ by rank.
-
-    Collective: must be called on every rank.
-    """
-    total: dict[str, list[float]] = {}
-    for pairs in collectives.all_gather_object({name: list(pair) for name, pair in local.items()}):
-        for name, (value, weight) in pairs.items():
-            sums = total.setdefault(name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + value, sums[1] + weight
-    return {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
-
-
-def _add(sums: _Sums, module: LossModule, micro: MicroBatch, metrics: Mapping[str, Any]) -> None:
-    result, outputs = _run(module, micro.batch, want_outputs=bool(metrics))
+def _add_loss(sums: WeightedSums, module: LossModule, micro: MicroBatch, *, want_outputs: bool) -> Any:
+    """Add the loss of a batch, and the metrics that the model returns with it. Returns the outputs, for metrics."""
+    result, outputs = _run(module, micro.batch, want_outputs=want_outputs)
     value, weight, inner = read_loss(result)
     if weight is None:
         value, weight = value * micro.samples, micro.samples
     sums.add("loss", value, weight)
     for name, metric in (inner or {}).items():
-        sums.add(name, metric * weight, weight)
-    for name, metric in metrics.items():
-        targets = _targets(micro.batch, name)
-        if hasattr(metric, "compute"):
-            metric.update(outputs, targets)
-        else:
-            measured = torch.as_tensor(metric(outputs, targets)).double()
-            count = measured.numel() if measured.dim() else micro.samples  # one value per sample, or their mean
-            sums.add(name, measured.mean() * count, count)
+        sums.add(name, *weigh_metric(name, metric, weight))
+    return apply(outputs, _widen) if want_outputs else None
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Half precision is too coarse for what metrics do with outputs: bfloat16 can't count beyond 256."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, Any]:
     """Return the result that contains the loss and, for metrics, the outputs; from one forward if possible."""
     call = module.call
     assert call is not None
-    criterion = call.criterion
     if isinstance(module, PipelineLossModule):  # both are None on ranks without the last stage
         outputs = module(batch, call.outputs)
         return None if outputs is None else module.result_of(outputs, batch, call.loss), outputs
-    if want_outputs and criterion is not None:
-        outputs = module(batch, call.outputs)
-        return criterion(outputs, batch[1]), outputs
+    if want_outputs and call.criterion is not None:
+        both: tuple[Any, Any] = module(batch, _with_outputs(call.loss))
+        return both
     result = module(batch, call.loss)
     if not want_outputs:
         return result, None
     outputs = outputs_in(result)
     return result, module(batch, call.outputs) if outputs is None else outputs
+
+
+def _with_outputs(loss: ModelCall) -> ModelCall:
+    """A call that returns the result of `loss` together with the outputs that it was computed from."""
+
+    def call(model: Any, batch: Any) -> tuple[Any, Any]:
+        outputs: list[Any] = []
+
+        def kept(*arguments: Any, **named: Any) -> Any:
+            outputs.append(model(*arguments, **named))
+            return outputs[-1]
+
+        return loss(kept, batch), outputs[-1]
+
+    return call
 
 
 def _targets(batch: Any, name: str) -> Any:
@@ -168,6 +171,15 @@ def _targets(batch: Any, name: str) -> Any:
             '{"loss": …, "metrics": {"accuracy": …}}',
         )
     return targets
+
+
+def _warn_unless_reduced(name: str, metric: Any, warn: Callable[[str], None]) -> None:
+    """Metrics of torchmetrics have `sync`, and their collections have `compute_groups`."""
+    if collectives.world() > 1 and not (hasattr(metric, "sync") or hasattr(metric, "compute_groups")):
+        warn(
+            f"metric {name!r}, a {type(metric).__name__}, is not of torchmetrics: unless its compute() combines its "
+            "state over ranks, it reports the samples of rank 0 only"
+        )
 
 
 def _compute(name: str, metric: Any) -> dict[str, float]:
@@ -227,48 +239,10 @@ def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: 
                 positions.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.step_samples * micro.last
     reshard_all(module)
-    return _gather_in_order(local, positions, mesh.device)
+    return gather_in_order(local, positions, mesh.device)
 
 
 def _unwrap_output(outputs: Any) -> Any:
     """The logits of a Hugging Face output."""
     inner = None if isinstance(outputs, (Tensor, tuple, list)) else outputs_in(outputs)
     return outputs if inner is None else inner
-
-
-def _gather_in_order(local: list[Any], positions: list[int], device: torch.device) -> Any:
-    """Gather the rows of all ranks, ordered by their position in the data."""
-    skeletons = collectives.all_gather_object(apply(local[0], _to_none) if local else "nothing")
-    like = local[0] if local else next(skeleton for skeleton in skeletons if skeleton != "nothing")
-    flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in local), strict=True)]
-    shapes = collectives.all_gather_object(
-        {"positions": positions, "kinds": [[str(t.dtype).removeprefix("torch."), list(t.shape[1:])] for t in flat]}
-    )
-    most = max(len(rank["positions"]) for rank in shapes)
-    kinds = next(rank["kinds"] for rank in shapes if rank["positions"])
-    order = torch.tensor([place for rank in shapes for place in rank["positions"]]).argsort()
-    gathered = []
-    for number, (dtype, shape) in enumerate(kinds):
-        padded = torch.zeros((most, *shape), dtype=getattr(torch, dtype), device=device)
-        if local:
-            padded[: len(positions)] = flat[number].to(device)
-        parts = [torch.empty_like(padded) for _ in shapes]
-        collectives.all_gather(parts, padded)
-        rows = [part[: len(rank["positions"])].cpu() for part, rank in zip(parts, shapes, strict=True)]
-        gathered.append(torch.cat(rows)[order])
-    return _refill(like, iter(gathered))
-
-
-def _to_none(tensor: Tensor) -> Any:
-    return None
-
-
-def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
-    """Fill `tensors` into the structure of the outputs. On a rank without samples `like` has None for tensors."""
-    if like is None:
-        return next(tensors)
-    if isinstance(like, (list, tuple)) and None in like:
-        return type(like)(_refill(part, tensors) for part in like)
-    if isinstance(like, Mapping) and None in like.values():
-        return {key: _refill(part, tensors) for key, part in like.items()}
-    return apply(like, lambda _: next(tensors))

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import TrainError
 from paceline.log import Log
+from paceline.models.losses import Loss
+from paceline.models.metric_results import require_number
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import RankStats, process_memory
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
-from paceline.train.evaluate import weighted_means
 from paceline.train.history import History, Record, require_free_names
+from paceline.train.weighted_sums import weighted_means
 
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
@@ -85,16 +86,18 @@ class Recorder:
         self.tokens_per_sample: int | None = None
         self.stop_requested = False  # on this rank; combined over ranks at the next log point
         self._ranks = collectives.world()
-        self._logged: dict[str, list[tuple[Any, Any]]] = {}
+        self._logged: dict[str, list[tuple[Any, Any, Any]]] = {}  # (value, factor, weight): Σ value × factor / Σ weight
         self._since = time.perf_counter()
         self._memory, self._memory_read = (0, 0), -math.inf
 
     def log(self, name: str, value: Any, weight: Any = 1.0) -> None:
         """Keep a value for the next log point, which writes its weighted mean over steps and ranks."""
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise TrainError("not-a-number", f"Expected a scalar for {name!r}, got shape {tuple(value.shape)}.")
-        kept = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
-        self._logged.setdefault(name, []).append((kept, weight))
+        factor = weight
+        if isinstance(value, Loss):
+            value, factor, weight = value.sum, 1.0, value.weight
+        value = require_number(name, value)
+        kept = value.detach().reshape(()) if isinstance(value, Tensor) else value
+        self._logged.setdefault(name, []).append((kept, factor, weight))
 
     def log_metrics(self, metrics: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
         for values, weight in metrics:
@@ -129,8 +132,8 @@ class Recorder:
 
     def _reduce_logged(self) -> dict[str, float]:
         sums = {
-            name: [float(sum(value * weight for value, weight in pairs)), float(sum(weight for _, weight in pairs))]
-            for name, pairs in self._logged.items()
+            name: [float(sum(value * factor for value, factor, _ in kept)), float(sum(weight for *_, weight in kept))]
+            for name, kept in self._logged.items()
         }
         self._logged = {}
         return weighted_means(sums)

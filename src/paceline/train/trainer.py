@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
@@ -113,6 +113,7 @@ class Trainer:
         self._loaders = Loaders(engine, finder)
         self._recorder: Recorder | None = None
         self._custom_loop: CustomLoop | None = None
+        self._warn_once = cache(engine.log.warning)
         self._restorer.resume()
 
     @property
@@ -206,11 +207,11 @@ class Trainer:
 
     def evaluate(self, data: Any) -> Evaluation:
         """Return mean loss and metrics, counting each sample once. Collective: must be called on every rank."""
-        loader = self._loaders.evaluation(data)
-        micros = self._engine.ready(loader.micros(0, 1))
-        broadcast_buffers(self.model, self._engine.mesh)
-        metrics = self._engine.task.metrics
-        return evaluate.evaluate(self._engine.module, micros, self._engine.mesh, self.config.seed, metrics)
+        engine, loader = self._engine, self._loaders.evaluation(data)
+        micros = engine.ready(loader.micros(0, 1))
+        broadcast_buffers(self.model, engine.mesh)
+        metrics = (engine.task.metrics, loader.samples, self._warn_once)
+        return evaluate.evaluate(engine.module, micros, engine.mesh, self.config.seed, *metrics)
 
     def predict(self, data: Any) -> Any:
         """Return the outputs for all samples, in order, on the CPU. Collective: must be called on every rank."""

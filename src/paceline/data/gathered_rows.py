@@ -1,0 +1,77 @@
+"""Rows of all ranks, in the order of the data: predictions, and the outputs that a metric needs as a whole.
+
+Rows are tensors nested in tuples, lists and dicts, with samples along the first dim. They are gathered in blocks, so
+that the device never holds more than a block of every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.data.batches import apply, tensors_in
+from paceline.runtime import collectives
+
+_BLOCK_BYTES = 64 << 20  # of one rank
+_TENSOR = "<tensor>"  # marks the place of a tensor for ranks without rows
+
+
+def gather_in_order(local: list[Any], positions: list[int], device: torch.device, *, dst: int | None = None) -> Any:
+    """Gather the rows of all ranks on the CPU of every rank, ordered by their position in the data. With `dst`, only
+    that rank gets them. Collective: must be called on every rank, and at least one must have rows."""
+    skeletons = collectives.all_gather_object([apply(local[0], _to_mark)] if local else [])
+    like = local[0] if local else next(skeleton[0] for skeleton in skeletons if skeleton)
+    flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in local), strict=True)]
+    shapes = collectives.all_gather_object({"positions": positions, "kinds": kinds_of(flat)})
+    counts = [len(rank["positions"]) for rank in shapes]
+    kinds = next(rank["kinds"] for rank in shapes if rank["positions"])
+    order = torch.tensor([place for rank in shapes for place in rank["positions"]]).argsort()
+    keeps = dst is None or dst == collectives.rank()
+    gathered = []
+    for number, (dtype, shape) in enumerate(kinds):
+        own = flat[number] if local else torch.empty((0, *shape), dtype=getattr(torch, dtype))
+        rows = _gather(own, counts, device, keeps=keeps)
+        if keeps:
+            gathered.append(rows[order])
+    return _refill(like, iter(gathered)) if keeps else None
+
+
+def kinds_of(tensors: list[Tensor]) -> list[list[Any]]:
+    """The dtype and the shape of a row of each tensor, as plain values."""
+    return [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in tensors]
+
+
+def _gather(own: Tensor, counts: list[int], device: torch.device, *, keeps: bool) -> Tensor:
+    """The rows of all ranks, rank by rank. `counts` is the number of rows of each."""
+    row_bytes = max(1, own.shape[1:].numel() * own.element_size())
+    block = max(1, _BLOCK_BYTES // row_bytes)
+    parts: list[list[Tensor]] = [[] for _ in counts]
+    for start in range(0, max(counts), block):
+        length = min(block, max(counts) - start)
+        padded = torch.zeros((length, *own.shape[1:]), dtype=own.dtype, device=device)
+        mine = own[start : start + length]
+        padded[: len(mine)] = mine.to(device)
+        received = [torch.empty_like(padded) for _ in counts]
+        collectives.all_gather(received, padded)
+        if keeps:
+            for rows, block_rows, count in zip(parts, received, counts, strict=True):
+                rows.append(block_rows[: max(0, count - start)].cpu())
+    return torch.cat([block_rows for rows in parts for block_rows in rows]) if keeps else own
+
+
+def _to_mark(tensor: Tensor) -> Any:
+    return _TENSOR
+
+
+def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
+    """Fill `tensors` into the structure of the rows. On a rank without samples `like` has marks for tensors."""
+    if isinstance(like, str) and like == _TENSOR:
+        return next(tensors)
+    if next(tensors_in(like), None) is not None:
+        return apply(like, lambda _: next(tensors))
+    if isinstance(like, Mapping):
+        return {key: _refill(part, tensors) for key, part in like.items()}
+    return [_refill(part, tensors) for part in like] if isinstance(like, (list, tuple)) else like

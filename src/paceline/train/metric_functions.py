@@ -1,0 +1,209 @@
+"""Metric functions in an evaluation: values that do not depend on ranks, batches or micro-batches.
+
+Sums are kept on the device and combined at the end. For a function that returns one number per batch, every rank also
+keeps outputs and targets in host memory; the function is then called once, on those of all samples. If they would take
+more than a gigabyte, or can't be concatenated, the mean over the batches is recorded, with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from paceline.data.batches import apply, samples_in, tensors_in
+from paceline.data.gathered_rows import gather_in_order, kinds_of
+from paceline.errors import TrainError
+from paceline.models.metric_results import (
+    KINDS,
+    PER_BATCH,
+    PER_VALUE,
+    MetricResult,
+    ResultKind,
+    read_metric,
+    require_one_kind,
+)
+from paceline.runtime import collectives
+from paceline.runtime.mesh import Mesh
+from paceline.runtime.rank_errors import run_on_all_ranks
+from paceline.train.weighted_sums import WeightedSums, means_of
+
+MAX_BYTES = 1 << 30  # of outputs and targets, over all ranks
+
+
+class MetricFunctions:
+    """The metric functions of one evaluation, over `samples` samples if that is known."""
+
+    def __init__(
+        self, functions: Mapping[str, Callable[..., Any]], mesh: Mesh, samples: int | None, warn: Callable[[str], None]
+    ) -> None:
+        self._functions, self._mesh, self._warn = functions, mesh, warn
+        self._kinds: dict[str, list[ResultKind]] = {}  # seen so far, by recorded name
+        self._metrics: dict[str, str] = {}  # recorded name → metric
+        self._sums = {kind: WeightedSums(mesh.device) for kind in KINDS}
+        self._rows = _Rows(mesh.data_ranks, samples)
+
+    def add(self, outputs: Any, targets: Any, samples: int, first: int) -> None:
+        """Measure a batch, whose first sample is the `first` of the data."""
+        for metric in [metric for metric in self._functions if not self._is_number(metric)]:
+            for name, (kind, total, weight) in self._call(metric, outputs, targets, samples):
+                if kind != PER_BATCH:
+                    self._sums[kind or PER_VALUE].add(name, total, weight)
+        if not self._of_whole():
+            self._rows.drop("it first appeared in a later batch")
+        elif not self._rows.keep((outputs, targets), samples, first):
+            self._add_numbers(outputs, targets, samples)
+
+    def _call(self, metric: str, outputs: Any, targets: Any, samples: int) -> Iterator[tuple[str, MetricResult]]:
+        for name, result in read_metric(metric, self._functions[metric](outputs, targets), samples):
+            if self._metrics.setdefault(name, metric) != metric:
+                raise _same_name(name, self._metrics[name], metric)
+            seen = self._kinds.setdefault(name, [])
+            if result.kind is not None and result.kind not in seen:
+                seen.append(result.kind)
+            yield name, result
+
+    def _is_number(self, metric: str) -> bool:
+        """Whether all that a metric returns are numbers, so that it need not be called for every batch."""
+        kinds = [seen for name, seen in self._kinds.items() if self._metrics[name] == metric]
+        return bool(kinds) and all(seen == [PER_BATCH] for seen in kinds)
+
+    def _of_whole(self) -> list[str]:
+        """Metrics that may return numbers, as far as this rank knows."""
+        names = [name for name, seen in self._kinds.items() if not seen or PER_BATCH in seen]
+        return list(dict.fromkeys(self._metrics[name] for name in names))
+
+    def _add_numbers(self, outputs: Any, targets: Any, samples: int) -> None:
+        """Add the numbers of a batch, and of those kept until now, to means that are recorded if the whole is out of
+        reach."""
+        for kept, count in self._rows.take():
+            kept_outputs, kept_targets = self._on_device(kept)
+            self._add_numbers(kept_outputs, kept_targets, count)
+        for metric in self._of_whole() if samples else ():
+            for name, result in self._call(metric, outputs, targets, samples):
+                if result.kind in (PER_BATCH, None):
+                    self._sums[PER_BATCH].add(name, result.sum * samples, samples)
+
+    def _on_device(self, rows: Any) -> Any:
+        return apply(rows, lambda tensor: tensor.to(self._mesh.device))
+
+    def values(self) -> dict[str, float]:
+        """The values over all batches and ranks. Collective: must be called on every rank."""
+        if not self._functions:
+            return {}
+        kinds, reports = self._combine()
+        numbers = [name for name, kind in kinds.items() if kind == PER_BATCH]
+        why_not = _reason_against(reports)
+        if numbers and why_not:
+            self._warn(
+                f"metric {', '.join(map(repr, numbers))}: the mean over batches is recorded, which depends on the "
+                f"batch size and the number of ranks, because {why_not}. Return one value per sample or "
+                "paceline.Loss(sum, weight), or use torchmetrics"
+            )
+            self._add_numbers(None, None, 0)
+            kinds, reports = self._combine()
+        means = {kind: means_of([report["sums"][kind] for report in reports]) for kind in KINDS}
+        found = {name: means[kind].get(name, math.nan) for name, kind in kinds.items()}
+        return {**found, **self._measure_whole(numbers, reports)} if numbers and not why_not else found
+
+    def _combine(self) -> tuple[dict[str, ResultKind], list[dict[str, Any]]]:
+        """The kind of each result, and what all ranks have."""
+        sums = {kind: each.totals() for kind, each in self._sums.items()}
+        reports = collectives.all_gather_object({"kinds": self._kinds, "sums": sums, **self._rows.report()})
+        kinds: dict[str, list[ResultKind]] = {}
+        for report in reports:
+            for name, seen in report["kinds"].items():
+                known = kinds.setdefault(name, [])
+                known += [kind for kind in seen if kind not in known]
+        return {name: require_one_kind(name, seen) for name, seen in kinds.items()}, reports
+
+    def _measure_whole(self, names: list[str], reports: list[dict[str, Any]]) -> dict[str, float]:
+        """The values of functions that return a number, called once on the outputs of all ranks."""
+        dst = next(rank for rank, report in enumerate(reports) if report["rows"])  # has outputs, in their own type
+        rows = gather_in_order(self._rows.parts, self._rows.positions, self._mesh.device, dst=dst)
+        samples = sum(report["rows"] for report in reports)
+
+        def measure() -> dict[str, float]:
+            if rows is None:
+                return {}
+            outputs, targets = self._on_device(rows)
+            results = [each for metric in self._of_whole() for each in self._call(metric, outputs, targets, samples)]
+            return {name: float(result.sum) / float(result.weight) for name, result in results}
+
+        whole = collectives.broadcast_object(run_on_all_ranks(measure, "Computing a metric"), src=dst)
+        return {name: whole[name] for name in names if name in whole}
+
+
+def _same_name(name: str, *metrics: str) -> TrainError:
+    return TrainError(
+        "reserved-name", f"Metrics {metrics[0]!r} and {metrics[1]!r} both have {name!r}.", fix="rename one of them"
+    )
+
+
+class _Rows:
+    """Outputs and targets of this rank, in host memory."""
+
+    def __init__(self, ranks: int, samples: int | None) -> None:
+        self._ranks, self._samples = ranks, samples or 0
+        self.parts: list[Any] = []
+        self.positions: list[int] = []
+        self._bytes = 0
+        self._kinds: list[list[Any]] | None = None
+        self._why_not = ""
+
+    def drop(self, why: str) -> None:
+        """Keep nothing: not all rows are known."""
+        self.parts, self.positions, self._why_not = [], [], why
+
+    def take(self) -> list[tuple[Any, int]]:
+        """The batches kept until now, with their samples, which are not kept any longer."""
+        taken, self.parts = [(part, samples_in(part)) for part in self.parts], []
+        return taken
+
+    def keep(self, rows: Any, samples: int, first: int) -> bool:
+        self._why_not = self._why_not or self._obstacle(rows, samples)
+        if self._why_not:
+            return False
+        self.parts.append(apply(rows, lambda tensor: tensor.detach().to("cpu", copy=True)))
+        self.positions.extend(range(first, first + samples))
+        return True
+
+    def _obstacle(self, rows: Any, samples: int) -> str:
+        other = _not_rows(rows, samples)
+        if other:
+            return other
+        tensors = list(tensors_in(rows))
+        kinds = kinds_of(tensors)
+        if self._kinds is None:
+            self._kinds = kinds
+        elif kinds != self._kinds:
+            return "outputs or targets have another shape in every batch"
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._bytes += size
+        expected = max(self._bytes * self._ranks, size // samples * self._samples)
+        return "outputs and targets take more than 1 GiB" if expected > MAX_BYTES else ""
+
+    def report(self) -> dict[str, Any]:
+        return {"rows": len(self.positions), "why_not": self._why_not, "row_kinds": self._kinds}
+
+
+def _not_rows(value: Any, samples: int) -> str:
+    """Why `value` can't be concatenated by samples; empty if it can."""
+    if isinstance(value, Tensor):
+        return "" if value.dim() and len(value) == samples else "outputs or targets have no dim of samples"
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return next((why for part in value if (why := _not_rows(part, samples))), "")
+    return "" if value is None else f"outputs or targets contain a {type(value).__name__}"
+
+
+def _reason_against(reports: list[dict[str, Any]]) -> str:
+    """Why rows can't be gathered, equal on every rank; empty if they can."""
+    given = [report["why_not"] for report in reports if report["why_not"]]
+    kinds = [report["row_kinds"] for report in reports if report["row_kinds"]]
+    if not given and any(each != kinds[0] for each in kinds):
+        return "outputs or targets have another shape on every rank"
+    return given[0] if given else ""
