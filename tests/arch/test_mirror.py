@@ -35,6 +35,7 @@ ELSEWHERE = {
     "parallel/tensor/layers": ["ranks/test_tensor"],
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/process_group": ["ranks/test_adoption", "ranks/test_first_rank"],
+    "train/custom_loop_setup": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],
     "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/evaluate": ["ranks/test_evaluation"],
     "train/factory": ["unit/train/test_trainer", "ranks/test_registered_components"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,3 +298,33 @@ def test_other_codes_of_a_trainers_values() -> None:
     with pytest.raises(TrainError) as caught:
         paceline.Trainer(model := tiny.classifier(), torch.optim.LBFGS(model.parameters()))
     assert caught.value.code == "train.needs-closure"
+
+
+@pytest.mark.parametrize("settings", [{"save_every": 3}, {"save_minutes": 1e-9}, {"save_every": 3, "strategy": "fsdp"}])
+def test_checkpoints_that_are_due_are_saved_and_resumed(tmp_path: Path, settings: dict[str, Any]) -> None:
+    def train(run: str, stop: int) -> list[Any]:
+        trainer = tiny.classifier_trainer(run=str(tmp_path / run), resume="auto", log_every=2, **settings)
+        began = trainer.step_count
+        while trainer.step_count < stop:
+            for batch in trainer.loader(tiny.blobs()):
+                trainer.training_step(batch)
+                if trainer.step_count == stop:
+                    break
+        return [began, {name: tensor.tolist() for name, tensor in trainer.state_dict().items()}]
+
+    paceline.launch(partial(train, "broken", 4), ranks=2)
+    began, weights = paceline.launch(partial(train, "broken", 8), ranks=2)
+    assert began == (3 if "save_every" in settings else 4)
+    assert [0, weights] == paceline.launch(partial(train, "whole", 8), ranks=2)
+
+
+def test_settings_that_a_custom_loop_cannot_honour_are_named(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"eval_every": 2, "save_best": "loss", "save_every": 2, "run": False}
+    trainer = tiny.classifier_trainer(**wanted)
+    for batch in trainer.loader(tiny.blobs()):
+        trainer.training_step(batch)
+    said = capsys.readouterr().out
+    assert said.count("no effect in a custom loop: eval_every") == 1 and "save_best (evaluations are yours" in said
+    assert said.count("no effect without a run folder (run: false): save_every, save_best") == 1

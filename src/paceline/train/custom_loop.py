@@ -67,9 +67,11 @@ class EpochLoader:
 class CustomLoop:
     """State of a custom loop between its calls."""
 
-    def __init__(self, job: loop.Job, begin: Callable[[int | None], None]) -> None:
+    def __init__(
+        self, job: loop.Job, begin: Callable[[int | None], None], finish_save: Callable[[], None] = lambda: None
+    ) -> None:
         self.engine, self.epochs_started = job.engine, job.engine.position.epoch
-        self._job, self._begin = job, begin
+        self._job, self._begin, self._finish_save = job, begin, finish_save
         self.recorder = job.recorder
         self._started = False
         self._groups = 1
@@ -258,6 +260,7 @@ class CustomLoop:
         if position.step == self._due:
             with self.engine.draw:
                 job.agenda.run_due(position.step, micro.epoch)
+                self._finish_save()
             self.engine.telemetry.stepped(position.step)
             job.recorder.release()
             self._due = job.agenda.next_due(position.step)

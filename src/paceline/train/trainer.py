@@ -9,7 +9,6 @@ Python process it is a world of one rank.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -25,10 +24,9 @@ from paceline.data import adopt
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import preflight
-from paceline.monitor.progress_bar import Display, Silent, choose_display
+from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
-from paceline.plan import derived
 from paceline.plan.schedule import derive_schedule
 from paceline.train import evaluate, factory, loop, nonfinite, oom
 from paceline.train.agenda import Agenda
@@ -38,7 +36,8 @@ from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer, require_exists
 from paceline.train.checkpointing.saver import Saver
-from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, close_custom_loop
+from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult
+from paceline.train.custom_loop_setup import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects, check_optimizer
 from paceline.train.evaluate import Evaluation
 from paceline.train.evaluation_policy import EvaluationPolicy
@@ -259,7 +258,9 @@ class Trainer:
 
     def stop(self) -> None:
         """Stop training on every rank at the next log point. May be called on any rank."""
-        if self._recorder is not None:
+        if self._recorder is None:
+            self._warn_once("trainer.stop() has no effect outside train(): end a custom loop yourself")
+        else:
             self._recorder.stop_requested = True
 
     def ema_weights(self) -> AbstractContextManager[None]:
@@ -373,29 +374,7 @@ class Trainer:
 
     def _get_custom_loop(self) -> CustomLoop:
         if self._custom_loop is None:
-            if isinstance(self.config.run, str):  # a custom loop writes only to a named run
-                self._run.create(self.config)
-            if not self.model.training:
-                self.model.train()
-            sinks = factory.open_sinks(self.config, self._run.folder, self.world)
-            engine, recorder = self._engine, self._new_recorder(History(), sinks, Silent(self.step_count))
-            agenda = Agenda(
-                recorder,
-                self._callbacks,
-                engine.position,
-                log_every=self.config.log_every,
-                end_of_epoch=self._rates.epoch_ended,
-                on_nonfinite=lambda record: self._nonfinite(custom.loader, record, may_stop=False),
-            )
-            job = loop.Job(lambda: iter(()), engine, recorder, agenda, self._callbacks.hooks["on_step"])
-            self._custom_loop = custom = CustomLoop(job, self._begin_custom_loop)
-            weakref.finalize(custom, close_custom_loop, recorder, sinks)
+            on_nonfinite = partial(self._nonfinite, may_stop=False)
+            shared = (self._engine, self._run, self._saver, self._rates, self._loaders, self._callbacks)
+            self._custom_loop = open_custom_loop(*shared, on_nonfinite)
         return self._custom_loop
-
-    def _begin_custom_loop(self, steps_per_epoch: int | None) -> None:
-        """Called at the first step, when the data is known."""
-        config = self.config
-        ends = (config.train.epochs, config.train.max_steps)
-        plan = derive_schedule(config, self._loaders.batch, steps_per_epoch, *ends, endless=True)
-        rows = {**(self._loaders.plan.rows() if self._loaders.plan else {}), **self._rates.begin(plan)}
-        self._run.create(config, rows) if self._run.folder is not None else self._engine.log.info(derived.table(rows))

@@ -86,6 +86,8 @@ class RunHandle:
                 self._log.info(f"running on one rank; to use more: paceline launch -n 2 {shlex.join(sys.argv)}")
         elif self._lock is None:
             self._take_lock(self.folder)
+        if rows is not None and self.folder is None:
+            warn_of_saves(config, self._log)
         if self.folder is not None and rows is not None and self._world.is_main:
             factory.write_run(self.folder, config, rows)
         return str(self.folder) if self.folder else None
@@ -140,6 +142,13 @@ def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Open
     if folder is not None:
         run.take(folder, config)
     return run
+
+
+def warn_of_saves(config: Config, log: Log) -> None:
+    """For a run without a folder."""
+    wanted = [name for name in ("save_every", "save_minutes", "save_best") if getattr(config, name) is not None]
+    if wanted:
+        log.warning(f"no effect without a run folder (run: false): {', '.join(wanted)}")
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
