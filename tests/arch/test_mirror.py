@@ -14,6 +14,7 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 # Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
 ELSEWHERE = {
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
+    "data/gathered_rows": ["ranks/test_evaluation"],
     "guard/preflight": ["ranks/test_preflight"],
     "guard/same_model": ["ranks/test_preflight"],
     "guard/unit_order": ["ranks/test_preflight"],

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 import tiny
 from paceline.errors import DataError, TrainError
+from paceline.models.weighted_sums import weighted_means
 from paceline.testing import ranks
 from paceline.train import metric_functions
-from paceline.train.weighted_sums import weighted_means
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

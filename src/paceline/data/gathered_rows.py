@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.data.batches import apply, tensors_in
+from paceline.data.batches import apply, samples_in, tensors_in
 from paceline.runtime import collectives
 
 _BLOCK_BYTES = 64 << 20  # of one rank
@@ -75,3 +75,70 @@ def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(like, Mapping):
         return {key: _refill(part, tensors) for key, part in like.items()}
     return [_refill(part, tensors) for part in like] if isinstance(like, (list, tuple)) else like
+
+
+class CollectedRows:
+    """Outputs and targets of this rank, in host memory, as long as those of all `ranks` fit into `max_bytes`."""
+
+    def __init__(self, ranks: int, samples: int | None, max_bytes: int) -> None:
+        self._ranks, self._samples, self._max_bytes = ranks, samples or 0, max_bytes
+        self.parts: list[Any] = []
+        self.positions: list[int] = []
+        self._bytes = 0
+        self._kinds: list[list[Any]] | None = None
+        self._why_not = ""
+
+    def drop(self, why: str) -> None:
+        """Keep nothing: not all rows are known."""
+        self.parts, self.positions, self._why_not = [], [], why
+
+    def take(self) -> list[tuple[Any, int]]:
+        """The batches kept until now, with their samples, which are not kept any longer."""
+        taken, self.parts = [(part, samples_in(part)) for part in self.parts], []
+        return taken
+
+    def keep(self, rows: Any, samples: int, first: int) -> bool:
+        self._why_not = self._why_not or self._obstacle(rows, samples)
+        if self._why_not:
+            return False
+        self.parts.append(apply(rows, lambda tensor: tensor.detach().to("cpu", copy=True)))
+        self.positions.extend(range(first, first + samples))
+        return True
+
+    def _obstacle(self, rows: Any, samples: int) -> str:
+        other = _not_rows(rows, samples)
+        if other:
+            return other
+        tensors = list(tensors_in(rows))
+        kinds = kinds_of(tensors)
+        if self._kinds is None:
+            self._kinds = kinds
+        elif kinds != self._kinds:
+            return "outputs or targets have another shape in every batch"
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._bytes += size
+        expected = max(self._bytes * self._ranks, size // samples * self._samples)
+        return "outputs and targets take more than 1 GiB" if expected > self._max_bytes else ""
+
+    def report(self) -> dict[str, Any]:
+        return {"rows": len(self.positions), "why_not": self._why_not, "row_kinds": self._kinds}
+
+
+def _not_rows(value: Any, samples: int) -> str:
+    """Why `value` can't be concatenated by samples; empty if it can."""
+    if isinstance(value, Tensor):
+        return "" if value.dim() and len(value) == samples else "outputs or targets have no dim of samples"
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return next((why for part in value if (why := _not_rows(part, samples))), "")
+    return "" if value is None else f"outputs or targets contain a {type(value).__name__}"
+
+
+def why_not_gathered(reports: list[dict[str, Any]]) -> str:
+    """Why rows can't be gathered, equal on every rank; empty if they can."""
+    given = [report["why_not"] for report in reports if report["why_not"]]
+    kinds = [report["row_kinds"] for report in reports if report["row_kinds"]]
+    if not given and any(each != kinds[0] for each in kinds):
+        return "outputs or targets have another shape on every rank"
+    return given[0] if given else ""

@@ -23,6 +23,7 @@ from paceline.errors import TrainError
 from paceline.models.loss_module import LossModule
 from paceline.models.metric_results import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
+from paceline.models.weighted_sums import WeightedSums, weighted_means
 from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
@@ -30,7 +31,6 @@ from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import derive_seed
 from paceline.train.metric_functions import MetricFunctions
 from paceline.train.pipeline_step import PipelineLossModule
-from paceline.train.weighted_sums import WeightedSums, weighted_means
 
 # No training step has this number, so evaluation never reuses the noise of a step.
 _EVALUATION = -1

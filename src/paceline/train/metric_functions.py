@@ -11,10 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from paceline.data.batches import apply, samples_in, tensors_in
-from paceline.data.gathered_rows import gather_in_order, kinds_of
+from paceline.data.batches import apply
+from paceline.data.gathered_rows import CollectedRows, gather_in_order, why_not_gathered
 from paceline.errors import TrainError
 from paceline.models.metric_results import (
     KINDS,
@@ -25,10 +23,10 @@ from paceline.models.metric_results import (
     read_metric,
     require_one_kind,
 )
+from paceline.models.weighted_sums import WeightedSums, means_of
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.rank_errors import run_on_all_ranks
-from paceline.train.weighted_sums import WeightedSums, means_of
 
 MAX_BYTES = 1 << 30  # of outputs and targets, over all ranks
 
@@ -43,7 +41,7 @@ class MetricFunctions:
         self._kinds: dict[str, list[ResultKind]] = {}  # seen so far, by recorded name
         self._metrics: dict[str, str] = {}  # recorded name → metric
         self._sums = {kind: WeightedSums(mesh.device) for kind in KINDS}
-        self._rows = _Rows(mesh.data_ranks, samples)
+        self._rows = CollectedRows(mesh.data_ranks, samples, MAX_BYTES)
 
     def add(self, outputs: Any, targets: Any, samples: int, first: int) -> None:
         """Measure a batch, whose first sample is the `first` of the data."""
@@ -95,7 +93,7 @@ class MetricFunctions:
             return {}
         kinds, reports = self._combine()
         numbers = [name for name, kind in kinds.items() if kind == PER_BATCH]
-        why_not = _reason_against(reports)
+        why_not = why_not_gathered(reports)
         if numbers and why_not:
             self._warn(
                 f"metric {', '.join(map(repr, numbers))}: the mean over batches is recorded, which depends on the "
@@ -140,70 +138,3 @@ def _same_name(name: str, *metrics: str) -> TrainError:
     return TrainError(
         "reserved-name", f"Metrics {metrics[0]!r} and {metrics[1]!r} both have {name!r}.", fix="rename one of them"
     )
-
-
-class _Rows:
-    """Outputs and targets of this rank, in host memory."""
-
-    def __init__(self, ranks: int, samples: int | None) -> None:
-        self._ranks, self._samples = ranks, samples or 0
-        self.parts: list[Any] = []
-        self.positions: list[int] = []
-        self._bytes = 0
-        self._kinds: list[list[Any]] | None = None
-        self._why_not = ""
-
-    def drop(self, why: str) -> None:
-        """Keep nothing: not all rows are known."""
-        self.parts, self.positions, self._why_not = [], [], why
-
-    def take(self) -> list[tuple[Any, int]]:
-        """The batches kept until now, with their samples, which are not kept any longer."""
-        taken, self.parts = [(part, samples_in(part)) for part in self.parts], []
-        return taken
-
-    def keep(self, rows: Any, samples: int, first: int) -> bool:
-        self._why_not = self._why_not or self._obstacle(rows, samples)
-        if self._why_not:
-            return False
-        self.parts.append(apply(rows, lambda tensor: tensor.detach().to("cpu", copy=True)))
-        self.positions.extend(range(first, first + samples))
-        return True
-
-    def _obstacle(self, rows: Any, samples: int) -> str:
-        other = _not_rows(rows, samples)
-        if other:
-            return other
-        tensors = list(tensors_in(rows))
-        kinds = kinds_of(tensors)
-        if self._kinds is None:
-            self._kinds = kinds
-        elif kinds != self._kinds:
-            return "outputs or targets have another shape in every batch"
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._bytes += size
-        expected = max(self._bytes * self._ranks, size // samples * self._samples)
-        return "outputs and targets take more than 1 GiB" if expected > MAX_BYTES else ""
-
-    def report(self) -> dict[str, Any]:
-        return {"rows": len(self.positions), "why_not": self._why_not, "row_kinds": self._kinds}
-
-
-def _not_rows(value: Any, samples: int) -> str:
-    """Why `value` can't be concatenated by samples; empty if it can."""
-    if isinstance(value, Tensor):
-        return "" if value.dim() and len(value) == samples else "outputs or targets have no dim of samples"
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return next((why for part in value if (why := _not_rows(part, samples))), "")
-    return "" if value is None else f"outputs or targets contain a {type(value).__name__}"
-
-
-def _reason_against(reports: list[dict[str, Any]]) -> str:
-    """Why rows can't be gathered, equal on every rank; empty if they can."""
-    given = [report["why_not"] for report in reports if report["why_not"]]
-    kinds = [report["row_kinds"] for report in reports if report["row_kinds"]]
-    if not given and any(each != kinds[0] for each in kinds):
-        return "outputs or targets have another shape on every rank"
-    return given[0] if given else ""

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.log import Log
 from paceline.models.losses import Loss
 from paceline.models.metric_results import require_number
+from paceline.models.weighted_sums import weighted_means
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import RankStats, process_memory
@@ -23,7 +24,6 @@ from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import History, Record, require_free_names
-from paceline.train.weighted_sums import weighted_means
 
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
