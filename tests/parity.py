@@ -70,13 +70,14 @@ def _mean_of_means() -> None:
     """Each rank's mean counts the same: what plain DDP computes, and the loss contract is there to prevent."""
     from dataclasses import replace
 
+    from paceline.models.divisor import Divisor
     from paceline.train.step import Stepper
 
     exact, ranks = Stepper.backward, paceline.dist.world()
 
     def broken(self: Any, micro: Any, value: Any, weight: Any) -> Any:
         if weight is not None:
-            value, weight = value / max(1.0, float(weight)), None
+            value, weight = value if isinstance(weight, Divisor) else value / max(1.0, float(weight)), None
         micro = replace(micro, step_samples=max(1, micro.samples) * ranks, exact=True)
         return exact(self, micro, value, weight)
 

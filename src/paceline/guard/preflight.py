@@ -26,6 +26,7 @@ from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import DataError, LayoutError, TrainError
 from paceline.guard import same_model, snapshot, unit_order
+from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.replicas import Forward
@@ -73,10 +74,13 @@ def check(
     if unused and ranks > 1 and not allow_unused:
         raise unused_parameters_error(module.model, unused)
     counts = micro.samples > 0 and mesh.reports_loss
+    if isinstance(weight, Divisor):
+        weight = weight.weight
     local_weight = float(micro.samples if weight is None else weight) if counts else 0.0
     compare = ranks > 1 and mesh.degrees.is_replicated  # sharded weights are broadcast from rank 0
     facts = {
         "weight": local_weight,
+        "divides": module.divides is not False,
         "versions": versions(),
         "weights": {name: _checksum(parameter) for name, parameter in module.model.named_parameters() if compare},
         "data": fingerprint,
@@ -86,6 +90,8 @@ def check(
     gathered = collectives.all_gather_object(facts)
     if mesh.repeats_loss:
         _require_one_loss([rank["loss"] for rank in gathered])
+    if not all(rank["divides"] for rank in gathered):  # ranks must weight losses in the same way
+        module.divides = False
     consistency.require_same_versions([rank["versions"] for rank in gathered])
     consistency.require_same_weights([rank["weights"] for rank in gathered])
     _require_same_data([rank["data"] for rank in gathered])
@@ -157,7 +163,12 @@ def _require_one_loss(losses: list[tuple[int, float | None]]) -> None:
 
 def nominal(weight: float, groups: int) -> float:
     """A power of two near the weight of a step: dividing by it does not round."""
-    return 2.0 ** round(log2(max(1.0, weight * groups)))
+    return power_of_two(max(1.0, weight * groups))
+
+
+def power_of_two(number: float) -> float:
+    """The nearest one; 1 for zero."""
+    return 2.0 ** round(log2(number)) if number > 0 else 1.0
 
 
 def versions() -> dict[str, str]:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import TrainError
+from paceline.models.divisor import Divisor, divisor_of
 from paceline.models.model_call import CallRule, read_loss
 
 
 class LossModule(nn.Module):
-    """The module that DDP or FSDP wraps: maps a batch to (sum or mean, weight or None).
+    """The module that DDP or FSDP wraps: maps a batch to (mean, None), (mean, Divisor) or (sum, weight).
 
     It computes the loss too, so that a loss function may call any method of the model under the wrapper. The user's
     model is a submodule, so its parameter names get no prefixes.
@@ -25,9 +27,12 @@ class LossModule(nn.Module):
         self.context = context
         self.call: CallRule | None = None
         self.metrics: Mapping[str, Any] | None = None  # of the last forward, if the model returns any
+        self.weighs = False  # whether means are averaged: a step has several micro-batches
+        self.has_weights = False  # whether the last loss in an evaluation came with a weight
+        self.divides: bool | None = None  # whether means show what they were divided by; None: not known yet
 
     def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        """Return (sum or mean, weight or None), or `function(model, batch)` if given: every call of the model must go
+        """Return the loss and its weight, or `function(model, batch)` if given: every call of the model must go
         through this method, where the wrappers' hooks run."""
         if function is not None:
             with self.context or nullcontext():
@@ -39,6 +44,24 @@ class LossModule(nn.Module):
             with self.context:
                 result = self.call.loss(self.model, batch)
         if type(result) is Tensor and result.dtype is torch.float32 and not result.dim():
-            return result, None  # the common case, without another call
+            return result, self.divisor(result) if self.weighs else None  # the common case, without another call
         value, weight, self.metrics = read_loss(result)
+        if weight is None and self.weighs:
+            return value, self.divisor(value)
         return value, weight
+
+    def divisor(self, mean: Tensor) -> Divisor | None:
+        """What a mean was divided by; None: it is weighted by its samples."""
+        if self.divides is False:
+            return None
+        count = divisor_of(mean)
+        if count is None and self.divides:
+            raise TrainError(
+                "loss-changed-kind",
+                "The first losses were means with a known divisor (cross-entropy, sum / count), but not this one.",
+                why="the losses of a step are averaged over ranks and micro-batches, with one kind of weight",
+                fix="return paceline.Loss(sum, weight) for every batch",
+            )
+        if self.divides is None:
+            self.divides = count is not None
+        return None if count is None else Divisor(count)

@@ -7,19 +7,20 @@ The rule is chosen from the first batch and printed:
 - a dict is unpacked if all its keys are parameters of forward;
 - otherwise the model receives the batch itself. An ambiguous batch is an error.
 
-The `.loss` of a Hugging Face model with `labels` is a mean over tokens, so it is weighted by the labels it counts.
+A mean is weighted by what it was divided by (`divisor.py`), otherwise by its samples.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.data.batches import apply
 from paceline.errors import TrainError
 from paceline.models import huggingface
 from paceline.models.losses import Loss
@@ -41,12 +42,6 @@ class CallRule:
     loss: ModelCall  # returns the result that contains the loss
     outputs: ModelCall  # returns the outputs, called without targets if there are any
     criterion: Callable[..., Any] | None = None
-    weighted: ModelCall | None = None  # like `loss`, with the weight that a criterion divides by
-    needs_weight: bool = False  # according to this batch
-
-    def as_weighted(self) -> CallRule:
-        assert self.weighted is not None
-        return replace(self, loss=self.weighted, rule=f"{self.rule}; weighted by counted targets")
 
 
 def infer_call(
@@ -58,11 +53,7 @@ def infer_call(
     if criterion is not None:
         _require_pair(batch)
         _require_mean(criterion)
-        rule = "criterion(model(input), target)"
-        plain = CallRule(rule, lambda model, batch: criterion(model(batch[0]), batch[1]), outputs, criterion)
-        if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or batch[1].is_floating_point():
-            return plain
-        return replace(plain, weighted=_with_weight(criterion), needs_weight=_is_weighted(criterion, batch[1]))
+        return CallRule("criterion(model(input), target)", _criterion_call(criterion), outputs, criterion)
     if isinstance(batch, Mapping):
         return CallRule(*_choose_for_dict(model, batch), outputs)
     if isinstance(batch, (tuple, list)):
@@ -94,28 +85,24 @@ def _require_mean(criterion: Any) -> None:
         )
 
 
-def _is_weighted(criterion: Any, targets: Tensor) -> bool:
-    """Whether the criterion's mean is not over all samples: it has class weights, or ignores some targets.
-
-    Token and pixel targets may contain ignored ones in any later batch; class labels of samples rarely do.
-    """
-    return criterion.weight is not None or targets.dim() > 1 or bool((targets == criterion.ignore_index).any())
-
-
-def _with_weight(criterion: Any) -> ModelCall:
-    """The criterion's mean with the weight that it divides by."""
-
-    def call(model: Any, batch: Any) -> Loss:
-        targets = batch[1]
-        counts = targets != criterion.ignore_index
-        if criterion.weight is None:
-            weight = counts.sum()
-        else:
-            weight = (criterion.weight[targets.where(counts, 0)] * counts).sum()
-        mean = criterion(model(batch[0]), targets)
-        return Loss(torch.where(weight > 0, mean, 0.0) * weight, weight)
+def _criterion_call(criterion: Callable[..., Any]) -> ModelCall:
+    def call(model: Any, batch: Any) -> Any:
+        outputs = model(batch[0])
+        if torch.is_grad_enabled():
+            return criterion(outputs, batch[1])
+        return loss_of_outputs(criterion, outputs, batch[1])
 
     return call
+
+
+def loss_of_outputs(criterion: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+    """The criterion on outputs that were computed without gradients, with a graph that shows its divisor."""
+    with torch.enable_grad():
+        return criterion(apply(outputs, _as_leaf), targets)
+
+
+def _as_leaf(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.is_floating_point() or output.is_complex())
 
 
 def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ModelCall]:
@@ -123,7 +110,8 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
     if len(known) == len(batch):
         rule = f"model({', '.join(f'{key}=…' for key in batch)})"
         labels = batch.get("labels")
-        by_tokens = isinstance(labels, Tensor) and labels.dim() == 2
+        # A compiled graph does not show what its loss was divided by.
+        by_tokens = model._compiled_call_impl is not None and isinstance(labels, Tensor) and labels.dim() == 2
         first = huggingface.label_shift(model) if by_tokens else None
         if first is None:
             return rule, lambda model, batch: model(**batch)

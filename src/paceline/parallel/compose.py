@@ -67,6 +67,7 @@ class Subject:
     step: nn.Module | None = None  # None until the passes on the model have run
     forward: Callable[[Any], Any] | None = None  # the step with its wrappers
     no_sync: NoSync | None = None
+    slices: bool = False  # whether `forward` computes a batch in slices
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Wrapped:
 
     forward: Callable[[Any], Any]
     no_sync: NoSync | None = None
+    slices: bool = False
 
 
 def compose(subject: Subject, context: Composition) -> Wrapped:
@@ -85,7 +87,7 @@ def compose(subject: Subject, context: Composition) -> Wrapped:
     # Without hooks on the step, calling forward directly skips the overhead of Module.__call__.
     subject.forward = subject.step.forward
     _execute([each for each in passes if each.target == "step"], subject, context)
-    return Wrapped(subject.forward, subject.no_sync)
+    return Wrapped(subject.forward, subject.no_sync, subject.slices)
 
 
 def change_recompute(subject: Subject, context: Composition) -> None:
@@ -244,14 +246,14 @@ def _data_parallel(subject: Subject, context: Composition) -> str:
     assert subject.step is not None
     found = gpus()
     if len(found) > 1:
-        subject.forward = DataParallel(subject.step, found)
+        subject.forward, subject.slices = DataParallel(subject.step, found), True
         return f"dp: one process, {len(found)} GPUs; strategy: ddp with `paceline launch` is faster"
     count = "one GPU" if found else "no GPU"
     return f"dp: {count}, running on {context.mesh.device}; for several ranks: paceline launch -n 2, strategy: ddp"
 
 
 def _microbatches(subject: Subject, context: Composition) -> None:
-    subject.forward = MicroBatched(subject.step, context.config.split.microbatches)
+    subject.forward, subject.slices = MicroBatched(subject.step, context.config.split.microbatches), True
 
 
 def _materialize(subject: Subject, context: Composition) -> None:

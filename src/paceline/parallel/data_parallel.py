@@ -14,6 +14,7 @@ from torch.nn.parallel import parallel_apply, replicate
 
 from paceline.data.batches import apply, rows_of, samples_in
 from paceline.data.slicing import slice_bounds
+from paceline.models.divisor import Divisor
 from paceline.parallel.loss_parts import LossPart, combine_losses
 
 
@@ -34,11 +35,14 @@ class DataParallel(nn.Module):
         ]
         results = parallel_apply(replicate(self.module, devices), inputs, devices=devices)
         first = devices[0]
-        moved = [
-            (value.to(first), None if weight is None else torch.as_tensor(weight, device=first))
-            for value, weight in results
-        ]
+        moved = [(value.to(first), _to(weight, first)) for value, weight in results]
         return combine_losses(moved, [stop - start for start, stop in bounds])
+
+
+def _to(weight: Any, device: torch.device) -> Any:
+    if isinstance(weight, Divisor):
+        return Divisor(torch.as_tensor(weight.weight, device=device))
+    return None if weight is None else torch.as_tensor(weight, device=device)
 
 
 def gpus() -> list[torch.device]:

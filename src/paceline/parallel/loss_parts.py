@@ -1,5 +1,5 @@
-"""Combines the losses of slices into the loss of a batch: means are weighted by their number of samples, sums by the
-weight that the model returned."""
+"""Combines the losses of slices into the loss of a batch: means are weighted by what they were divided by or by their
+number of samples, sums by the weight that the model returned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LossPart = tuple[Tensor, Tensor | float | None]  # (mean, None) or (sum, weight)
+from paceline.models.divisor import Divisor
+
+LossPart = tuple[Tensor, Tensor | float | Divisor | None]  # (mean, None), (mean, divisor) or (sum, weight)
 
 
 def combine_losses(parts: Sequence[LossPart], samples: Sequence[int]) -> LossPart:
@@ -18,6 +20,11 @@ def combine_losses(parts: Sequence[LossPart], samples: Sequence[int]) -> LossPar
         total = sum(samples)
         shares = [value * (count / total) for (value, _), count in zip(parts, samples, strict=True)]
         return torch.stack(shares).sum(), None
+    if isinstance(parts[0][1], Divisor):
+        counts = [torch.as_tensor(part[1].weight) for part in parts if isinstance(part[1], Divisor)]
+        sums = [torch.where(count > 0, mean, 0.0) * count for (mean, _), count in zip(parts, counts, strict=True)]
+        count = torch.stack(counts).sum()
+        return torch.stack(sums).sum() / torch.where(count > 0, count, 1.0), Divisor(count)
     weight: Any = sum(weight for _, weight in parts if weight is not None)
     return torch.stack([value for value, _ in parts]).sum(), weight
 

@@ -27,6 +27,7 @@ from paceline.data.batches import apply, rows_of, samples_in
 from paceline.data.slicing import slice_bounds
 from paceline.errors import LayoutError, did_you_mean
 from paceline.models.blocks import find_blocks
+from paceline.models.divisor import Divisor
 from paceline.parallel.loss_parts import LossPart, combine_losses, combine_metrics
 from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
 from paceline.runtime import noise
@@ -264,6 +265,9 @@ class MicroBatched:
                 results.append(self.step.forward(rows_of(batch, start, stop)))
             samples.append(stop - start)
             metrics.append(self.step.metrics)
-        weights = [count if weight is None else weight for (_, weight), count in zip(results, samples, strict=True)]
+        weights = [
+            count if weight is None else weight.weight if isinstance(weight, Divisor) else weight
+            for (_, weight), count in zip(results, samples, strict=True)
+        ]
         self.step.metrics = combine_metrics(metrics, weights)
         return combine_losses(results, samples)

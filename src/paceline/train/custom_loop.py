@@ -26,6 +26,7 @@ from paceline.data.batches import layout_of, samples_in, shapes_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard.own_step import GradientWatch
+from paceline.models.divisor import Divisor
 from paceline.parallel.fsdp import discard_gradients
 from paceline.runtime import collectives
 from paceline.train import loop
@@ -80,7 +81,7 @@ class CustomLoop:
         self.loader: Loader | None = None
         self._in_group = 0
         self._syncing = self._synced = True
-        self._current: tuple[MicroBatch, Tensor, Tensor | float | None, Tensor] | None = None
+        self._current: tuple[MicroBatch, Tensor, Tensor | float | Divisor | None, Tensor] | None = None
         self._added: MicroBatch | None = None
         engine = self.engine
         self._gradients = GradientWatch(list(engine.module.parameters()), engine.updater.discard_gradients, engine.log)
@@ -124,7 +125,7 @@ class CustomLoop:
         with self.engine.draw, self._sync_context():
             value, weight = self.engine.stepper.forward(micro)
             self.engine.draw.samples = None
-        mean = value if weight is None else value / weight
+        mean = value if weight is None or isinstance(weight, Divisor) else value / weight
         self._current = (micro, value, weight, mean)
         return mean
 
@@ -141,7 +142,7 @@ class CustomLoop:
         micro, value, weight, mean = self._current
         self._current, self._added, self._synced = None, micro, self._syncing
         if loss is not mean:  # the user computed another value from it
-            value = loss if weight is None else loss * weight
+            value = loss if weight is None or isinstance(weight, Divisor) else loss * weight
         with self.engine.draw, self._sync_context():
             self.engine.draw.samples = micro
             self.engine.stepper.backward(micro, value, weight)

@@ -234,10 +234,7 @@ class Engine:
         return chain([first], on_device)  # not a generator, which would cost time in every step
 
     def choose_call(self, batch: Any) -> None:
-        call = infer_call(self.model, batch, self.task.loss_fn, self.task.criterion)
-        # Ranks have different batches, but must use the same rule.
-        weighted = any(collectives.all_gather_object(call.weighted is not None and call.needs_weight))
-        self.module.call = call.as_weighted() if weighted else call
+        self.module.call = infer_call(self.model, batch, self.task.loss_fn, self.task.criterion)
         self.log.info(f"loss: {self.module.call.rule}")
 
     def check(self, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
@@ -247,6 +244,7 @@ class Engine:
         if self.world.size == 1:
             self._check_in_first_step(groups)
             return
+        self.stepper.weigh(several=groups > 1)
         weight, _ = preflight.check(
             self.module,
             self.wrapped,
@@ -260,6 +258,7 @@ class Engine:
         )
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
+        self.stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
         process_group.shorten_timeout(self.config.timeout)  # compilation is done
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
 

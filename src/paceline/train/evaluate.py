@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from paceline.data.batches import apply
 from paceline.data.gathered_rows import gather_in_order
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
+from paceline.models.divisor import LossGraph, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.metric_results import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
@@ -114,10 +115,15 @@ def _evaluating(module: nn.Module, seed: int) -> Iterator[NoiseContext]:
 
 def _add_loss(sums: WeightedSums, module: LossModule, micro: MicroBatch, *, want_outputs: bool) -> Any:
     """Add the loss of a batch, and the metrics that the model returns with it. Returns the outputs, for metrics."""
-    result, outputs = _run(module, micro.batch, want_outputs=want_outputs)
+    assert module.call is not None
+    # It costs time in every operation. A criterion shows its divisor without it.
+    needs_graph = module.call.criterion is None and module.divides is not False and not module.has_weights
+    with LossGraph() if needs_graph else nullcontext():
+        result, outputs = _run(module, micro.batch, want_outputs=want_outputs)
     value, weight, inner = read_loss(result)
+    module.has_weights = weight is not None
     if weight is None:
-        value, weight = value * micro.samples, micro.samples
+        value, weight = weighted_mean(value, micro.samples, divides=module.divides)
     sums.add("loss", value, weight)
     for name, metric in (inner or {}).items():
         sums.add(name, *weigh_metric(name, metric, weight))
@@ -126,7 +132,7 @@ def _add_loss(sums: WeightedSums, module: LossModule, micro: MicroBatch, *, want
 
 def _widen(tensor: Tensor) -> Tensor:
     """Half precision is too coarse for what metrics do with outputs: bfloat16 can't count beyond 256."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).detach()
 
 
 def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, Any]:

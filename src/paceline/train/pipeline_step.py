@@ -118,6 +118,7 @@ class PipelineStepper(Stepper):
         if self._scaler is not None:  # it initializes with the first loss, which only the last stage has
             self._scaler.scale(torch.zeros((), device=self._device))
         self._counts_samples: bool | None = None  # whether the loss is a mean; known on the last stage first
+        self._last_is_mean, self._divides = True, False
         self._parts: list[tuple[Tensor, Tensor | float]] = []
 
     def add(self, micro: MicroBatch) -> Tensor:
@@ -126,6 +127,8 @@ class PipelineStepper(Stepper):
             self._run(micro)
         self.means = bool(self._counts_samples)
         self.data_weighted |= not micro.exact or not self.means
+        if self._divides:
+            self._mean_weight = micro.step_samples * self.per_sample
         loss = self._collect(micro)
         if micro.last:
             if self.data_weighted:
@@ -148,11 +151,11 @@ class PipelineStepper(Stepper):
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
         self._draw.samples = None
         if self._counts_samples is None:
-            self._counts_samples = bool(self._pipeline.broadcast_from_last([float(self._last_is_mean)])[0])
+            kinds = [float(self._last_is_mean), float(self._divides)]
+            self._counts_samples, self._divides = map(bool, self._pipeline.broadcast_from_last(kinds))
 
     def _choose_microbatches(self, samples: int) -> None:
         """Choose the number of micro-batches equally on all ranks, from the largest first batch."""
-        self._last_is_mean = True
         most = max(collectives.all_gather_object(samples))
         count, description = choose_microbatches(self._settings, self._pipeline.ranks, most)
         self._pipeline.microbatches = count
@@ -170,16 +173,22 @@ class PipelineStepper(Stepper):
         value, weight, metrics = read_loss(
             self._loss_module.result_of(outputs[: stop - start], part, self._module.call.loss)
         )
-        self._last_is_mean = weight is None
-        if weight is None:
-            factor = self._ranks * (stop - start) / micro.step_samples
-        else:
-            factor = self._ranks / (self.nominal or micro.step_samples)
+        divisor = self._loss_module.divisor(value) if weight is None else None
+        self._last_is_mean, self._divides = weight is None and divisor is None, divisor is not None
         part_weight: Tensor | float = stop - start if weight is None else weight
-        self._parts.append((value.detach(), part_weight))
+        kept = value.detach()
+        if divisor is not None:
+            part_weight, self._mean_weight = divisor.weight, micro.step_samples * self.per_sample
+            kept = torch.where(torch.as_tensor(part_weight) > 0, kept, 0.0) * part_weight
+            seed = self._relative_seed(part_weight if counts and micro.samples else 0.0, value)
+        else:
+            of_rows = self._ranks * (stop - start) / micro.step_samples
+            factor = of_rows if weight is None else self._ranks / (self.nominal or micro.step_samples)
+            seed = self._seed(factor if counts and micro.samples else 0.0, value)
+        self._parts.append((kept, part_weight))
         if metrics is not None and counts:
             self.metrics.append((metrics, part_weight if micro.samples else 0.0))
-        return value * self._seed(factor if counts and micro.samples else 0.0, value)
+        return value * seed
 
     def _collect(self, micro: MicroBatch) -> Tensor:
         """Combine the parts of a micro-batch: a mean with its samples, or a sum with its weight."""

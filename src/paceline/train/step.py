@@ -5,6 +5,10 @@ compute Σweight, and each backward is seeded with its share of 1 / Σweight. If
 without padding), backwards are seeded with 1 / (nominal weight), Σweight is reduced during the last backward, and the
 reduced gradients are multiplied by the exact factor. The nominal weight is a power of two near the real one, equal on
 every rank: float16 gradients of a sum stay as small as those of its mean, without additional rounding.
+
+The nominal weight of means is the number of samples, times a power of two for tokens: where all targets count, seeds
+are the same as for means over samples, and the factor is one. On one rank it is the weight of the first micro-batch: a
+step of a single one equals that of a plain loop bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.data.loader import MicroBatch
+from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.precision.scaler import Scaler
@@ -46,8 +51,10 @@ class Stepper:
         self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
         self._scaler = scaler if scaler.is_enabled() else None
         self._watch = watch
+        self._always_weighs = mesh.data_ranks > 1 or wrapped.slices
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.nominal: float | None = None  # None: the number of samples
+        self.per_sample = 1.0  # a power of two near the weight of a sample, for means
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
         self.reset()
 
@@ -58,11 +65,19 @@ class Stepper:
         self.metrics: list[tuple[Mapping[str, Any], Any]] = []
         self.data_weighted = False  # whether the weight of the step must be reduced over ranks
         self._total: Tensor | None = None
+        self._mean_weight: Tensor | float | None = None  # the nominal weight of means in this step
         self._pending: torch_dist.Work | None = None
+
+    def weigh(self, *, several: bool) -> None:
+        """Weight means by what they were divided by, if a step averages several of them."""
+        weighs = several or self._always_weighs
+        if self._module.weighs is not weighs:
+            self._module.weighs = weighs
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch and return its loss. The last one reduces the gradients."""
         draw = self._draw
+        self.weigh(several=micro.group > 0 or not micro.last)
         draw.samples, draw.draws = micro, 0
         if micro.last or self._no_sync is None:
             loss = self.backward(micro, *self._forward(micro.batch))
@@ -72,26 +87,34 @@ class Stepper:
         draw.samples = None
         return loss
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | None]:
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | Divisor | None]:
         self._draw.samples, self._draw.draws = micro, 0
-        result: tuple[Tensor, Tensor | float | None] = self._forward(micro.batch)
+        self.weigh(several=True)  # more micro-batches may follow
+        result: tuple[Tensor, Tensor | float | Divisor | None] = self._forward(micro.batch)
         return result
 
-    def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | None) -> Tensor:
+    def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
         """Keep the loss of the micro-batch and run its backward, seeded with its share of the step."""
         loss = value.detach()
         if weight is None:
             self.data_weighted |= not micro.exact
             self.losses.append((loss, micro.samples))
             factor = self._ranks * micro.samples / micro.step_samples  # the reduction averages over data ranks
+            seed = None if factor == 1.0 and self._scaler is None else self._seed(factor, value)
         else:
             self.data_weighted, self.means = True, False
+            is_mean = type(weight) is Divisor
+            weight = weight.weight if isinstance(weight, Divisor) else weight
             if micro.samples == 0:  # a placeholder batch keeps this rank in step with the others
                 weight = 0.0
-            if self.nominal is None and self.measure is not None:
+            if not is_mean and self.nominal is None and self.measure is not None:
                 self.nominal = self.measure(float(weight))
-            factor = self._ranks / (self.nominal or micro.step_samples) if micro.samples else 0.0
             loss = _zero_without_weight(loss, weight)
+            if is_mean:
+                seed, loss = self._share(micro, weight, value), loss * weight
+            else:
+                factor = self._ranks / (self.nominal or micro.step_samples) if micro.samples else 0.0
+                seed = self._seed(factor, value)
             self.losses.append((loss, weight))
         if self._module.metrics is not None:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
@@ -99,11 +122,23 @@ class Stepper:
             self._start_weight_reduction(micro, value.device)
         if self._watch is not None:
             self._watch.check_loss(loss, micro.step)
-        if factor == 1.0 and self._scaler is None:
-            value.backward()
-        else:
-            value.backward(self._seed(factor, value))
+        value.backward(seed)
         return loss
+
+    def _share(self, micro: MicroBatch, weight: Tensor | float, mean: Tensor) -> Tensor | None:
+        """The gradient that the backward of a mean starts from: its weight, relative to the nominal one."""
+        if self._ranks == 1 and self._mean_weight is None:
+            self._mean_weight = _positive(weight)
+            return None if self._scaler is None else self._seed(1.0, mean)
+        if self._ranks > 1:
+            self._mean_weight = micro.step_samples * self.per_sample
+        return self._relative_seed(weight, mean)
+
+    def _relative_seed(self, weight: Tensor | float, mean: Tensor) -> Tensor:
+        assert self._mean_weight is not None
+        share = weight * self._ranks / self._mean_weight
+        seed = torch.as_tensor(share, dtype=mean.dtype, device=mean.device)
+        return seed if self._scaler is None else self._scaler.scale(seed)
 
     def _seed(self, factor: float, value: Tensor) -> Tensor:
         """The gradient that the backward starts from: a cached constant, times the current fp16 loss scale."""
@@ -119,7 +154,9 @@ class Stepper:
             self._total = weight.detach().to(torch.float64, copy=True)
         else:
             self._total = torch.tensor(weight, dtype=torch.float64, device=device)
-        self._nominal = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
+        self._nominal: Tensor | float = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
+        if self._mean_weight is not None:
+            self._nominal = self._mean_weight
         if not self._reports_loss:  # another rank counts the same samples
             self._total.zero_()
         if self._world > 1:
@@ -135,12 +172,20 @@ class Stepper:
         padding)."""
         total = self._total
         assert total is not None
+        if isinstance(self._mean_weight, Tensor) and len(self.losses) == 1:
+            return 1.0  # the only mean of the step, without a look at the device
         if self._pending is not None:
             self._pending.wait()
         if total.device.type == "cpu":  # Python arithmetic is cheaper than tensor operations
             number = total.item()
-            return self._nominal / number if number > 0 else 0.0
+            return float(self._nominal) / number if number > 0 else 0.0
         return torch.where(total > 0, self._nominal / total, 0.0)
+
+
+def _positive(weight: Tensor | float) -> Tensor | float:
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, weight, 1.0)
+    return weight if weight > 0 else 1.0
 
 
 def _zero_without_weight(loss: Tensor, weight: Tensor | float) -> Tensor:

@@ -167,3 +167,31 @@ def test_a_custom_loop_works_after_train_and_load(tmp_path: Path) -> None:
         for batch in batches:
             one.training_step(batch)
     assert one.step_count == 32 and one.optimizer.param_groups[0]["lr"] == 0.1 / 16
+
+
+def test_ignored_targets_leave_a_step_of_one_micro_batch_as_in_a_plain_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 5, generator=generator), torch.arange(8) % 3) for _ in range(4)]
+    for _, targets in batches[1:]:
+        targets[:5] = -100
+
+    def start() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 3)
+        return layer, torch.optim.SGD(layer.parameters(), lr=0.3)
+
+    plain, optimizer = start()
+    for inputs, targets in batches:
+        nn.functional.cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for own_loop in (False, True):
+        layer, optimizer = start()
+        trainer = paceline.Trainer(layer, optimizer, criterion=nn.CrossEntropyLoss(), quiet=True, run=False)
+        if own_loop:
+            for batch in batches:
+                trainer.backward(trainer.forward(batch))
+                trainer.step()
+        else:
+            trainer.train(batches, epochs=1)
+        assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)

@@ -1,0 +1,118 @@
+"""Means that are no means over samples: the same losses and weights as in a plain loop, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.testing import ranks
+
+SAMPLES, BATCH, STEPS, CLASSES = 48, 8, 5, 4
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(6, CLASSES).double()
+
+
+def data() -> TensorDataset:
+    """From the second batch on some targets are ignored: all of one slice, and then all of a batch but one."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    y = x.argmax(1) % CLASSES
+    y[BATCH : BATCH + 5] = -100
+    y[3 * BATCH + 1 : 4 * BATCH] = -100
+    return TensorDataset(x, y)
+
+
+class Scored(nn.Module):
+    """Computes its own loss, inside another module, like a wrapped Hugging Face model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": functional.cross_entropy(self.layer(x), y)}
+
+
+class_weights = torch.tensor([0.1, 1.0, 3.0, 10.0], dtype=torch.float64)
+
+
+def masked(layer: Any, batch: Any) -> Tensor:
+    losses = functional.cross_entropy(layer(batch[0]), batch[1].clamp(min=0), reduction="none")
+    mask = (batch[1] >= 0).double()
+    return (losses * mask).sum() / mask.sum()
+
+
+def selected(layer: Any, batch: Any) -> Tensor:
+    mask = batch[1] >= 0
+    return ((layer(batch[0])[mask] - batch[0][mask][:, :CLASSES]) ** 2).mean()
+
+
+LossFunction = Callable[[Any, Any], Tensor]
+LOSSES: dict[str, LossFunction] = {
+    "cross-entropy": lambda layer, batch: functional.cross_entropy(layer(batch[0]), batch[1]),
+    "class weights": lambda layer, batch: functional.cross_entropy(layer(batch[0]), batch[1], class_weights),
+    "label smoothing": lambda layer, batch: functional.cross_entropy(layer(batch[0]), batch[1], label_smoothing=0.2),
+    "sum / count": masked,
+    "selected": selected,
+}
+
+
+def plain_loop(layer: nn.Module, loss_of: LossFunction) -> tuple[list[float], float]:
+    """Losses of a plain loop over full batches, and the mean over all of the data afterwards."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
+    x, y = data().tensors
+    losses = []
+    for step in range(STEPS):
+        rows = slice(step * BATCH, (step + 1) * BATCH)
+        loss = loss_of(layer, (x[rows], y[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, loss_of(layer, (x, y)).item()
+
+
+def trained(layer: nn.Module, **settings: Any) -> tuple[list[float], float]:
+    trainer = paceline.Trainer(
+        layer, torch.optim.SGD(layer.parameters(), lr=0.3), batch=BATCH, shuffle=False, precision="fp64", quiet=True,
+        run=False, **settings,
+    )  # fmt: skip
+    losses = trainer.train(data(), max_steps=STEPS).losses
+    return losses, float(trainer.evaluate(data()))
+
+
+def require_equal_to_plain_loop(accumulate: int | None = None) -> None:
+    more: dict[str, Any] = {} if accumulate is None else {"accumulate": accumulate}
+    for name, loss_of in LOSSES.items():
+        plain, reference = model(), model()
+        expected, evaluated = plain_loop(reference, loss_of)
+        losses, evaluation = trained(plain, loss_fn=loss_of, **more)
+        assert losses == pytest.approx(expected, rel=1e-6), name
+        assert evaluation == pytest.approx(evaluated, rel=1e-6), name
+        for one, other in zip(plain.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=1e-6), name
+    for settings in ({"criterion": nn.CrossEntropyLoss()}, {}):
+        layer = model()
+        expected, evaluated = plain_loop(model(), LOSSES["cross-entropy"])
+        losses, evaluation = trained(layer if settings else Scored(layer), **settings, **more)
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert evaluation == pytest.approx(evaluated, rel=1e-6)
+
+
+@ranks(3)
+def test_means_over_some_targets_are_weighted_by_them_on_ranks() -> None:
+    require_equal_to_plain_loop()
+
+
+def test_means_over_some_targets_are_weighted_by_them_over_micro_batches() -> None:
+    require_equal_to_plain_loop(accumulate=3)
