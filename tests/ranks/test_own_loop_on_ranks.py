@@ -134,7 +134,7 @@ def test_an_epoch_scheduler_steps_and_the_epoch_is_counted() -> None:
     for _ in range(3):
         for batch in trainer.loader(tiny.blobs()):
             trainer.training_step(batch)
-    assert optimizer.param_groups[0]["lr"] == 0.125 and trainer.epoch == 2
+    assert optimizer.param_groups[0]["lr"] == 0.125 and trainer.epoch == 3
 
 
 def test_breaking_off_a_pass_forgets_its_unfinished_group() -> None:

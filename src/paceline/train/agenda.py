@@ -98,7 +98,7 @@ class Agenda:
         """Do whichever of the two is due after `step` and not done yet."""
         ends = self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
         if ends:
-            self._end_epoch(step, epoch)
+            self.end_epoch(step, epoch)
         due = ends if self.eval_every is None else step % self.eval_every == 0
         return self._evaluate(step, epoch) if due and self.position.evaluated != step else None
 
@@ -112,7 +112,7 @@ class Agenda:
         """Call at the end of an epoch of unknown length. Returns whether to continue."""
         if self.steps_per_epoch is not None or self.position.epochs_ended > epoch:
             return True
-        self._end_epoch(step, epoch)
+        self.end_epoch(step, epoch)
         due = self.eval_every is None and self.position.evaluated != step
         reason = self._evaluate(step, epoch) if due else None
         self.reason = reason or self.reason
@@ -126,7 +126,7 @@ class Agenda:
         self._log()
         epoch_ends = stepped and self.steps_per_epoch is None and self.reason == END_OF_DATA
         if epoch_ends:
-            self._end_epoch(step, epoch)
+            self.end_epoch(step, epoch)
         signalled = self.poll is not None and self.poll.request  # a checkpoint is saved; there is no time for more
         if stepped and not signalled:
             if epoch_ends and self.eval_every is None:
@@ -146,7 +146,8 @@ class Agenda:
             return self.on_nonfinite(flushed.nonfinite)
         return "trainer.stop()" if flushed.stop else None
 
-    def _end_epoch(self, step: int, epoch: int) -> None:
+    def end_epoch(self, step: int, epoch: int) -> None:
+        """Handle the end of an epoch, once."""
         if self.position.epochs_ended > epoch:
             return
         self.position.epochs_ended = epoch + 1

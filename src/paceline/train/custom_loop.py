@@ -39,6 +39,14 @@ class StepResult(NamedTuple):
     stepped: bool
 
 
+class ReadEpoch(NamedTuple):
+    """A pass over the data that was read to its end: the epoch, and the steps completed before and after it."""
+
+    epoch: int
+    begin: int
+    end: int
+
+
 class EpochLoader:
     """Iterates over the rest of the current epoch, from the step that the trainer has reached."""
 
@@ -50,11 +58,14 @@ class EpochLoader:
         engine = self._loop.engine
         step = engine.position.step
         place = self._loader.lengths.locate(step)
-        epochs = self._loop.epochs_started + 1 if place is None else place.epoch + 1
-        self._loop.epochs_started += 1
-        for micro in engine.telemetry.record_suspects(engine.ready(self._loader.micros(step, epochs))):
-            self._loop.expect(micro, self._loader, self._groups)
-            yield micro.batch
+        epoch = engine.position.next_epoch if place is None else place.epoch
+        final = step
+        with engine.position.reading():
+            for micro in engine.telemetry.record_suspects(engine.ready(self._loader.micros(step, epoch + 1))):
+                self._loop.expect(micro, self._loader, self._groups)
+                final = micro.step + 1
+                yield micro.batch
+        self._loop.exhausted(ReadEpoch(epoch, step, final))
 
     def __len__(self) -> int:
         """Upper bound on the micro-batches of an epoch."""
@@ -71,7 +82,8 @@ class CustomLoop:
     def __init__(
         self, job: loop.Job, begin: Callable[[int | None], None], finish_save: Callable[[], None] = lambda: None
     ) -> None:
-        self.engine, self.epochs_started = job.engine, job.engine.position.epoch
+        self.engine = job.engine
+        self._read: ReadEpoch | None = None  # whose steps are not all done yet
         self._job, self._begin, self._finish_save = job, begin, finish_save
         self.recorder = job.recorder
         self._started = False
@@ -94,10 +106,30 @@ class CustomLoop:
 
     def start_over(self) -> None:
         """Begin a new pass over the data and discard an unfinished step, whose samples will be read again."""
+        position = self.engine.position
+        if self._read is not None and self._read.begin < position.step < self._read.end:
+            position.step = self._read.end  # the loop left out the last batches, which it would get again otherwise
+            self._end_epoch(self._read.epoch)
+        self._read = None
         self.engine.stepper.reset()
         discard_gradients(self.engine.module)
         self._in_group, self._added, self._current = 0, None, None
-        self.epochs_started = max(self.epochs_started, self.engine.position.epoch)
+
+    def exhausted(self, done: ReadEpoch) -> None:
+        """All micro-batches of an epoch were read. Its last steps may be yet to come."""
+        self._read = done
+        self._end_read_epoch()
+
+    def _end_read_epoch(self) -> None:
+        if self._read is not None and self.engine.position.step >= self._read.end:
+            self._end_epoch(self._read.epoch)
+            self._read = None
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Of known length, it has ended with its last step already."""
+        with self.engine.draw:
+            self._job.agenda.end_epoch(self.engine.position.step, epoch)
+        self.engine.after_user_code()
 
     def training_step(self, batch: Any) -> StepResult:
         """Run one micro-batch and, after the last one of a step, the optimizer step."""
@@ -219,7 +251,8 @@ class CustomLoop:
             batch=batch,
             samples=samples,
             start=(group * mesh.data_ranks + mesh.data_rank) * samples,
-            step_samples=self._user_samples * self._groups,
+            # Alone, a rank knows the samples of a step without accumulation, as a plain loop does.
+            step_samples=samples if self.engine.world.size == self._groups == 1 else self._user_samples * self._groups,
             group=group,
             last=last,
             epoch=position.epoch,
@@ -265,6 +298,7 @@ class CustomLoop:
             self.engine.telemetry.stepped(position.step)
             job.recorder.release()
             self._due = job.agenda.next_due(position.step)
+        self._end_read_epoch()
 
 
 def close_custom_loop(recorder: Recorder, sinks: Sinks) -> None:

@@ -25,6 +25,7 @@ from paceline.models.model_call import infer_call
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
+from paceline.parallel.data_parallel import follow_wrapper
 from paceline.parallel.ddp import unwrap
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
@@ -77,6 +78,7 @@ class Engine:
         )
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
         self.telemetry.joined(self.world)
+        self.config = config = follow_wrapper(config, model, self.world.size, self.log)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
         self.model, wrapper = unwrap(model)

@@ -38,6 +38,11 @@ class Job:
 
 def run(job: Job) -> None:
     """Train until the data ends or the agenda stops."""
+    with job.engine.position.reading():
+        _run(job)
+
+
+def _run(job: Job) -> None:
     stepper, position, telemetry = job.engine.stepper, job.engine.position, job.engine.telemetry
     recorder, agenda = job.recorder, job.agenda
     due = agenda.next_due(position.step)

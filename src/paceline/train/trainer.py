@@ -132,8 +132,8 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """The current epoch, starting at 0."""
-        return self._engine.position.epoch
+        """The current epoch, starting at 0; after its last batch, the next one: `range(trainer.epoch, epochs)`."""
+        return self._engine.position.current_epoch
 
     def train(
         self, data: Any = None, val: Any = None, *, epochs: int | None = None, max_steps: int | None = None

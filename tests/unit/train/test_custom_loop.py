@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 import resumable
@@ -195,3 +196,93 @@ def test_ignored_targets_leave_a_step_of_one_micro_batch_as_in_a_plain_loop() ->
         else:
             trainer.train(batches, epochs=1)
         assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([tiny.blobs()[index] for index in range(40)])
+
+
+def own_epochs(data: Any, folder: Path, *, stops_after: int | None, breaks: bool = False) -> list[Any]:
+    """Three epochs, resumed from a checkpoint that was saved after an epoch or in the middle of one."""
+    ended: list[tuple[int, int]] = []
+
+    class Epochs:
+        def on_epoch(self, record: Any) -> None:
+            ended.append((record.epoch, record.step))
+
+    model = tiny.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    trainer = tiny.classifier_trainer(model, optimizer=optimizer, scheduler=scheduler, callbacks=[Epochs()], batch=8)
+    if folder.exists():
+        trainer.load_checkpoint(folder)
+    for epoch in range(trainer.epoch, 3):
+        for batch in trainer.loader(data):
+            trainer.training_step(batch)
+            assert trainer.epoch == epoch
+            if breaks and trainer.step_count == stops_after:
+                break
+        if stops_after is not None and trainer.step_count >= stops_after:
+            trainer.save_checkpoint(folder)
+            break
+    return [tiny.weights(trainer), trainer.step_count, trainer.epoch, optimizer.param_groups[0]["lr"], ended]
+
+
+@pytest.mark.parametrize("data", [TensorDataset(*tiny.blobs(40).tensors), Stream()], ids=["dataset", "stream"])
+@pytest.mark.parametrize(("after", "breaks"), [(5, False), (5, True), (7, True), (10, False)])
+def test_a_loop_over_the_remaining_epochs_resumes_where_it_stopped(
+    data: Any, after: int, breaks: bool, tmp_path: Path
+) -> None:
+    whole, *expected, ended = own_epochs(data, tmp_path / "none", stops_after=None)
+    assert expected == [15, 3, 0.125] and ended == [(0, 5), (1, 10), (2, 15)]
+    first = own_epochs(data, tmp_path / "saved", stops_after=after, breaks=breaks)
+    assert breaks or first[1:3] == [after, after // 5]
+    weights, *found, resumed = own_epochs(data, tmp_path / "saved", stops_after=None)
+    assert found == expected and torch.equal(weights, whole) and first[-1] + resumed == ended
+
+
+def test_a_custom_loop_continues_after_the_epochs_of_train(tmp_path: Path) -> None:
+    trainer = tiny.classifier_trainer(batch=8)
+    trainer.train(tiny.blobs(40), epochs=1)
+    for _ in range(trainer.epoch, 3):
+        for batch in trainer.loader(tiny.blobs(40)):
+            trainer.training_step(batch)
+    assert (trainer.step_count, trainer.epoch) == (15, 3)
+
+
+def test_a_stream_that_was_broken_off_is_continued_in_the_same_epoch() -> None:
+    trainer, seen = tiny.classifier_trainer(batch=8), []
+    for stop in (2, 9, 9):
+        for number, batch in enumerate(trainer.loader(Stream()), start=1):
+            trainer.training_step(batch)
+            seen.append(trainer.epoch)
+            if number == stop:
+                break
+    assert seen == [0] * 5 + [1] * 5
+
+
+def test_own_batches_of_one_rank_give_the_bits_of_a_plain_loop() -> None:
+    data, reference = tiny.blobs(40), tiny.classifier()
+    model = copy.deepcopy(reference)
+    trainer = tiny.classifier_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for start in (0, 16, 32):
+        inputs, targets = data[start : start + 16]
+        trainer.training_step((inputs, targets))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(reference(inputs), targets).backward()
+        optimizer.step()
+    assert torch.equal(tiny.weights(trainer), torch.cat([p.detach().flatten() for p in reference.parameters()]))
+
+
+@pytest.mark.parametrize("data", [TensorDataset(*tiny.blobs(40).tensors), Stream()], ids=["dataset", "stream"])
+def test_batches_that_the_loop_leaves_out_belong_to_their_epoch(data: Any) -> None:
+    trainer, seen = tiny.classifier_trainer(batch=16), []
+    assert len(list(trainer.loader(data))) == 3  # nothing is trained
+    for _ in range(3):
+        for batch in trainer.loader(data):
+            if len(batch[0]) == 16:
+                trainer.training_step(batch)
+                seen.append(trainer.epoch)
+    assert seen == [0, 0, 1, 1, 2, 2]

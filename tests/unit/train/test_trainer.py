@@ -47,7 +47,7 @@ def test_training_equals_the_hand_written_loop() -> None:
     assert [record["epoch"] for record in history.steps] == [0] * 5 + [1] * 5
     assert {record["lr"] for record in history.steps} == {0.1}
     assert trainer.model is model and trainer.optimizer is optimizer
-    assert (trainer.step_count, trainer.epoch, trainer.is_main_process) == (10, 1, True)
+    assert (trainer.step_count, trainer.epoch, trainer.is_main_process) == (10, 2, True)
 
 
 def test_an_optimizer_over_a_part_of_the_model_leaves_the_rest_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import shlex
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,25 @@ class TrainProgress:
     epoch: int = 0
     evaluated: int = 0  # step of the last scheduled evaluation
     epochs_ended: int = 0  # epochs whose end was handled
+    _readers: int = 0  # loops that are iterating over an epoch
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next step belongs to: after the last step of an epoch, the one after it."""
+        return max(self.epoch, self.epochs_ended)
+
+    @property
+    def current_epoch(self) -> int:
+        return self.epoch if self._readers else self.next_epoch
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The current epoch lasts until the loop over it ends."""
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
 
     def state_dict(self) -> dict[str, int]:
         """Without step and epoch, which are in the manifest."""
