@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from paceline.data.batches import apply
 from paceline.errors import TrainError
 from paceline.models import huggingface
 from paceline.models.losses import Loss
@@ -98,7 +98,7 @@ def _criterion_call(criterion: Callable[..., Any]) -> ModelCall:
 def loss_of_outputs(criterion: Callable[..., Any], outputs: Any, targets: Any) -> Any:
     """The criterion on outputs that were computed without gradients, with a graph that shows its divisor."""
     with torch.enable_grad():
-        return criterion(apply(outputs, _as_leaf), targets)
+        return criterion(tree_map_only(Tensor, _as_leaf, outputs), targets)
 
 
 def _as_leaf(output: Tensor) -> Tensor:
