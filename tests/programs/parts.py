@@ -632,13 +632,14 @@ class Optimizer:
     odd: bool = False
 
 
+# Without a large eps, optimizers that divide by the gradient amplify rounding to any size.
 OPTIMIZERS = {
     "sgd": Optimizer(lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
     "momentum": Optimizer(lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)),
-    "adamw": Optimizer(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)),
-    "rmsprop": Optimizer(lambda model: torch.optim.RMSprop(model.parameters(), lr=0.005)),
+    "adamw": Optimizer(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)),
+    "rmsprop": Optimizer(lambda model: torch.optim.RMSprop(model.parameters(), lr=0.005, eps=1e-4)),
     "groups": Optimizer(lambda model: torch.optim.SGD(in_groups(model), lr=0.1, momentum=0.5, weight_decay=1e-2)),
-    "adagrad": Optimizer(lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05)),
+    "adagrad": Optimizer(lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05, eps=1e-4)),
     "adafactor": Optimizer(lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05), odd=True),
     "elementwise": Optimizer(lambda model: Elementwise(model.parameters(), lr=0.05), odd=True),
     "normalized": Optimizer(lambda model: Normalized(model.parameters(), lr=0.1), odd=True),

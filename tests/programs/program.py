@@ -167,6 +167,7 @@ def _made_sound(program: Program, chance: random.Random) -> Program:
     if program.reads == "names":
         changes |= {"loop": "epochs"} if program.loop == "own-optimizer" else {}
         changes |= {"data": "loader"} if program.data in ("batches", "list-of-batches") else {}
+        changes |= {} if program.optimizer in ("sgd", "momentum", "groups") else {"optimizer": "momentum"}
     if program.data == "stream-said" and program.layout in ("ddp:3", "fsdp:3", "hsdp:4", "pp:2"):
         changes["layout"] = "ddp:2"  # in which a step reads the samples that it reads in one process
     if program.loop == "adversarial":
