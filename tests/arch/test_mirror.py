@@ -16,6 +16,7 @@ ELSEWHERE = {
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
     "data/gathered_rows": ["ranks/test_evaluation"],
     "guard/preflight": ["ranks/test_preflight"],
+    "guard/replica_checksum": ["ranks/test_replicas"],
     "guard/same_model": ["ranks/test_preflight"],
     "guard/unit_order": ["ranks/test_preflight"],
     "launcher/backends/ray": ["system/test_ray"],

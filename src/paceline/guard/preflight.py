@@ -19,7 +19,7 @@ from math import log2
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
@@ -28,6 +28,7 @@ from paceline.errors import DataError, LayoutError, TrainError
 from paceline.guard import same_model, snapshot, unit_order
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
+from paceline.models.weight_bits import checksum
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.replicas import Forward
 from paceline.runtime import collectives, consistency
@@ -82,7 +83,7 @@ def check(
         "weight": local_weight,
         "divides": module.divides is not False,
         "versions": versions(),
-        "weights": {name: _checksum(parameter) for name, parameter in module.model.named_parameters() if compare},
+        "weights": {name: checksum(parameter) for name, parameter in module.model.named_parameters() if compare},
         "data": fingerprint,
         "loss": [mesh.data_rank, None if value is None else float(value.detach())],
         "rows": _rows(micro.batch) if counts and not micro.exact else [],
@@ -198,15 +199,6 @@ def unused_parameters_error(model: nn.Module, names: list[str]) -> TrainError:
         why="with several ranks, every trainable parameter must receive a gradient to complete the reduction",
         fix="use them in forward(), freeze them with requires_grad_(False), or set unused_parameters: allow",
     )
-
-
-_INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksum(tensor: Tensor) -> int:
-    """A sum over the bits of the tensor, computed on its device."""
-    plain = tensor.detach().contiguous()
-    return int(plain.view(_INT_DTYPES[plain.element_size()]).sum(dtype=torch.int64))
 
 
 def _rows(batch: Any) -> list[int]:

@@ -129,6 +129,7 @@ class Agenda:
             self.end_epoch(step, epoch)
         signalled = self.poll is not None and self.poll.request  # a checkpoint is saved; there is no time for more
         if stepped and not signalled:
+            self.recorder.check_replicas(step)
             if epoch_ends and self.eval_every is None:
                 self._evaluate(step, epoch)
             self.save_last(step)

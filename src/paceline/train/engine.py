@@ -19,6 +19,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
 from paceline.guard import own_step, preflight, same_model
+from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import infer_call
@@ -101,6 +102,8 @@ class Engine:
         self._build_step()
         self.seed_drawing(0)
         self.position = TrainProgress()
+        compared = config.preflight and self.mesh.degrees.replicate > 1
+        self.replicas = ReplicaCheck(self.model, self.mesh) if compared else None
         self._checked = self._warned = False
 
     def _compose(self) -> None:

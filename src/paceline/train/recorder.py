@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import Log
 from paceline.models.losses import Loss
 from paceline.models.metric_results import require_number
@@ -78,9 +79,10 @@ class Recorder:
         callbacks: Callbacks,
         is_bad: Callable[[Record], bool],
         log: Log,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         self._history, self._sinks, self.display, self._device = history, sinks, display, device
-        self._callbacks, self._is_bad, self._log = callbacks, is_bad, log
+        self._callbacks, self._is_bad, self._log, self._replicas = callbacks, is_bad, log, replicas
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
@@ -110,9 +112,12 @@ class Recorder:
         if not self.pending:
             return Flushed()
         pending, self.pending[:] = list(self.pending), []
-        count = len(pending)
+        count, replicas = len(pending), self._replicas
+        digest = None if replicas is None else replicas.digest()  # before the device is synchronized
         values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_requested)]
         if self._ranks > 1:
+            if replicas is not None:
+                values += replicas.shares(digest)
             numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
             collectives.all_reduce(numbers)
             values = numbers.tolist()
@@ -120,7 +125,14 @@ class Recorder:
         records = _records(pending, values, self._ranks)
         records[-1].update(extras)
         self._write(records, sum([entry[3] for entry in pending]), extras)
+        if replicas is not None:
+            replicas.finish(values[4 * count + 2 :], pending[-1][0], finite=math.isfinite(sum(values)))
         return Flushed(records, bool(values[4 * count + 1]), self._first_bad(records, values))
+
+    def check_replicas(self, step: int) -> None:
+        """Compare all weights of replicas after the last step. Collective: must be called on every rank."""
+        if self._replicas is not None:
+            self._replicas.check_all(step)
 
     def _first_bad(self, records: Sequence[Record], values: Sequence[float]) -> Record | None:
         """The first record with a non-finite loss or norm. Steps of weight zero have no loss."""

@@ -335,7 +335,8 @@ class Trainer:
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
         engine = self._engine
-        return Recorder(history, sinks, display, self.world.device, self._callbacks, engine.is_bad, engine.log)
+        parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, engine.replicas)
+        return Recorder(history, sinks, display, *parts)
 
     def _preflighted(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[MicroBatch]:
         """The remaining micro-batches, after the pre-flight with the first of them."""
