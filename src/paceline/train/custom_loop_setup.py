@@ -49,9 +49,8 @@ def open_custom_loop(
         engine.model.train()
     run.began_at = position.step
     sinks = factory.open_sinks(config, run.folder, engine.world)
-    recorder = Recorder(
-        History(), sinks, Silent(position.step), engine.world.device, callbacks, engine.is_bad, engine.log
-    )
+    parts = (engine.world.device, callbacks, engine.is_bad, engine.log, engine.replicas)
+    recorder = Recorder(History(), sinks, Silent(position.step), *parts)
     timed = run.folder is not None and config.save_minutes is not None
     agenda = Agenda(
         recorder,

@@ -79,7 +79,7 @@ class Recorder:
         callbacks: Callbacks,
         is_bad: Callable[[Record], bool],
         log: Log,
-        replicas: ReplicaCheck | None = None,
+        replicas: ReplicaCheck | None,
     ) -> None:
         self._history, self._sinks, self.display, self._device = history, sinks, display, device
         self._callbacks, self._is_bad, self._log, self._replicas = callbacks, is_bad, log, replicas

@@ -31,7 +31,7 @@ class Done:
     def agenda(self, **settings: Any) -> Agenda:
         device, log = torch.device("cpu"), rank_log(0, quiet=True)
         hooks = Callbacks([])
-        recorder = Recorder(History(), Sinks(), Silent(0), device, hooks, lambda record: False, log)
+        recorder = Recorder(History(), Sinks(), Silent(0), device, hooks, lambda record: False, log, None)
         return Agenda(
             recorder,
             hooks,

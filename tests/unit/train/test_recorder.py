@@ -24,7 +24,8 @@ def is_bad(record: dict[str, Any]) -> bool:
 
 def recorder(history: History, *callbacks: Any) -> Recorder:
     hooks = Callbacks(callbacks)
-    return Recorder(history, Sinks(), Silent(0), torch.device("cpu"), hooks, is_bad, rank_log(0, quiet=True))
+    log = rank_log(0, quiet=True)
+    return Recorder(history, Sinks(), Silent(0), torch.device("cpu"), hooks, is_bad, log, None)
 
 
 def step(number: int, parts: Parts, *, means: bool = True, norm: float | None = None, skipped: float = 0.0) -> Any:
