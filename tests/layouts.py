@@ -103,6 +103,7 @@ def _train(ranks: int, settings: list[dict[str, Any]], prepare: Callable[[], Non
     def make(**own: Any) -> Any:
         if prepare is not None:
             prepare()
+            own["preflight"] = False  # or replicas would be found to differ before anything is compared
         return tiny.trainer_of(own)
 
     return comparison.train_on(ranks, settings, make, None, None, STEPS)
