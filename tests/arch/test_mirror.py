@@ -15,10 +15,10 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 ELSEWHERE = {
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
     "data/gathered_rows": ["ranks/test_evaluation"],
+    "guard/module_order": ["ranks/test_module_order"],
     "guard/preflight": ["ranks/test_preflight"],
     "guard/replica_checksum": ["ranks/test_replicas"],
     "guard/same_model": ["ranks/test_preflight"],
-    "guard/unit_order": ["ranks/test_preflight"],
     "launcher/backends/ray": ["system/test_ray"],
     "launcher/cluster/frontend": ["system/test_ssh_launch", "system/test_slurm"],
     "launcher/cluster/manual": ["ranks/test_several_nodes", "ranks/test_first_rank"],

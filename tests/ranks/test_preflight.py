@@ -68,25 +68,6 @@ def test_batches_of_another_structure_are_named() -> None:
     assert code == "data.different-structure" and "rank 1: batch[1]: tensor with 2 dims, int64" in text
 
 
-class Experts(nn.Module):
-    """Runs one of two layers, chosen by the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 2) for _ in range(2))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.blocks[dist.rank()](inputs)
-        return outputs
-
-
-@ranks(2)
-def test_ranks_that_gather_different_shards_are_named_before_they_do() -> None:
-    trainer = tiny.classifier_trainer(Experts(), strategy="fsdp", unused_parameters="allow")
-    code, text = code_of(lambda: trainer.train(tiny.blobs(), max_steps=1))
-    assert code == "layout.different-units" and "rank 0: blocks.0" in text and "rank 1: blocks.1" in text
-
-
 @ranks(2)
 def test_the_same_batch_on_two_ranks_is_found() -> None:
     trainer = tiny.classifier_trainer()

@@ -194,20 +194,31 @@ def _compile(subject: Subject, context: Composition) -> str:
     return compile_model(subject.model, context.config.compile, subject.blocks)
 
 
-def _fsdp(subject: Subject, context: Composition) -> None:
+def _fsdp(subject: Subject, context: Composition) -> str | None:
     assert subject.step is not None
-    config, mesh = context.config, context.mesh
+    config, mesh, line = context.config, context.mesh, None
     if subject.runner is not None:
         roots = _shard_stages(subject.runner.stages, context)
     else:
         blocks = [block for _, block in find_blocks(subject.model, subject.blocks)]
-        shard(subject.step, blocks, mesh, config.fsdp, context.gather_dtype)
         roots = [cast(FSDPModule, subject.step)]
         if config.unused_parameters == "allow":
+            if config.blocks is None and blocks and mesh.degrees.world > 1:
+                blocks, line = [], _GATHERED_AT_ONCE
+            shard(subject.step, blocks, mesh, config.fsdp, context.gather_dtype)
             reduce_unused(roots[0])
+        else:
+            shard(subject.step, blocks, mesh, config.fsdp, context.gather_dtype)
     subject.forward = subject.step
     if mesh.degrees.replicate > 1:
         subject.no_sync = partial(_without_all_reduce, roots)
+    return line
+
+
+_GATHERED_AT_ONCE = (
+    "fsdp: the full model is gathered at once, because ranks may run different modules (unused_parameters: allow); "
+    "set blocks to gather by block, if every rank runs every block"
+)
 
 
 def _shard_stages(stages: list[Stage], context: Composition) -> list[FSDPModule]:

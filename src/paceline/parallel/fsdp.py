@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
 
 from paceline.config.sections import FsdpSection
 from paceline.errors import LayoutError
@@ -174,6 +176,35 @@ def reduce_unused(root: FSDPModule) -> None:
             fix="upgrade torch, freeze the unused parameters, or use strategy: ddp",
         )
     root.set_reduce_scatter_unused_params(True)
+
+
+def track_used(root: nn.Module) -> set[nn.Parameter]:
+    """The sharded parameters whose gradient this rank has computed, added in each backward. `reduce_unused` makes
+    gradients of others zero, which an optimizer with momentum or weight decay would apply."""
+    used: set[nn.Parameter] = set()
+
+    tracked: set[nn.Module] = set()
+    handles: dict[nn.Module, RemovableHandle] = {}
+
+    def track(module: nn.Module, inputs: Any) -> None:
+        handles[module].remove()
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if module in tracked or group is None:  # the pre-flight puts removed hooks back
+            return
+        tracked.add(module)
+        for each in group.fsdp_params:
+            mark = partial(_mark, used, each.sharded_param)
+            each.unsharded_param.register_post_accumulate_grad_hook(mark)
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # The parameters that collect gradients exist once a module was gathered, in FSDP2's own hook.
+            handles[module] = module.register_forward_pre_hook(track)
+    return used
+
+
+def _mark(used: set[nn.Parameter], parameter: nn.Parameter, unsharded: nn.Parameter) -> None:
+    used.add(parameter)
 
 
 def discard_gradients(root: nn.Module) -> None:

@@ -42,7 +42,7 @@ def convert_sync_batchnorm(model: nn.Module, group: collectives.Group = None) ->
         synchronized = _SYNCHRONIZED.get(type(module))
         if synchronized is None and _is_plain_subclass(module):
             kind = type(module)
-            synchronized = _SYNCHRONIZED[kind] = type(f"Sync{kind.__name__}", (_Synchronized, kind), {})
+            synchronized = _SYNCHRONIZED[kind] = type(f"Sync{kind.__name__}", (SynchronizedNorm, kind), {})
         if synchronized is not None:
             module.__class__ = synchronized
             if group is not None:
@@ -55,7 +55,7 @@ def unconverted(model: nn.Module) -> list[str]:
     """Names of batch norms that use the samples of this rank only."""
     return [
         name for name, module in model.named_modules()
-        if isinstance(module, _BATCHNORMS) and not isinstance(module, _Synchronized)
+        if isinstance(module, _BATCHNORMS) and not isinstance(module, SynchronizedNorm)
     ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def _is_plain_subclass(module: nn.Module) -> bool:
     return isinstance(module, _BATCHNORMS) and type(module).forward is _BatchNorm.forward
 
 
-class _Synchronized(_BatchNorm):
+class SynchronizedNorm(_BatchNorm):
     """Mixin for torch's batch norms that replaces the computation of batch statistics."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -94,19 +94,19 @@ class _Synchronized(_BatchNorm):
                 running.lerp_(new.to(running.dtype), factor)
 
 
-class SyncBatchNorm1d(_Synchronized, nn.BatchNorm1d):
+class SyncBatchNorm1d(SynchronizedNorm, nn.BatchNorm1d):
     """nn.BatchNorm1d over all ranks."""
 
 
-class SyncBatchNorm2d(_Synchronized, nn.BatchNorm2d):
+class SyncBatchNorm2d(SynchronizedNorm, nn.BatchNorm2d):
     """nn.BatchNorm2d over all ranks."""
 
 
-class SyncBatchNorm3d(_Synchronized, nn.BatchNorm3d):
+class SyncBatchNorm3d(SynchronizedNorm, nn.BatchNorm3d):
     """nn.BatchNorm3d over all ranks."""
 
 
-class SyncBatchNorm(_Synchronized):
+class SyncBatchNorm(SynchronizedNorm):
     """Replaces nn.SyncBatchNorm. Not a subclass of it, because DDP rejects those on CPU."""
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -114,7 +114,7 @@ class SyncBatchNorm(_Synchronized):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-_SYNCHRONIZED: dict[type[nn.Module], type[_Synchronized]] = {
+_SYNCHRONIZED: dict[type[nn.Module], type[SynchronizedNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.components import OPTIMIZERS, PRECISIONS
 from paceline.config.recipe import Config
@@ -19,6 +20,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
 from paceline.guard import own_step, preflight, same_model
+from paceline.guard.module_order import watch_order
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule
@@ -28,6 +30,7 @@ from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
 from paceline.parallel.data_parallel import follow_wrapper
 from paceline.parallel.ddp import unwrap
+from paceline.parallel.fsdp import track_used
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.replicas import Replicas
@@ -132,6 +135,7 @@ class Engine:
         self.wrapped = compose.compose(self._subject, self._composition)
         assert isinstance(self._subject.step, LossModule)
         self.module = self._subject.step
+        watch_order(self.module, self.mesh, config)
         partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
         # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank.
         self.tied_copies: Mapping[str, str] = {} if partition is None else partition.copies_on(rank)
@@ -166,7 +170,9 @@ class Engine:
             local_names = {key: self._aliases.get(name, name) for key, name in names.items()}
             held = bind(self.optimizer, local_names, self.model, facts)
             allowed, copies = config.unused_parameters == "allow" or self.world.size == 1, frozenset(self.tied_copies)
-            self.sharded = ShardedParams(self.model, held, self.mesh, copies, allow_unused=allowed)
+            may_differ = allowed and self.world.size > 1 and isinstance(self.module, FSDPModule)
+            used = track_used(self.module) if may_differ else None
+            self.sharded = ShardedParams(self.model, held, self.mesh, copies, allow_unused=allowed, used=used)
         fill_momentum(self.optimizer)
         self.scaler = Scaler(
             self.world.device,

@@ -26,9 +26,11 @@ class ShardedParams:
         copies: frozenset[str],
         *,
         allow_unused: bool = True,
+        used: set[nn.Parameter] | None = None,
     ) -> None:
         self._model, self._held, self._device = model, held, mesh.device
         self._allow_unused = allow_unused
+        self._used = used  # in the backwards since the last step; None: gradients of unused parameters are None
         self._counted = {
             held.get(parameter, parameter)
             for name, parameter in model.named_parameters()
@@ -42,9 +44,21 @@ class ShardedParams:
     def assign_gradients(self) -> None:
         """A parameter that is unused on this rank only is an error: FSDP2 would silently reduce the gradients of
         different parameters into each other."""
+        if self._used is not None:
+            self._drop_unused(self._used)
         if not assign_shard_gradients(self._held) and not self._allow_unused:
             names = [n for n, p in self._model.named_parameters() if p in self._held and p.requires_grad]
             raise unused_parameters_error(self._model, [n for n in names if self._model.get_parameter(n).grad is None])
+
+    def _drop_unused(self, used: set[nn.Parameter]) -> None:
+        """Remove the gradients of parameters that no rank has used, as on one rank."""
+        parameters = list(self._model.parameters())
+        flags = torch.tensor([parameter in used for parameter in parameters], dtype=torch.uint8, device=self._device)
+        torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX)
+        for parameter, flag in zip(parameters, flags.tolist(), strict=True):
+            if not flag:
+                parameter.grad = None
+        used.clear()
 
     def norm_of(self, parameters: list[Tensor]) -> Callable[[list[Tensor]], Tensor]:
         """Return a function that computes the global norm of gradients of `parameters`, counting each shard once."""
