@@ -63,6 +63,13 @@ def prepare_model(model: nn.Module, precision: str) -> None:
         model.double()
 
 
+def prepare_optimizer(optimizer: torch.optim.Optimizer, precision: str) -> None:
+    """Adagrad, for example, creates its state together with the optimizer, in the dtype that the weights then have."""
+    if _find(precision).weights is torch.float64:
+        for state in optimizer.state.values():
+            state.update({name: _to_double(v) for name, v in state.items() if isinstance(v, Tensor) and v.dim()})
+
+
 def input_cast(precision: str) -> Callable[[Tensor], Tensor] | None:
     """Casts floating-point inputs to the dtype of the model; None if no cast is needed."""
     return _to_double if _find(precision).weights is torch.float64 else None

@@ -162,6 +162,7 @@ class Engine:
         config, source = self.config, self._source_optimizer
         self.owns_optimizer = self.task.optimizer is None
         self.optimizer = source or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
+        policies.prepare_optimizer(self.optimizer, config.precision)
         names = names_of(self.model) if source is None else self._original_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.sharded: ShardedParams | None = None

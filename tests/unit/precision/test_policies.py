@@ -46,3 +46,10 @@ def test_a_loss_in_half_precision_is_summed_in_float32() -> None:
 def test_an_unknown_precision_has_a_code() -> None:
     with pytest.raises(paceline.errors.ConfigError):
         tiny.classifier_trainer(precision="fp8")
+
+
+def test_state_that_an_optimizer_creates_at_once_has_the_precision_of_the_weights() -> None:
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    trainer = tiny.classifier_trainer(model, optimizer=optimizer, precision="fp64")
+    assert {state["sum"].dtype for state in trainer.optimizer.state.values()} == {torch.float64}
