@@ -21,7 +21,8 @@ def combine_losses(parts: Sequence[LossPart], samples: Sequence[int]) -> LossPar
         shares = [value * (count / total) for (value, _), count in zip(parts, samples, strict=True)]
         return torch.stack(shares).sum(), None
     if isinstance(parts[0][1], Divisor):
-        counts = [torch.as_tensor(part[1].weight) for part in parts if isinstance(part[1], Divisor)]
+        dtype = parts[0][0].dtype  # a quotient of integers would be rounded to float32
+        counts = [torch.as_tensor(part[1].weight, dtype=dtype) for part in parts if isinstance(part[1], Divisor)]
         sums = [torch.where(count > 0, mean, 0.0) * count for (mean, _), count in zip(parts, counts, strict=True)]
         count = torch.stack(counts).sum()
         return torch.stack(sums).sum() / torch.where(count > 0, count, 1.0), Divisor(count)

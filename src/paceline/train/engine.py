@@ -19,7 +19,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import own_step, preflight, same_model
+from paceline.guard import loss_halves, own_step, preflight, same_model
 from paceline.guard.module_order import watch_order
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import rank_log
@@ -47,6 +47,7 @@ from paceline.runtime.noise import NoiseContext
 from paceline.text import plural
 from paceline.train import factory, resolve_layout
 from paceline.train.checkpointing.run_handle import TrainProgress
+from paceline.train.evaluate import run_loss
 from paceline.train.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
@@ -255,6 +256,7 @@ class Engine:
             return
         if self.world.size == 1:
             self._check_in_first_step(groups)
+            self._compare_halves(micro, groups)
             return
         self.stepper.weigh(several=groups > 1)
         weight, _ = preflight.check(
@@ -271,8 +273,20 @@ class Engine:
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
         self.stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
+        self._compare_halves(micro, groups)
         process_group.shorten_timeout(self.config.timeout)  # compilation is done
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
+
+    def _compare_halves(self, micro: MicroBatch, groups: int) -> None:
+        """Warn if the loss depends on how a batch is sliced, and it is sliced."""
+        degrees = self.mesh.degrees
+        if self.mesh.data_ranks * groups * degrees.pipeline == 1 and not self.wrapped.slices:
+            return
+        run = partial(run_loss, self.module)
+        code = [self.task.criterion, self.task.loss_fn]
+        warning = loss_halves.compare(self.module, run, micro, self.draw, code, replicated=degrees.is_replicated)
+        if warning is not None:
+            self.log.warning(f"loss: {warning}")
 
     def _check_in_first_step(self, groups: int) -> None:
         """One rank runs no trial: the first step itself shows the weight and the unused parameters."""

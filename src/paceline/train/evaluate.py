@@ -135,6 +135,11 @@ def _widen(tensor: Tensor) -> Tensor:
     return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).detach()
 
 
+def run_loss(module: LossModule, batch: Any) -> Any:
+    """Return the result that contains the loss; None on ranks without the last stage of a pipeline."""
+    return _run(module, batch, want_outputs=False)[0]
+
+
 def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, Any]:
     """Return the result that contains the loss and, for metrics, the outputs; from one forward if possible."""
     call = module.call

@@ -136,8 +136,8 @@ class Stepper:
 
     def _relative_seed(self, weight: Tensor | float, mean: Tensor) -> Tensor:
         assert self._mean_weight is not None
-        share = weight * self._ranks / self._mean_weight
-        seed = torch.as_tensor(share, dtype=mean.dtype, device=mean.device)
+        # A count is an integer, whose quotient would be rounded to float32.
+        seed = torch.as_tensor(weight, dtype=mean.dtype, device=mean.device) * self._ranks / self._mean_weight
         return seed if self._scaler is None else self._scaler.scale(seed)
 
     def _seed(self, factor: float, value: Tensor) -> Tensor:

@@ -1,0 +1,130 @@
+"""Losses that depend on how a batch is sliced are warned about before the first step; others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import paceline
+
+
+class Two(nn.Module):
+    """A layer, dropout and batch norm: in eval mode none of them couples samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.norm(self.first(x)).relu()))
+
+
+def batch(samples: int = 12, ignored: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 6, generator=generator)
+    y = torch.randint(0, 4, (samples,), generator=generator)
+    y[:ignored] = -100
+    return x, y
+
+
+def warnings_of(loss_fn: Callable[[Any, Any], Any], capsys: Any, model: nn.Module | None = None, **changes: Any) -> str:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"accumulate": 2, "run": False, "quiet": True, **changes}
+    trainer = paceline.Trainer(model or Two(), {"name": "sgd", "lr": 0.1}, loss_fn=loss_fn, **settings)
+    capsys.readouterr()
+    trainer.train([batch()] * 4, max_steps=2)
+    found: str = capsys.readouterr().out
+    return found
+
+
+def contrastive(model: Any, batch: Any) -> Tensor:
+    z = functional.normalize(model(batch[0]), dim=1)
+    return functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def two_means(model: Any, batch: Any) -> Tensor:
+    z = model(batch[0])
+    other = batch[1].roll(1).clone()
+    other[6:10] = -100
+    return functional.cross_entropy(z[:, :4], batch[1]) + functional.cross_entropy(z[:, 4:], other.clamp(max=3))
+
+
+DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
+    "contrastive": contrastive,
+    "sum": lambda model, batch: model(batch[0]).pow(2).sum(),
+    "sum over a constant": lambda model, batch: model(batch[0]).pow(2).sum() / 100,
+    "root of a mean": lambda model, batch: model(batch[0]).pow(2).mean().sqrt(),
+    "two means": two_means,
+    "statistics of the batch": lambda model, batch: model(batch[0]).var(0).mean(),
+    "constant weight": lambda model, batch: paceline.Loss(model(batch[0]).pow(2).mean(), 1.0),
+}
+INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
+    "cross-entropy": lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+    "label smoothing": lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1),
+    "mean of squares": lambda model, batch: model(batch[0]).pow(2).mean(),
+    "near zero": lambda model, batch: (model(batch[0]) - model(batch[0])).mean(),
+    "random": lambda model, batch: (model(batch[0]) - torch.randn(len(batch[0]), 8)).pow(2).mean(),
+    "noise": lambda model, batch: (model(batch[0]) - paceline.noise(model(batch[0]))).pow(2).mean(),
+    "with a penalty": lambda model, batch: model(batch[0]).pow(2).mean() + 0.1 * model.last.weight.pow(2).sum(),
+    "a sum and its weight": lambda model, batch: paceline.Loss(model(batch[0]).pow(2).sum(), len(batch[0])),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_a_loss_that_depends_on_the_slices_is_warned_about(name: str, capsys: Any) -> None:
+    assert "from its halves" in warnings_of(DEPENDENT[name], capsys)
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_a_weighted_mean_over_samples_is_not(name: str, capsys: Any) -> None:
+    assert warnings_of(INDEPENDENT[name], capsys) == ""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_precision_is_not_mistaken_for_a_difference(precision: str, capsys: Any) -> None:
+    loss_fn = INDEPENDENT["cross-entropy"]
+    assert warnings_of(loss_fn, capsys, precision=precision) == ""
+    assert "from its halves" in warnings_of(contrastive, capsys, precision=precision)
+
+
+def test_slices_of_time_are_warned_about(capsys: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.RNN(2, 3)  # time is the first dim
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cell(x.unflatten(1, (3, 2)))[0]
+
+    assert "first dim" in warnings_of(INDEPENDENT["mean of squares"], capsys, model=Recurrent())
+
+
+def test_a_step_of_one_micro_batch_on_one_rank_is_not_compared(capsys: Any) -> None:
+    calls = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        calls.append(len(batch[0]))
+        return contrastive(model, batch)
+
+    assert warnings_of(loss_fn, capsys, accumulate=1) == ""
+    assert calls == [12, 12]
+
+
+def test_halves_that_fail_are_not_judged_and_leave_no_trace(capsys: Any) -> None:
+    calls = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        calls.append(len(batch[0]))
+        if not model.training and len(batch[0]) < 6:
+            raise ValueError("a batch of six is needed")
+        return model(batch[0]).pow(2).mean()
+
+    assert warnings_of(loss_fn, capsys) == ""
+    assert set(calls) == {6}, "what the loss function keeps is restored"
