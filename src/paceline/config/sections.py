@@ -119,7 +119,8 @@ class ModelSection(NamedSection):
 
 
 class DataSection(NamedSection):
-    name: str = Field(description="a registered dataset: stdlib-text, shapes, cifar10, or your own")
+    name: str = Field("", description="a registered dataset: stdlib-text, shapes, cifar10, or your own")
+    sharded: bool | None = Field(None, description="whether each rank reads its own shard of a stream, or all of it")
 
 
 class OptimizerSection(NamedSection):

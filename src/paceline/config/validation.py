@@ -12,8 +12,7 @@ from paceline.errors import ConfigError, did_you_mean
 
 def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[str, str]) -> ConfigError:
     """One error for all findings, with the code of the first one."""
-    findings = error.errors(include_url=False)
-    lines: list[str] = []
+    findings, lines = error.errors(include_url=False), list[str]()
     for finding in findings:
         place = ".".join(str(part) for part in finding["loc"] if not _is_union_branch(part, finding["loc"]))
         came_from = _origin(place, origins)

@@ -9,6 +9,7 @@
 | a DataLoader without batching          | global batches, sliced by rank                                        |
 | any other iterable                     | the same                                                              |
 | an IterableDataset                     | read by every rank, sliced by position                                |
+| either of these, split across ranks    | the shard of each rank                                                |
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from paceline.data.epoch_reader import generators_in
 from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream
 from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
 from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
+from paceline.data.shard_claims import is_sharded, wrong_shard
+from paceline.data.sharded_stream import BatchShares, SampleShares, ShardedStream
+from paceline.data.slicing import slice_bounds
 from paceline.errors import DataError
+from paceline.runtime import collectives
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class LoaderSpec:
     shuffle: bool
     workers: int
     pin_memory: bool
+    sharded: bool | None = None  # what the user says about streams: each rank reads its own shard, or all of it
     training: bool = True  # an error if there are fewer samples than a batch; an evaluation accepts any number
 
 
@@ -66,14 +72,28 @@ def _has_indices(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, tuple))
 
 
-def batch_of(data: Any, ranks: int) -> int | None:
-    """The global batch size that the data implies; None if the run has to set it."""
+def batch_of(data: Any, part: DataShard, sharded: bool | None = None) -> tuple[int | None, bool]:
+    """The batch size that the data implies, None if the run has to set it; and whether it is that of one rank."""
     if isinstance(data, ReadyBatches):
-        return data.batch
+        return data.batch, bool(is_sharded(data, sharded, part))
     if not isinstance(data, DataLoader):
-        return None
+        return None, False
     size = data.batch_size or getattr(data.batch_sampler, "batch_size", None)
-    return size * ranks if size and _is_distributed(data) else size
+    if isinstance(data.dataset, IterableDataset):
+        return size, bool(is_sharded(data, sharded, part))
+    return size, _is_distributed(data)
+
+
+def global_batch(data: Any, part: DataShard, sharded: bool | None, *, counts: bool) -> int | None:
+    """The global batch that the data implies: the sum over data ranks if each of them reads its own batches.
+
+    Collective. `counts`: whether this rank stands for its data rank.
+    """
+    size, own = batch_of(data, part, sharded)
+    gathered = collectives.all_gather_object([size, own, counts])
+    if len({each[1] for each in gathered}) > 1:
+        raise wrong_shard("only some ranks read a shard of their own")
+    return sum(each[0] for each in gathered if each[2]) if own and size else size
 
 
 def claim(data: Any, data_rank: int) -> dict[str, int] | None:
@@ -112,21 +132,41 @@ def _wrong_sampler(what: str) -> DataError:
 def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     """The loader for `data`; `say` receives a line for every choice that the user should know."""
     if isinstance(data, ReadyBatches):
+        if is_sharded(data, spec.sharded, spec.part):
+            say(f"data: the batches of each rank; the global batch is their sum ({spec.batch}); {_RESUMES}")
+            return ShardedStream(BatchShares(data.source, spec.part.groups, spec.seed, data.kind), spec.part)
         say("data: iterable of global batches, sliced by rank")
         return BatchStream(data, spec.batch, spec.part, spec.seed)
     if isinstance(data, DataLoader):
         return _adopt_loader(data, spec, say)
     reading = ReadOptions(workers=spec.workers, pin_memory=spec.pin_memory)
     if isinstance(data, IterableDataset):
-        return _stream(data, spec, reading, say)
+        return _stream(data, data, spec, reading, say)
     return _indexed(data, spec, reading)
 
 
+_RESUMES = "a resumed run skips what it has read, which is exact on the same number of ranks"
+
+
 def _stream(
-    dataset: Any, spec: LoaderSpec, reading: ReadOptions, say: Callable[[str], None], drop_last: bool = False
+    data: Any, dataset: Any, spec: LoaderSpec, reading: ReadOptions, say: Callable[[str], None], drop_last: bool = False
 ) -> Loader:
-    say("data: iterable dataset; every rank reads all of it and keeps its slice; resume is approximate")
-    return SampleStream(dataset, spec.batch, spec.part, spec.seed, reading, drop_last=drop_last)
+    """The loader of an IterableDataset; `data` is the dataset, or the DataLoader that contains it."""
+    sharded = is_sharded(data, spec.sharded, spec.part)
+    if not sharded:
+        say("data: iterable dataset; every rank reads all of it and keeps its slice; resume is approximate")
+        return SampleStream(dataset, spec.batch, spec.part, spec.seed, reading, drop_last=drop_last)
+    start, stop = slice_bounds(spec.batch, spec.part.ranks, spec.part.rank)
+    if spec.batch < spec.part.ranks:
+        raise DataError(
+            "smaller-than-batch",
+            f"The batch of {spec.batch} samples is smaller than the number of data ranks, {spec.part.ranks}.",
+            why="each rank reads its own shard of the stream, so every batch needs a sample of each",
+            fix=f"set batch to {spec.part.ranks} or more",
+        )
+    say(f"data: iterable dataset; each rank reads its own shard; {_RESUMES}")
+    shares = SampleShares(dataset, stop - start, spec.part.groups, spec.seed, reading, drop_last=drop_last)
+    return ShardedStream(shares, spec.part, drop_last=drop_last)
 
 
 def _indexed(dataset: Any, spec: LoaderSpec, reading: ReadOptions, drop_last: bool = False) -> Loader:
@@ -147,7 +187,7 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
     reading = _reading(loader, spec)
     sampler, drop_last = _sampler(loader), _drops_last(loader) and spec.training
     if isinstance(loader.dataset, IterableDataset):
-        return _stream(loader.dataset, spec, reading, say, drop_last)
+        return _stream(loader, loader.dataset, spec, reading, say, drop_last)
     if _is_distributed(loader) and spec.training:
         say(
             "data: the DistributedSampler of the DataLoader selects the samples of each rank; the global batch is "

@@ -94,9 +94,9 @@ def check(config: Config, ranks: int) -> None:
 
 
 def _require_section(section: NamedSection | None, key: str, example: str) -> NamedSection:
-    if section is None:
+    if section is None or not section.name:
         raise ConfigError(
-            "missing-section", f"The recipe has no `{key}:` section.", fix=f"add one, e.g. {key}: {{name: {example}}}"
+            "missing-section", f"The recipe names no `{key}:`.", fix=f"add one, e.g. {key}: {{name: {example}}}"
         )
     return section
 

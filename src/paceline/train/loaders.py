@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.data import adopt
+from paceline.data.epoch_reader import preserve_generators
 from paceline.data.loader import DataShard, Loader
+from paceline.data.sharded_stream import ShardedStream, require_order
 from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
 from paceline.train.batch_size_finder import BatchSizeFinder
@@ -44,23 +46,37 @@ class Loaders:
             "steps_per_epoch": loader.lengths.per_epoch,
             "seed": config.seed,
             "shuffle": config.shuffle,
+            "sharded": isinstance(loader, ShardedStream),
         }
 
-    def evaluation(self, data: Any) -> Loader:
+    def evaluation(self, data: Any, *, ordered: bool = False) -> Loader:
         """Return a loader over `data`, once, in micro-batches no larger than in training."""
         data = adopt.look_at(data, self._engine.config.seed)
         ranks = self._engine.mesh.data_ranks
-        batch = adopt.batch_of(data, ranks) or derive_batch(self._engine.config, self._engine.layout).size
+        batch = self._batch_of(data) or derive_batch(self._engine.config, self._engine.layout).size
         groups = -(-batch // (int(self.plan.micro_batch.value) * ranks)) if self.plan else 1
-        return self._loader(data, batch, groups, evaluating=True)
+        loader = self._loader(data, batch, groups, evaluating=True)
+        if ordered and ranks > 1:
+            require_order(loader)
+        return loader
+
+    def _batch_of(self, data: Any) -> int | None:
+        mesh = self._engine.mesh
+        part = DataShard(mesh.data_rank, mesh.data_ranks)
+        return adopt.global_batch(data, part, self._sharded, counts=mesh.reports_loss)
+
+    @property
+    def _sharded(self) -> bool | None:
+        data = self._engine.config.data
+        return None if data is None else data.sharded
 
     def _batch_plan(self, data: Any) -> BatchPlan:
-        layout = self._engine.layout
-        return derive_batch(self._engine.config, layout, adopt.batch_of(data, layout.degrees.data_ranks))
+        return derive_batch(self._engine.config, self._engine.layout, self._batch_of(data))
 
     def _find_micro_batch(self, finder: BatchSizeFinder, data: Any, batch: BatchPlan) -> BatchPlan:
         """Try sizes up to this rank's share of the batch, with the model moved to the CPU."""
-        sample = next(self._loader(data, batch.size, batch.size).micros(0, 1)).batch
+        with preserve_generators(data):
+            sample = next(self._loader(data, batch.size, batch.size).micros(0, 1)).batch
         with self._engine.moved_to_cpu():
             found = finder.find(sample, int(batch.micro_batch.value))
         self._finder = None
@@ -77,6 +93,7 @@ class Loaders:
             shuffle=engine.config.shuffle and not evaluating,
             workers=engine.config.workers,
             pin_memory=engine.world.device.type == "cuda",
+            sharded=self._sharded,
             training=not evaluating,
         )
         return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)

@@ -214,7 +214,7 @@ class Trainer:
 
     def predict(self, data: Any) -> Any:
         """Return the outputs for all samples, in order, on the CPU. Collective: must be called on every rank."""
-        micros = self._engine.on_device(self._loaders.evaluation(data).micros(0, 1))
+        micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
         broadcast_buffers(self.model, self._engine.mesh)
         return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 

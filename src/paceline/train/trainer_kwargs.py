@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 
 
 class TrainerKwargs(TypedDict, total=False):
+    data: dict[str, Any] | None
     schedule: dict[str, Any]
     layout: dict[str, Any] | None
     ddp: dict[str, Any]

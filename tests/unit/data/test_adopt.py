@@ -12,13 +12,14 @@ from torch.utils.data import (
 )
 
 from paceline.data.adopt import batch_of
+from paceline.data.loader import DataShard
 from paceline.errors import DataError
 from reading import Numbers, Stream, micros, samples_by_step, spec_for
 
 
 def test_a_plain_dataloader_is_rebuilt_in_our_order_with_its_own_collate() -> None:
     loader = DataLoader(Numbers(20), batch_size=5, shuffle=True, collate_fn=lambda items: torch.stack(items) * 10)
-    assert batch_of(loader, ranks=2) == 5
+    assert batch_of(loader, DataShard(0, 2)) == (5, False)
     ours = samples_by_step(loader, 2, batch=5)
     assert [sorted(step) for step in ours] == [
         sorted(x * 10 for x in step) for step in samples_by_step(Numbers(20), 1, batch=5)

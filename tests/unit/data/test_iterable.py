@@ -13,6 +13,7 @@ from torch.utils.data import (
 )
 
 from paceline.data.adopt import adopt, batch_of
+from paceline.data.loader import DataShard
 from reading import Numbers, Stream, micros, samples_by_step, spec_for
 
 
@@ -22,7 +23,7 @@ def test_the_batches_of_a_distributed_sampler_are_used_unchanged() -> None:
     for rank in range(2):
         sampler = DistributedSampler(Numbers(12), num_replicas=2, rank=rank, shuffle=True)
         loader = DataLoader(Numbers(12), batch_size=3, sampler=sampler)
-        assert batch_of(loader, ranks=2) == 6
+        assert batch_of(loader, DataShard(rank, 2)) == (3, True)
         for micro in adopt(loader, spec_for(6, rank, ranks=2), said.append).micros(0, 2):
             assert (micro.samples, micro.step_samples, micro.exact) == (3, 6, False)
             seen.append((micro.epoch, tuple(micro.batch.tolist())))

@@ -1,0 +1,234 @@
+"""Loaders for streams of which each rank reads its own shard.
+
+Every rank reads its share of the global batch from its shard, with all its workers. Shards may have different lengths,
+also because workers end with a short batch: ranks exchange the number of their samples in every step, and a rank that
+has none left joins with weight zero until all shards have ended. No sample is lost, and weights are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from paceline.data.batches import Kind, apply, layout_of, rows_of, samples_in, sketch
+from paceline.data.epoch_lengths import UNKNOWN
+from paceline.data.epoch_reader import EpochReader
+from paceline.data.loader import DataShard, MicroBatch, ReadOptions, no_samples
+from paceline.data.slicing import slice_bounds
+from paceline.errors import DataError
+from paceline.runtime import collectives
+from paceline.runtime.rng import derive_seed
+
+_COMPARED = 64  # samples of each rank and worker that are compared with those of others
+_NEEDED = 4  # distinct ones among them; fewer may be equal by chance
+
+
+@dataclass
+class Share:
+    """The samples of this rank in one step, collated by accumulation group; a group without any has a placeholder."""
+
+    samples: int
+    batches: list[Any]
+    worker: int = 0
+    # Of the first share of a worker:
+    rows: tuple[int, ...] = ()  # checksums of its first samples
+    placeholder: Any = None  # one sample, for steps in which this rank has none left
+
+    def pin_memory(self) -> Share:
+        """Called by torch's pin-memory thread on custom batch types."""
+        batches, placeholder = apply([self.batches, self.placeholder], torch.Tensor.pin_memory)
+        return replace(self, batches=batches, placeholder=placeholder)
+
+
+class Shares(Protocol):
+    """The shares of this rank in an epoch."""
+
+    def begin(self, step: int) -> None: ...
+
+    def epoch(self, epoch: int) -> Iterator[Share]: ...
+
+
+class SampleShares:
+    """An IterableDataset that is split across ranks, and across workers if it knows about them."""
+
+    def __init__(
+        self, dataset: Any, size: int, groups: int, seed: int, reading: ReadOptions, *, drop_last: bool
+    ) -> None:
+        self._dataset, self._size, self._groups, self._seed = dataset, size, groups, seed
+        self._reading, self._drop_last = reading, drop_last
+        self._collate = reading.collate or default_collate
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def epoch(self, epoch: int) -> Iterator[Share]:
+        loader: DataLoader[Share] = DataLoader(
+            _Epoch(self._shares, epoch),
+            batch_size=None,
+            num_workers=max(1, self._reading.workers),
+            collate_fn=_unchanged,
+            pin_memory=self._reading.pin_memory,
+            # The same on every rank: a stream that shuffles before it is split has to shuffle equally.
+            generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch) >> 1),
+            **dict(self._reading.options),
+        )
+        first: dict[tuple[int, ...], int] = {}
+        for share in loader:
+            if len(set(share.rows)) >= _NEEDED and first.setdefault(share.rows, share.worker) != share.worker:
+                raise DataError(
+                    "same-samples",
+                    f"Workers {first[share.rows]} and {share.worker} of a rank read the same samples.",
+                    why="every worker runs a copy of the stream; without get_worker_info() it yields all of it again",
+                    fix="split the stream with torch.utils.data.get_worker_info(), or set workers: 1",
+                )
+            yield share
+
+    def _shares(self, epoch: int) -> Iterator[Share]:
+        """In a worker, which is started for every epoch."""
+        if callable(getattr(self._dataset, "set_epoch", None)):
+            self._dataset.set_epoch(epoch)
+        worker, samples = getattr(get_worker_info(), "id", 0), iter(self._dataset)
+        for number, chunk in enumerate(iter(lambda: list(islice(samples, self._size)), [])):
+            if self._drop_last and len(chunk) < self._size:
+                return
+            bounds = [slice_bounds(len(chunk), self._groups, group) for group in range(self._groups)]
+            share = Share(len(chunk), [self._collate(chunk[start:stop] or chunk[:1]) for start, stop in bounds], worker)
+            if number == 0:
+                share.rows = tuple(sketch(sample) for sample in chunk[:_COMPARED])
+                share.placeholder = self._collate(chunk[:1])
+            yield share
+
+
+class BatchShares:
+    """An iterable of this rank's own batches."""
+
+    def __init__(self, source: Iterable[Any], groups: int, seed: int, kind: Kind | None) -> None:
+        self._reader, self._groups, self._kind = EpochReader(source, seed), groups, kind
+        self.begin = self._reader.begin
+
+    def epoch(self, epoch: int) -> Iterator[Share]:
+        for number, [batch] in enumerate(self._reader.epoch(epoch, 1)):
+            own = samples_in(batch, self._kind)
+            bounds = [slice_bounds(own, self._groups, group) for group in range(self._groups)]
+            batches = [
+                batch if stop - start == own else rows_of(batch, start, max(stop, start + 1), self._kind)
+                for start, stop in bounds
+            ]
+            share = Share(own, batches, placeholder=batch if number == 0 else None)
+            if number == 0 and layout_of(batch, self._kind) is not None:  # otherwise its samples are unclear
+                samples = [rows_of(batch, row, row + 1, self._kind) for row in range(min(own, _COMPARED))]
+                share.rows, share.placeholder = tuple(map(sketch, samples)), samples[0]
+            yield share
+
+
+class ShardedStream:
+    """Micro-batches of this rank's shard, in the steps of all ranks."""
+
+    lengths, samples, repeatable = UNKNOWN, None, False
+
+    def __init__(self, shares: Shares, part: DataShard, *, drop_last: bool = False) -> None:
+        self._shares, self._part, self._drop_last = shares, part, drop_last
+        self._placeholder: Any = None
+        self._compared = False
+
+    def fingerprint(self) -> Any:
+        return None
+
+    def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
+        step = 0
+        self._shares.begin(first_step)
+        for epoch in range(epochs) if epochs is not None else count():
+            before, shares = step, self._shares.epoch(epoch)
+            while True:
+                share = next(shares, None)
+                samples = self._exchange(share)
+                if sum(samples) == 0 or (self._drop_last and 0 in samples):
+                    break
+                if step >= first_step:
+                    yield from self._step(share, samples, epoch, step)
+                step += 1
+            if step == before:
+                raise no_samples()
+
+    def _exchange(self, share: Share | None) -> list[int]:
+        """The samples of each data rank in the next step. Collective, in the order of steps on every rank."""
+        part, rows = self._part, () if share is None or self._compared else share.rows
+        if share is not None and share.placeholder is not None:
+            self._placeholder = share.placeholder
+        own = 0 if share is None else share.samples
+        known = self._placeholder is not None
+        gathered = collectives.all_gather_object([part.rank, own, known, list(rows)])
+        samples = [0] * part.ranks
+        for data_rank, number, *_ in gathered:
+            samples[data_rank] = number
+        without = sorted({data_rank for data_rank, _, has_any, _ in gathered if not has_any})
+        if without and sum(samples):
+            raise DataError(
+                "empty-shard",
+                f"The shards of data ranks {', '.join(map(str, without))} of {part.ranks} have no samples.",
+                why="every rank has to run the model in every step, at least with one sample of weight zero",
+                fix="write the data in at least as many files as there are data ranks, or do not split the stream",
+            )
+        if not self._compared:
+            _require_different([(data_rank, shard) for data_rank, *_, shard in gathered])
+            self._compared = True
+        return samples
+
+    def _step(self, share: Share | None, samples: list[int], epoch: int, step: int) -> Iterator[MicroBatch]:
+        part, total, before = self._part, sum(samples), 0
+        for group in range(part.groups):
+            bounds = [slice_bounds(number, part.groups, group) for number in samples]
+            sizes = [stop - start for start, stop in bounds]
+            yield MicroBatch(
+                batch=self._placeholder if share is None else share.batches[group],
+                samples=sizes[part.rank],
+                start=before + sum(sizes[: part.rank]),
+                step_samples=total,
+                group=group,
+                last=group == part.groups - 1,
+                epoch=epoch,
+                step=step,
+            )
+            before += sum(sizes)
+
+
+def _require_different(shards: list[tuple[int, list[int]]]) -> None:
+    """Data ranks must read different samples, and ranks of one data rank the same."""
+    seen: dict[tuple[int, ...], int] = {}
+    for data_rank, rows in shards:
+        other = seen.setdefault(tuple(rows), data_rank) if len(set(rows)) >= _NEEDED else data_rank
+        if other != data_rank:
+            raise DataError(
+                "same-samples",
+                f"The shards of data ranks {other} and {data_rank} begin with the same samples.",
+                why="the stream is read as sharded, so ranks must yield different samples; these would count twice",
+                fix="split the stream by rank, or set data.sharded: false (data={'sharded': False} in Python)",
+            )
+
+
+def require_order(loader: object) -> None:
+    if isinstance(loader, ShardedStream):
+        raise DataError(
+            "no-order",
+            "predict() returns outputs in the order of the data, but each rank reads its own shard of this stream.",
+            fix="pass a dataset, or a stream that is not split across ranks",
+        )
+
+
+class _Epoch(IterableDataset[Share]):
+    """One epoch, as a dataset for torch's loader."""
+
+    def __init__(self, shares: Callable[[int], Iterator[Share]], epoch: int) -> None:
+        self._shares, self._epoch = shares, epoch
+
+    def __iter__(self) -> Iterator[Share]:
+        return self._shares(self._epoch)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
