@@ -56,6 +56,7 @@ def _run(job: Job) -> None:
         if micro.epoch != position.epoch:
             if not agenda.epoch_ended(position.step, position.epoch):
                 break
+            job.engine.after_user_code()
             position.epoch = micro.epoch
         stepper.add(micro)
         if micro.last:

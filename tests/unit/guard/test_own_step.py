@@ -64,6 +64,24 @@ def test_gradients_of_a_callback_do_not_enter_the_next_step() -> None:
     assert torch.equal(tiny.weights(trainer), tiny.weights(plain))
 
 
+def test_gradients_of_a_callback_after_an_epoch_of_unknown_length_do_not_enter_the_next_step() -> None:
+    class Probe:
+        def on_epoch(self, record: Any) -> None:
+            plain_loss(trainer.model, tiny.blobs()[:5]).backward()
+
+    def batches() -> Any:
+        return iter([tiny.blobs()[:8], tiny.blobs()[8:16]])
+
+    class Batches:
+        __iter__ = staticmethod(batches)
+
+    plain = tiny.classifier_trainer(batch=None)
+    plain.train(Batches(), epochs=3)
+    trainer = tiny.classifier_trainer(callbacks=[Probe()], batch=None)
+    trainer.train(Batches(), epochs=3)
+    assert torch.equal(tiny.weights(trainer), tiny.weights(plain))
+
+
 @ranks(2)
 def test_a_step_beside_the_trainer_has_a_code() -> None:
     model = tiny.classifier()
