@@ -20,6 +20,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
 from paceline.guard import loss_halves, own_step, preflight, same_model
+from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import rank_log
@@ -98,7 +99,7 @@ class Engine:
             self.log.info(f"model: unwrapped from {wrapper}; the Trainer wraps it itself if the layout requires it")
         _set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
-        self._original_names = names_of(self.model)
+        self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
         self._compose()
@@ -226,11 +227,20 @@ class Engine:
             sharded=self.sharded,
         )
         if self.world.size > 1 or self.sharded is not None:
+            self._defer_hooks()
             own_step.refuse_other_steps(self.optimizer, self.updater)
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.log.info(
                 f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
             )
+
+    def _defer_hooks(self) -> None:
+        """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
+        if self.updater.gradient_hooks is None:
+            hooks = self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
+            self.stepper.before_step = hooks.defer
+        else:
+            self.updater.gradient_hooks.defer()
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return to_device(micros, self.world.device, policies.input_cast(self.config.precision))
@@ -254,6 +264,8 @@ class Engine:
         """Run the pre-flight, once, before the first step. Must be called within `self.draw`."""
         if self._checked or not self.config.preflight:
             return
+        if groups > 1 or self.updater.gradient_hooks is not None:
+            self._defer_hooks()
         if self.world.size == 1:
             self._check_in_first_step(groups)
             self._compare_halves(micro, groups)

@@ -1,7 +1,8 @@
 """The parameter update, from the reduced gradients of a step.
 
-In this order: the factor of data-dependent weights, fp16 unscaling, clipping, the learning rate of the step, the
-optimizer, the moving average. Nothing synchronizes with the GPU, except `nonfinite: skip` without a fused optimizer.
+In this order: the factor of data-dependent weights, fp16 unscaling, hooks on gradients, clipping, the learning rate of
+the step, the optimizer, the moving average. Nothing synchronizes with the GPU, except `nonfinite: skip` without a fused
+optimizer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
+from paceline.guard.gradient_hooks import GradientHooks
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
 from paceline.parallel.optimizer_binding import raise_on_mixed_tensors
@@ -56,6 +58,7 @@ class Updater:
         self._watch = watch
         self.lr = 0.0  # of the first group in the last step
         self.skipped: Tensor | float | None = None
+        self.gradient_hooks: GradientHooks | None = None  # called once per step
         self.before_change: Callable[[], None] | None = None  # waits for a save that is still copying
         self.is_changing = False  # False: parameters, optimizer and averages belong to the same step
 
@@ -75,8 +78,10 @@ class Updater:
         norm = None
         if self._sharded is not None:
             self._sharded.assign_gradients()
-        if factor is not None or self._needs_gradients or (self._sharded is not None and self._scaler is not None):
-            norm = self._scale_and_clip(factor)
+        hooked = self.gradient_hooks is not None and self.gradient_hooks.any
+        unscales = self._needs_gradients or hooked or (self._sharded is not None and self._scaler is not None)
+        if factor is not None or unscales:
+            norm = self._scale_and_clip(factor, unscales)
         if self.learning_rate is not None:
             rate = self.learning_rate(step)
             for group in self.optimizer.param_groups:
@@ -131,7 +136,7 @@ class Updater:
         self._scaler.update()
         self.skipped = self._scaler.overflowed
 
-    def _scale_and_clip(self, factor: Tensor | float | None) -> Tensor | None:
+    def _scale_and_clip(self, factor: Tensor | float | None, unscales: bool) -> Tensor | None:
         held = [p for p in self._parameters if p.grad is not None]
         gradients = [p.grad for p in held] if self._sharded is None else [local_shard(p.grad) for p in held]
         norm_of = total_norm if self._sharded is None else self._sharded.norm_of(held)
@@ -142,10 +147,12 @@ class Updater:
             for device, dtype in {(gradient.device, gradient.dtype) for gradient in gradients}:
                 same = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == (device, dtype)]
                 torch._foreach_mul_(same, factor.to(device, dtype))
-        if not self._needs_gradients and (self._scaler is None or self._sharded is None):
+        if not unscales:
             return None
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.apply()
         # Before clipping by value, which would hide infinite gradients.
         norm = norm_of(gradients) if self._checks_norm or self._clip_norm is not None else None
         if norm is not None and self._watch is not None:

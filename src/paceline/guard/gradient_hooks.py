@@ -1,0 +1,102 @@
+"""Hooks on the gradients of parameters (`parameter.register_hook`), applied to the gradient of a step.
+
+In a backward they would see the gradient of one micro-batch on one rank, before it is reduced: clipping or masking it
+there gives another result on another number of ranks. So they are skipped in backwards, and called once per step with
+the reduced gradient of the full parameter. Handles stay valid: removing one has its usual effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import TrainError
+from paceline.parallel.shards import copy_shard_
+from paceline.runtime import collectives
+
+_Hooks = MutableMapping[int, Callable[[Tensor], Tensor | None]]
+
+
+class DeferredHook:
+    """Takes the place of a hook, and does nothing when a backward calls it."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor) -> None:
+        return None
+
+
+def hooks_of(model: nn.Module) -> dict[str, _Hooks]:
+    """The hooks of each parameter by name. Layouts replace parameters, without their hooks."""
+    return {name: hooks for name, p in model.named_parameters() if (hooks := _of(p))}
+
+
+def _of(parameter: Any) -> _Hooks | None:
+    hooks: _Hooks | None = parameter._backward_hooks
+    return hooks
+
+
+class GradientHooks:
+    """The deferred hooks of a model. `before`: its hooks before a layout was applied."""
+
+    def __init__(self, model: nn.Module, before: Mapping[str, _Hooks]) -> None:
+        self._parameters = list(model.named_parameters())
+        self._found: dict[int, list[_Hooks]] = {}  # by the index of the parameter
+        for number, (name, _) in enumerate(self._parameters):
+            if name in before:
+                self._defer(number, before[name])
+        self.defer()
+
+    @property
+    def any(self) -> bool:
+        return bool(self._found)
+
+    def defer(self) -> None:
+        """Find new hooks. Called before each step: 100 ns per parameter."""
+        for number, (name, parameter) in enumerate(self._parameters):
+            hooks = _of(parameter)
+            if hooks:
+                self._defer(number, hooks)
+            if parameter._post_accumulate_grad_hooks and collectives.world() > 1:
+                raise _post_accumulate_error(name)
+
+    def _defer(self, number: int, hooks: _Hooks) -> None:
+        for key, hook in hooks.items():
+            if type(hook) is not DeferredHook:
+                hooks[key] = DeferredHook(hook)
+        found = self._found.setdefault(number, [])
+        if not any(hooks is each for each in found):
+            found.append(hooks)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Call the hooks with the gradients of the parameters, which are complete."""
+        for number, found in self._found.items():
+            _, parameter = self._parameters[number]
+            for hook in [each.hook for hooks in found for each in hooks.values() if isinstance(each, DeferredHook)]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                # Not a DTensor: a hook may combine it with plain tensors, such as a mask.
+                full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                result = hook(full)
+                # In place, because the optimizer may hold the shard of this rank.
+                if isinstance(gradient, DTensor) or (result is not None and result is not full):
+                    copy_shard_(gradient, full if result is None else result)
+
+
+def _post_accumulate_error(name: str) -> TrainError:
+    return TrainError(
+        "post-accumulate-hook",
+        f"{name} has a hook of register_post_accumulate_grad_hook.",
+        why="it runs on the gradient of one micro-batch on one rank, before it is reduced, scaled and clipped",
+        fix="use parameter.register_hook, which receives the reduced gradient here, or a callback; "
+        "or train in one process",
+    )
