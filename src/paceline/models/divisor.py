@@ -13,7 +13,7 @@ the pre-flight compares the loss of a batch with that of its halves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ _LINEAR = ("AddBackward0", "SubBackward0", "RsubBackward1", "MulBackward0", "Mul
            "DivBackward1", "NegBackward0", "StackBackward0", "WhereBackward0", "NanToNumBackward0")  # fmt: skip
 _ELEMENTWISE = ("PowBackward0", "AbsBackward0", "SquareBackward0", "ExpBackward0", "LogBackward0", "ClampBackward1")
 _COUNTS = (*_SAME_VALUE, "ClampBackward0", "ClampBackward1", "ClampMinBackward0", "AddBackward0", "MaximumBackward0")
+_INTERVAL = 64  # micro-batches between two looks at the device
+_ROUNDING = 1e-3  # of the divisors of label smoothing with class weights
 _START = "_paceline_start"
 _SELECTIONS = ("IndexBackward0", "MaskedSelectBackward0")
 
@@ -46,6 +48,48 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
     """What a scalar loss was divided by; None if its graph does not show it (a mean over all samples, a sum, a loss
     computed in a compiled graph)."""
     return next(_divisors(loss.grad_fn, _DEPTH), None)
+
+
+def divisors_of(loss: Tensor) -> list[Tensor | float]:
+    """Those of all means that a loss adds up."""
+    return list(_divisors(loss.grad_fn, _DEPTH))
+
+
+class Proportions:
+    """Warns if the means that a loss adds up are not always divided by numbers in the same proportion: then no weight
+    is right for all of them, and the loss depends on how a batch is sliced."""
+
+    def __init__(self) -> None:
+        self.warn: Callable[[str], object] | None = None
+        self._first: list[float] | None = None
+        self._changed: Any = False
+        self._added = 0
+
+    def add(self, divisors: list[Any]) -> None:
+        if self._first is None:
+            numbers = [float(divisor) for divisor in divisors]
+            self._changed = len(set(numbers)) > 1 and not all(numbers)
+            self._first = numbers if all(numbers) else None
+        else:
+            for other, first in zip(divisors[1:], self._first[1:], strict=False):
+                expected = divisors[0] * (first / self._first[0])
+                changed = abs(other - expected) > _ROUNDING * abs(expected)
+                if isinstance(other, Tensor) and not other.is_floating_point():
+                    changed &= other != first  # a constant may be the size of a weight, in a penalty
+                self._changed = self._changed | changed
+        self._added += 1
+        waits = isinstance(self._changed, Tensor) and self._changed.device.type != "cpu"  # for the device
+        if self.warn is not None and (not waits or self._added % _INTERVAL == 0) and self._changed:
+            self.warn(
+                f"loss: it adds up {len(divisors)} means, which were divided by {', '.join(map(_shown, divisors))}, in "
+                "another proportion than before. They are weighted by the first one, so the result depends on the "
+                "number of ranks and micro-batches. Return paceline.Loss(sum, weight) with one weight for all of them"
+            )
+            self.warn = None
+
+
+def _shown(number: Tensor | float) -> str:
+    return f"{float(number):g}"
 
 
 def weighted_mean(mean: Tensor, samples: int, *, divides: bool | None) -> tuple[Tensor, Tensor | float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TrainError
-from paceline.models.divisor import Divisor, divisor_of
+from paceline.models.divisor import Divisor, Proportions, divisors_of
 from paceline.models.model_call import CallRule, read_loss
 
 
@@ -29,6 +29,7 @@ class LossModule(nn.Module):
         self.metrics: Mapping[str, Any] | None = None  # of the last forward, if the model returns any
         self.weighs = False  # whether means are averaged: a step has several micro-batches
         self.has_weights = False  # whether the last loss in an evaluation came with a weight
+        self.proportions = Proportions()
         self.divides: bool | None = None  # whether means show what they were divided by; None: not known yet
 
     def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
@@ -54,7 +55,10 @@ class LossModule(nn.Module):
         """What a mean was divided by; None: it is weighted by its samples."""
         if self.divides is False:
             return None
-        count = divisor_of(mean)
+        divisors = divisors_of(mean)
+        if len(divisors) > 1:
+            self.proportions.add(divisors)
+        count = divisors[0] if divisors else None
         if count is None and self.divides:
             raise TrainError(
                 "loss-changed-kind",

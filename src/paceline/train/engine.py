@@ -137,6 +137,7 @@ class Engine:
         self.wrapped = compose.compose(self._subject, self._composition)
         assert isinstance(self._subject.step, LossModule)
         self.module = self._subject.step
+        self.module.proportions.warn = self.log.warning
         watch_order(self.module, self.mesh, config)
         partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
         # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank.

@@ -128,3 +128,19 @@ def test_halves_that_fail_are_not_judged_and_leave_no_trace(capsys: Any) -> None
 
     assert warnings_of(loss_fn, capsys) == ""
     assert set(calls) == {6}, "what the loss function keeps is restored"
+
+
+def test_two_means_that_ignore_different_targets_only_later_are_warned_about(capsys: Any) -> None:
+    calls = []
+
+    def spans(model: Any, batch: Any) -> Tensor:
+        """As in question answering: the end of a span is outside of the context from the second step on."""
+        z = model(batch[0])
+        ends = batch[1].clamp(min=0)
+        if model.training:
+            calls.append(0)
+        ends[3:] = -100 if len(calls) > 3 else 1
+        starts = batch[1].clamp(min=0)
+        return (functional.cross_entropy(z[:, :4], starts) + functional.cross_entropy(z[:, 4:], ends)) / 2
+
+    assert "divided by 6, 3, in another proportion" in warnings_of(spans, capsys)
