@@ -207,6 +207,18 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
     return IndexedLoader(loader.dataset, order, spec.part, spec.seed, reading)
 
 
+def order_of(data: Any, *, shuffle: bool) -> Any:
+    """What determines the order of samples: a sampler of the user, or a text."""
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        sampler = _sampler(data)
+        if sampler is None or not _is_plain(sampler):
+            return sampler or data.batch_sampler
+        return "shuffled" if isinstance(sampler, RandomSampler) else "in order"
+    if isinstance(data, DataLoader) or not _has_indices(data):
+        return "that of the stream"
+    return "shuffled" if shuffle else "in order"
+
+
 def _sampler(loader: DataLoader[Any]) -> Any:
     """The sampler; None if a custom batch sampler selects whole batches.
 

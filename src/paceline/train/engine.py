@@ -23,6 +23,7 @@ from paceline.guard import loss_halves, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.replica_checksum import ReplicaCheck
+from paceline.guard.run_setup import RunSetup
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import infer_call
@@ -105,6 +106,8 @@ class Engine:
         self._compose()
         self._build_optimizer()
         self._build_step()
+        loss = task.loss_fn or task.criterion
+        self.setup = RunSetup(self.model, self.optimizer, task.scheduler, loss, owns_optimizer=self.owns_optimizer)
         self.seed_drawing(0)
         self.position = TrainProgress()
         compared = config.preflight and self.mesh.degrees.replicate > 1

@@ -8,6 +8,7 @@ from paceline.data import adopt
 from paceline.data.epoch_reader import preserve_generators
 from paceline.data.loader import DataShard, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
+from paceline.guard import run_setup
 from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
 from paceline.train.batch_size_finder import BatchSizeFinder
@@ -48,6 +49,12 @@ class Loaders:
             "shuffle": config.shuffle,
             "sharded": isinstance(loader, ShardedStream),
         }
+
+    def facts(self, data: Any, loader: Loader) -> dict[str, Any]:
+        """What identifies the data; saved in checkpoints, and reported on resume if it differs."""
+        order = adopt.order_of(data, shuffle=self._engine.config.shuffle)
+        described = order if isinstance(order, str) else run_setup.describe_object(order)
+        return run_setup.data_facts(data, loader.fingerprint(), described)
 
     def evaluation(self, data: Any, *, ordered: bool = False) -> Loader:
         """Return a loader over `data`, once, in micro-batches no larger than in training."""

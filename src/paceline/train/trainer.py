@@ -147,7 +147,7 @@ class Trainer:
         val = None if val is None else adopt.look_at(val, self.config.seed)
         self._policy.require_evaluations(val is not None)
         loader, batch = self._loaders.training(data)
-        self._restorer.check_data(self._loaders.position(loader))
+        self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader))
         per_epoch, in_epochs = loader.lengths.per_epoch, loader.lengths.before(epochs)
         schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
         history = History(run=self._run.create(self.config, {**batch.rows(), **self._rates.begin(schedule)}))
@@ -243,8 +243,9 @@ class Trainer:
 
     def loader(self, data: Any) -> EpochLoader:
         """Return an iterable over this rank's micro-batches in the rest of the current epoch, for a custom loop."""
-        loader, batch = self._loaders.training(adopt.look_at(data, self.config.seed))
-        self._restorer.check_data(self._loaders.position(loader))
+        data = adopt.look_at(data, self.config.seed)
+        loader, batch = self._loaders.training(data)
+        self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader))
         return EpochLoader(self._get_custom_loop(), loader, batch.groups)
 
     def enable_gradient_checkpointing(self, kind: str = "full") -> None:

@@ -72,7 +72,9 @@ class SchedulerState:
     def load_state_dict(self, state: Any) -> None:
         scheduler = self._rates.scheduler
         if scheduler is not None and state:
-            scheduler.load_state_dict(_with_counters(state, scheduler.state_dict()))
+            own = scheduler.state_dict()
+            known = {key: value for key, value in state.items() if key in own}  # it may be of another class
+            scheduler.load_state_dict({**own, **_with_counters(known, own)})
 
 
 def _without_functions(value: Any) -> Any:

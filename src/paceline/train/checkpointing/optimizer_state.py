@@ -13,14 +13,12 @@ from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
 from paceline.errors import CheckpointError
+from paceline.guard.run_setup import SWITCHES
 from paceline.parallel.shards import as_dtensor_like, local_shard
 from paceline.runtime.serialization import to_json
 from paceline.train.checkpointing.model_state import shard_of
 from paceline.train.engine import Engine
 from paceline.train.nonfinite import is_fused
-
-# Implementation choices that do not affect results: the current values are kept.
-_SWITCHES = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 
 
 class OptimizerState(ShardedStateful):
@@ -41,7 +39,7 @@ class OptimizerState(ShardedStateful):
         groups, tensors = [], dict[str, Tensor]()
         both = zip(engine.optimizer.param_groups, engine.optimizer_names, strict=True)
         for number, (settings, names) in enumerate(both):
-            kept = {key: value for key, value in settings.items() if key not in _SWITCHES}
+            kept = {key: value for key, value in settings.items() if key not in SWITCHES}
             groups.append({"settings": to_json(kept, f"optimizer-groups/{number}", tensors), "names": names})
         state.tensors |= {path: LocalShard(tensor) for path, tensor in tensors.items()}
         state.volatile |= set(tensors)
@@ -115,7 +113,8 @@ class OptimizerState(ShardedStateful):
                 )
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
         for group, other in zip(optimizer.param_groups, values["groups"], strict=True):
-            group.update({key: value for key, value in other["settings"].items() if key not in _SWITCHES})
+            # The switches are implementation choices of this run.
+            group.update({key: value for key, value in other["settings"].items() if key not in SWITCHES})
 
     def _placed(self, key: str, value: Tensor, parameter: nn.Parameter, has_weights_dtype: bool) -> Tensor:
         """`value` on the device, in the memory format and with the placement that the optimizer expects."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.state import LoadedState, TrainingState
 from paceline.checkpoint.transfer import fetch
 from paceline.errors import CheckpointError, did_you_mean
+from paceline.guard.run_setup import COUNTERS
 from paceline.optim.optimizers import reset_state
 from paceline.parallel.shards import copy_shard_, local_shard
 from paceline.run.folder import CONFIG, RunFolder, short
@@ -23,7 +25,7 @@ from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import other_model
-from paceline.train.checkpointing.run_handle import RunHandle, checkpoint_to_resume
+from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
 from paceline.train.checkpointing.saver import Saver, require_own_weights
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
@@ -81,12 +83,16 @@ class Restorer:
         self._continue_from(None if weights_only else path.name, {} if weights_only else manifest.data)
         if not weights_only:
             self._log_recipe_changes(manifest.recipe)
+            pipelined = max(manifest.layout.get("pipeline", 1), self._engine.mesh.degrees.pipeline) > 1
+            self._engine.setup.report(manifest.data.get(SETUP, {}), self._engine.log, partial=pipelined)
         return loaded.metadata
 
     def _continue_from(self, parent: str | None, position: Mapping[str, Any]) -> None:
         """Discard the state of saves before the load."""
         self._saver.reset()
         self._run.parent, self._position = parent, dict(position)
+        self._run.data = {key: value for key, value in position.items() if key != SETUP}
+        self._engine.setup.keep_data(position.get(SETUP, {}))
         self._engine.updater.lr = 0.0  # none was used yet
         if self._engine.watch is not None:
             self._engine.watch.reset()
@@ -94,11 +100,14 @@ class Restorer:
     def _log_recipe_changes(self, recipe: Mapping[str, Any]) -> None:
         """A resumed run uses the current recipe, so differences from the saved one are logged."""
         before, now = flatten(recipe), flatten(self._engine.config.to_dict())
+        before, now = _none_without_section(before, now), _none_without_section(now, before)
         kept = [key for key in now if key in before and key not in _NOT_TRAINING and not key.startswith("launch.")]
         changed = [key for key in kept if before[key] != now[key]]
         if changed:
             details = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
             self._engine.log.info(f"recipe changed since this checkpoint: {details}")
+        if before.get("ema.decay") is not None and self._engine.average is None:
+            self._engine.log.warning("changed since this checkpoint: no ema; the averaged weights are discarded")
 
     def _ranks_without(self, path: Path) -> list[int]:
         """The ranks without access to the checkpoint on rank 0, which is sent to them."""
@@ -119,6 +128,10 @@ class Restorer:
             self._start_over()
             return
         engine.position.step, engine.position.epoch = manifest.step, manifest.epoch
+        saved = loaded.values.get("scheduler")
+        if saved and engine.setup.has_other_scheduler(manifest.data.get(SETUP, {})):
+            counters = {key: saved[key] for key in COUNTERS if key in saved}
+            loaded = replace(loaded, values={**loaded.values, "scheduler": counters})
         self._state.apply(loaded)
         engine.updater.keep_buffers()
         if not manifest.optimizer:
@@ -231,12 +244,13 @@ class Restorer:
             fix="run paceline checkpoint verify for details, or set another run: name to start over",
         )
 
-    def check_data(self, data: dict[str, Any]) -> None:
+    def check_data(self, data: dict[str, Any], facts: dict[str, Any]) -> None:
         """Call before training continues: with different data, samples would be repeated or skipped."""
-        self._run.data = data
+        self._run.data, self._engine.setup.data = data, facts
         position, self._position = self._position, None
         if not position or not self._engine.position.step:
             return
+        self._engine.setup.report_data(position.get(SETUP, {}), self._engine.log)
         differing = [key for key, value in data.items() if key in position and position[key] != value]
         if differing:
             details = "; ".join(f"{key} was {position[key]}, now {data[key]}" for key in differing)
@@ -247,6 +261,12 @@ class Restorer:
                 fix=f"restore the setting (see {CONFIG} in the run folder), or start at step 0 with "
                 "load_checkpoint(…, weights_only=True)",
             )
+
+
+def _none_without_section(values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat recipe in which keys of a section that only the other recipe has are None: `ema: null` has no decay."""
+    absent = [key for key in other if key not in values and key.rpartition(".")[0] in values]
+    return {**values, **dict.fromkeys(absent)}
 
 
 def _kind(path: Path) -> str:

@@ -33,6 +33,7 @@ from paceline.runtime.shared_storage import ranks_without_access
 from paceline.text import numbered
 from paceline.train import factory
 
+SETUP = "setup"  # in the data of a manifest: what guard/run_setup.py compares
 _Opened = Callable[[RunFolder, str], None]
 
 

@@ -20,7 +20,7 @@ from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
 from paceline.runtime.rank_errors import StoreBarrier, run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
-from paceline.train.checkpointing.run_handle import RunHandle
+from paceline.train.checkpointing.run_handle import SETUP, RunHandle
 from paceline.train.engine import Engine
 
 _TOLERATED_FAILURES = 2
@@ -107,7 +107,7 @@ class Saver:
             versions=versions(),
             layout=engine.layout_facts(),
             recipe=engine.config.to_dict(),
-            data=self._run.data,
+            data={**self._run.data, SETUP: engine.setup.facts()},
             state=snapshot.values,
             metadata=snapshot.metadata,
             aliases=snapshot.aliases,
