@@ -38,7 +38,7 @@ from paceline.train.checkpointing.restorer import Restorer, require_exists
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult
 from paceline.train.custom_loop_setup import open_custom_loop
-from paceline.train.engine import DeviceLike, Engine, UserObjects, check_optimizer
+from paceline.train.engine import DeviceLike, Engine, UserObjects
 from paceline.train.evaluate import Evaluation
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.history import History, Record, require_free_names
@@ -73,7 +73,7 @@ class Trainer:
         if isinstance(optimizer, Mapping):
             values["optimizer"] = dict(optimizer)
             optimizer = None
-        check_optimizer(optimizer)
+        factory.check_optimizer(optimizer)
         config = Config.from_dict(values, origin="Trainer's keywords")
         require_free_names(metrics or {}, "metrics")
         task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
