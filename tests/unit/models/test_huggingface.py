@@ -25,15 +25,9 @@ def test_blocks_heads_and_tensor_plan_are_read_from_the_model() -> None:
 def heads() -> tuple[dict[str, Any], torch.Tensor]:
     """Models and batches whose losses are means over other things than samples."""
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 32,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-    }
-    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**sizes, **dropouts, max_position_embeddings=16, num_labels=3)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes |= {"vocab_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config, spans = (transformers.BertConfig(**sizes, num_labels=number) for number in (3, 2))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 32, (7, 6), generator=generator)
     labels = ids.clone()
