@@ -108,15 +108,17 @@ class Writer:
         background: bool = False,
         overwrite: bool = False,
         unique_name: bool = False,
+        before: Callable[[], None] | None = None,
         after: Callable[[Path], None] | None = None,
     ) -> PendingSave:
         """`volatile` lists tensors that the next forward may change. `unique_name` appends a number if `target` exists.
-        `after` is called on the first rank when the checkpoint is committed, on the writing thread."""
+        `before` and `after` are called on the first rank right before and after the checkpoint is committed, on the
+        writing thread."""
         if self._last is not None:
             self._last._task.exception()  # one at a time; errors are raised by its own result()
         layout = self._plan(tensors)
         where = (self._group, self._rank, self._without_access, self._disk, target)
-        job = _SaveJob(*where, description, layout, overwrite, unique_name, after)
+        job = _SaveJob(*where, description, layout, overwrite, unique_name, before, after)
         locals_ = [tensors[item.name].local for item in layout.items]
         if not background:
             task: Future[SaveResult] = Future()
@@ -164,6 +166,7 @@ class _SaveJob:
     layout: FileLayout
     overwrite: bool
     unique_name: bool
+    before: Callable[[], None] | None
     after: Callable[[Path], None] | None
 
     def run_copied(self, copy: HostCopy) -> SaveResult:
@@ -233,6 +236,8 @@ class _SaveJob:
 
     def _commit(self, partial: Path, reports: list[dict[str, Any]]) -> dict[str, Any]:
         manifest = _manifest(self.description, reports, directory.creation_time(self.target.parent))
+        if self.before is not None:
+            self.before()
         directory.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
         if self.after is not None:
             try:

@@ -24,8 +24,8 @@ from typing import Any, Protocol, TextIO, TypeVar
 from paceline.config.components import LOGGERS, LoggerFacts
 from paceline.errors import PacelineError, TrainError
 from paceline.log import rank_log
+from paceline.run import jsonl
 from paceline.run.folder import METRICS, RunFolder
-from paceline.run.jsonl import open_to_append
 from paceline.text import flatten
 
 Record = Mapping[str, Any]
@@ -123,15 +123,16 @@ class CsvFile:
         self._path = run.csv
         self._columns: list[str] = []
         self._file: TextIO | None = None
-        if self._path.exists():
-            with self._path.open(newline="", encoding="utf-8") as file:
-                self._columns = next(csv.reader(file), [])
+        old = self._rows()
+        if old:  # a resumed run writes the rows of later steps again
+            recorded = _recorded(run)
+            self._rewrite(list(old[0]), [row for row in old if recorded is None or _identity(row) in recorded])
 
     def write(self, records: Sequence[Record]) -> None:
         rows = [self._row(record) for record in records]
         wanted = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         if wanted != self._columns:
-            self._widen(wanted)
+            self._rewrite(wanted, self._rows())
         if self._file is None:
             self._file = open_to_append(self._path)
         self._writer(self._file).writerows(rows)
@@ -147,23 +148,49 @@ class CsvFile:
         items = ((name, value) for name, value in record.items() if name != "evaluation")
         return {name if name in self._SHARED else prefix + name: value for name, value in items}
 
-    def _widen(self, columns: list[str]) -> None:
+    def _rows(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         self.close()
-        old: list[dict[str, Any]] = []
-        if self._path.exists():
-            with self._path.open(newline="", encoding="utf-8") as file:
-                old = list(csv.DictReader(file))
-        self._columns = columns
+        self._columns = [name for name in columns if name]  # a partial line may have had extra cells
         new = self._path.with_suffix(".csv.new")
         with new.open("w", newline="", encoding="utf-8") as file:
             writer = self._writer(file)
             writer.writeheader()
-            writer.writerows(old)
+            writer.writerows(rows)
         new.replace(self._path)
 
     def _writer(self, file: TextIO) -> csv.DictWriter[str]:
         # extrasaction: an interrupted writer may have left a line with extra cells.
         return csv.DictWriter(file, self._columns, lineterminator="\n", extrasaction="ignore")
+
+
+def _recorded(run: RunFolder) -> set[tuple[str, bool]] | None:
+    """The steps and evaluations in the metrics file, from which a run that resumes has removed later ones."""
+    if not run.metrics.exists():
+        return None
+    return {(str(record.get("step")), bool(record.get("evaluation"))) for record in jsonl.read(run.metrics)}
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[str, bool]:
+    return row["step"], not row.get("loss") and bool(row.get("eval/loss"))
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of lines. A partial line of a killed writer is terminated, so that it does not corrupt the next."""
+    torn = False
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as file:
+            file.seek(-1, 2)
+            torn = file.read(1) != b"\n"
+    lines = path.open("a", encoding="utf-8", newline="")
+    if torn:
+        lines.write("\n")
+    return lines
 
 
 @LOGGERS.implement("tensorboard")
@@ -172,7 +199,11 @@ class TensorBoard:
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         _module("tensorboard", "tensorboard")
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run.tensorboard))
+        steps = [int(step) for step, _ in _recorded(run) or () if step.isdecimal()]
+        # TensorBoard hides what an interrupted run wrote after the step that this one resumes from.
+        purge = max(steps, default=0) + 1 if run.tensorboard.exists() else None
+        module = importlib.import_module("torch.utils.tensorboard")
+        self._writer = module.SummaryWriter(str(run.tensorboard), purge_step=purge)
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:

@@ -48,6 +48,10 @@ class RankStats:
             self._file.append([self._held])
             self._held = None
 
+    def flush(self) -> None:
+        self._write()
+        self._file.flush()
+
     def close(self) -> None:
         self._write()
         self._file.close()

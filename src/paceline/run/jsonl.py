@@ -11,10 +11,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from paceline.run.folder import not_usable
 
 # Raises on NaN, so that only records that contain one pay for the search.
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
@@ -25,9 +28,12 @@ SECONDS_BETWEEN_WRITES = 0.1
 
 
 class JsonlWriter:
-    def __init__(self, path: Path) -> None:
+    """`recreate` is called when the file, and with it maybe its folder, has disappeared."""
+
+    def __init__(self, path: Path, recreate: Callable[[], None] = lambda: None) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self._recreate = recreate
+        self._file: int | None = None
         self._held: list[Mapping[str, Any]] = []
         self._next = 0.0
         self._templates: dict[tuple[str, ...], str] = {}  # by the names in a record
@@ -35,18 +41,35 @@ class JsonlWriter:
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         self._held.extend(records)
         if time.monotonic() >= self._next:
-            self._write()
+            self.flush()
 
-    def _write(self) -> None:
-        if not self._held:
+    def flush(self) -> None:
+        """Pass buffered records to the operating system. On failure they stay buffered."""
+        if not self._held and self._file is None:
             return
         self._next = time.monotonic() + SECONDS_BETWEEN_WRITES
         lines = "".join([self._lines(names, list(alike)) for names, alike in groupby(self._held, key=tuple)])
+        try:
+            if self._file is None:
+                self._file = _open(self.path)
+            elif not _is_at(self._file, self.path):
+                self._file = self._open_again(self._file)
+            _write_all(self._file, lines.encode())
+        except OSError as error:
+            raise not_usable(self.path.parent, error.strerror or str(error)) from error
         self._held = []
-        if self._file is None:
-            self._file = open_to_append(self.path)
-        self._file.write(lines)
-        self._file.flush()
+
+    def _open_again(self, lost: int) -> int:
+        """Open the file that is at the path now; if there is none, create it with what was written until now."""
+        if self.path.exists():  # replaced, for example by an editor
+            os.close(lost)
+            return _open(self.path)
+        self._recreate()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        again = _open(self.path)
+        _write_all(again, os.pread(lost, os.fstat(lost).st_size, 0))
+        os.close(lost)
+        return again
 
     def _lines(self, names: tuple[str, ...], records: list[Mapping[str, Any]]) -> str:
         """Most records are a few finite numbers under the same names: formatting those with one template is much
@@ -62,10 +85,38 @@ class JsonlWriter:
 
     def close(self) -> None:
         """Write buffered records and close the file. A later append opens it again."""
-        self._write()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+
+def _open(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":  # a partial line of a killed writer must not corrupt the next
+        os.write(file, b"\n")
+    return file
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _write_all(file: int, content: bytes) -> None:
+    """All or nothing: a disk may be full in the middle of a line."""
+    size, written = os.fstat(file).st_size if content else 0, 0
+    try:
+        while written < len(content):
+            written += os.write(file, content[written:])
+    except OSError:
+        os.ftruncate(file, size)
+        raise
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -75,37 +126,29 @@ def truncate_after(path: Path, step: int) -> int:
     """
     if not path.exists():
         return 0
-    kept, removed = [], 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and record.get("step", 0) > step:
-                removed += 1
-            else:
-                kept.append(line if line.endswith(b"\n") else line + b"\n")
+    lines = list(_readable(path))
+    kept = [line for line, record in lines if record.get("step", 0) <= step]
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    return removed
+    return len(lines) - len(kept)
 
 
-def open_to_append(path: Path) -> TextIO:
-    """Open a file of lines. A partial line of a killed writer is terminated, so that it does not corrupt the next."""
-    torn = False
-    if path.exists() and path.stat().st_size:
-        with path.open("rb") as file:
-            file.seek(-1, 2)
-            torn = file.read(1) != b"\n"
-    lines = path.open("a", encoding="utf-8", newline="")
-    if torn:
-        lines.write("\n")
-    return lines
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, without partial lines of a killed writer."""
+    return (record for _, record in _readable(path)) if path.exists() else iter(())
+
+
+def _readable(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield line if line.endswith(b"\n") else line + b"\n", record
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -39,6 +39,7 @@ class Agenda:
     profiler: Profiler | None = None
     end_of_epoch: Callable[[], None] = _nothing
     evaluate: Callable[[int, int, bool], str | None] | None = None  # None: no validation data
+    is_evaluated: Callable[[int], bool] = lambda step: True  # whether the records have an evaluation after `step`
     save: Callable[[int], None] = _nothing
     save_last: Callable[[int], None] = _nothing
     poll: RankPoll | None = None
@@ -136,6 +137,8 @@ class Agenda:
             if step != self.position.evaluated:
                 # An uninterrupted run would not evaluate here, so neither the schedule nor early stop may use it.
                 self._evaluate(step, epoch, due=False)
+        elif step and step != self.position.evaluated and not self.is_evaluated(step):
+            self._evaluate(step, epoch, due=False)  # the run was killed after its last save
         if self.profiler is not None:
             self.recorder.note(self.profiler.close())
 

@@ -296,12 +296,12 @@ class CustomLoop:
                 job.agenda.run_due(position.step, micro.epoch)
                 self._finish_save()
             self.engine.telemetry.stepped(position.step)
-            job.recorder.release()
+            job.recorder.write_out()
             self._due = job.agenda.next_due(position.step)
         self._end_read_epoch()
 
 
 def close_custom_loop(recorder: Recorder, sinks: Sinks) -> None:
     """Called when the trainer is garbage-collected or the process ends: a custom loop has no explicit end."""
-    recorder.flush_local()
+    recorder.flush_last()
     sinks.close()

@@ -16,7 +16,7 @@ from paceline.data.loader import Loader
 from paceline.monitor.progress_bar import Silent
 from paceline.plan import derived
 from paceline.plan.schedule import derive_schedule
-from paceline.train import factory, loop
+from paceline.train import loop
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.run_handle import RunHandle, warn_of_saves
@@ -48,7 +48,7 @@ def open_custom_loop(
     if not engine.model.training:
         engine.model.train()
     run.began_at = position.step
-    sinks = factory.open_sinks(config, run.folder, engine.world)
+    sinks = run.open_sinks(config)
     parts = (engine.world.device, callbacks, engine.is_bad, engine.log, engine.replicas)
     recorder = Recorder(History(), sinks, Silent(position.step), *parts)
     timed = run.folder is not None and config.save_minutes is not None

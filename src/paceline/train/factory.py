@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -142,15 +142,15 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [name for parameter, name in trainable.items() if parameter not in held]
 
 
-def open_sinks(config: Config, run: RunFolder | None, world: World) -> Sinks:
-    """Open the files and loggers for this rank's records."""
+def open_sinks(config: Config, run: RunFolder | None, world: World, recreate: Callable[[], None]) -> Sinks:
+    """Open the files and loggers for this rank's records. `recreate` is called if the folder disappears."""
     if run is None:
         return Sinks()
     events = RankStats(run.rank_stats(world.rank_info.rank))
     if not world.is_main:
         return Sinks(events=events)
     loggers = open_loggers(config.loggers, run, config.to_dict())
-    return Sinks(JsonlWriter(run.metrics), events, loggers)
+    return Sinks(JsonlWriter(run.metrics, recreate), events, loggers)
 
 
 def open_profiler(config: Config, run: RunFolder | None, world: World) -> Profiler | None:

@@ -17,7 +17,8 @@ from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import Log
 from paceline.models.losses import Loss
 from paceline.models.metric_results import require_number
-from paceline.models.weighted_sums import weighted_means
+from paceline.models.weighted_sums import means_of, weighted_means
+from paceline.monitor.last_records import LastExchange
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import RankStats, process_memory
@@ -42,20 +43,22 @@ class Sinks:
     events: RankStats | None = None
     loggers: Sequence[Logger] = ()
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, records: Sequence[Mapping[str, Any]], *, loggers: bool = True) -> None:
         if self.metrics is not None:
             self.metrics.append(records)
-        for logger in self.loggers:
+        for logger in self.loggers if loggers else ():
             logger.write(records)
 
-    def release(self) -> None:
-        """Close the files until the next record, because a custom loop has no explicit end."""
+    def flush(self) -> None:
+        """Pass all records to the operating system."""
+        for file in (self.metrics, self.events):
+            if file is not None:
+                file.flush()
+
+    def close(self) -> None:
         for file in (self.metrics, self.events):
             if file is not None:
                 file.close()
-
-    def close(self) -> None:
-        self.release()
         for logger in self.loggers:
             logger.close()
 
@@ -88,6 +91,7 @@ class Recorder:
         self.tokens_per_sample: int | None = None
         self.stop_requested = False  # on this rank; combined over ranks at the next log point
         self._ranks = collectives.world()
+        self._last = LastExchange()
         self._logged: dict[str, list[tuple[Any, Any, Any]]] = {}  # (value, factor, weight): Σ value × factor / Σ weight
         self._since = time.perf_counter()
         self._memory, self._memory_read = (0, 0), -math.inf
@@ -111,7 +115,7 @@ class Recorder:
         """Reduce and write pending records. Collective: must be called on every rank."""
         if not self.pending:
             return Flushed()
-        pending, self.pending[:] = list(self.pending), []
+        pending = list(self.pending)
         count, replicas = len(pending), self._replicas
         digest = None if replicas is None else replicas.digest()  # before the device is synchronized
         values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_requested)]
@@ -121,7 +125,9 @@ class Recorder:
             numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
             collectives.all_reduce(numbers)
             values = numbers.tolist()
-        extras = self._reduce_logged() if values[4 * count] else {}
+        extras = weighted_means(self._logged_sums()) if values[4 * count] else {}
+        del self.pending[:count]  # now that all ranks have them: if one has died, `flush_last` writes them
+        self._logged = {}
         records = _records(pending, values, self._ranks)
         records[-1].update(extras)
         self._write(records, sum([entry[3] for entry in pending]), extras)
@@ -142,13 +148,11 @@ class Recorder:
         bad = (record for record, weight in zip(records, weights, strict=True) if weight and self._is_bad(record))
         return next(bad, None)
 
-    def _reduce_logged(self) -> dict[str, float]:
-        sums = {
+    def _logged_sums(self) -> dict[str, list[float]]:
+        return {
             name: [float(sum(value * factor for value, factor, _ in kept)), float(sum(weight for *_, weight in kept))]
             for name, kept in self._logged.items()
         }
-        self._logged = {}
-        return weighted_means(sums)
 
     def _write(self, records: list[Record], samples: int, extras: Mapping[str, float]) -> None:
         now = time.perf_counter()
@@ -170,16 +174,28 @@ class Recorder:
         self.display.show(point)
         self._callbacks.call("on_log", last)
 
-    def flush_local(self) -> None:
-        """Write this rank's records without the other ranks, after an exception."""
-        if not self.pending:
-            return
-        pending, self.pending[:] = list(self.pending), []
-        records = _records(pending, _numbers(pending, self._device), ranks=1)
-        if self._ranks > 1:
+    def flush_last(self) -> bool:
+        """Write pending records where ranks may be gone: after an exception, or when a custom loop ends. Returns
+        whether they are records of all ranks; if not, they are marked with `of_rank`."""
+        pending = list(self.pending)
+        steps = [entry[0] for entry in pending]
+        values = _numbers(pending, self._device) if pending else []
+        mine: dict[str, Any] = {"steps": steps, "values": values, "logged": self._logged_sums()}
+        del self.pending[:]
+        self._logged = {}
+        ranks = self._last.exchange(mine, wait=bool(pending))
+        if not pending:
+            return True
+        is_complete = ranks is not None and all(each["steps"] == steps for each in ranks)
+        given = ranks if ranks is not None and is_complete else [mine]
+        values = [sum(numbers) for numbers in zip(*(each["values"] for each in given), strict=True)]
+        records = _records(pending, values, ranks=len(given))
+        records[-1].update(means_of([each["logged"] for each in given]))
+        if not is_complete:
             records = [{**record, "of_rank": collectives.rank()} for record in records]
         self._history.steps.extend(records)
-        self._sinks.write(records)
+        self._sinks.write(records, loggers=is_complete)
+        return is_complete
 
     def evaluation(self, record: Record) -> None:
         """Record an evaluation."""
@@ -189,8 +205,9 @@ class Recorder:
         self._log.info(f"step {record['step']}: validation loss {record['loss']:.4f}{''.join(metrics)}")
         self._callbacks.call("on_evaluate", record)
 
-    def release(self) -> None:
-        self._sinks.release()
+    def write_out(self) -> None:
+        """A custom loop may end after any step."""
+        self._sinks.flush()
 
     def note(self, text: str | None) -> None:
         if text:
@@ -211,7 +228,7 @@ class Recorder:
 def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:
     """This rank's loss sums, weights, gradient norms and skip flags of each step, concatenated."""
     number = _reader(pending, device)
-    rows = []
+    rows: list[tuple[float, ...]] = []
     for *_, parts, means, norm, skipped in pending:
         total = count = 0.0
         for value, part_weight in parts:

@@ -157,7 +157,7 @@ class Trainer:
         if not self.model.training:  # submodules in eval mode of a model in train mode stay as they are
             self.model.train()
         silent, log = self.config.quiet or not self.is_main_process, self._engine.log
-        sinks = factory.open_sinks(self.config, self._run.folder, self.world)
+        sinks = self._run.open_sinks(self.config)
         self._run.began_at = self.step_count
         with Signals() as signals:
             try:
@@ -186,9 +186,9 @@ class Trainer:
                 loop.run(job)
         except BaseException as error:
             self._engine.stepper.reset()
-            job.recorder.flush_local()
+            recorded = self._flush_last(job.recorder)
             if self.config.checkpoint.on_error and not isinstance(error, KeyboardInterrupt):
-                message = self._saver.save_on_error(error)
+                message = self._saver.save_on_error(error, recorded=recorded)
                 if message:
                     self._engine.log.warning(message)
             self._report_error(error)
@@ -197,6 +197,13 @@ class Trainer:
             self._recorder = None
         history.ended = job.agenda.reason
         self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
+
+    def _flush_last(self, recorder: Recorder) -> bool:
+        try:
+            return recorder.flush_last()
+        except Exception as second:  # report the first error
+            self._engine.log.warning(f"the last records were not written: {type(second).__name__}: {second}")
+            return False
 
     def _report_error(self, error: BaseException) -> None:
         try:
@@ -318,6 +325,7 @@ class Trainer:
             profiler=factory.open_profiler(config, self._run.folder, self.world),
             end_of_epoch=self._rates.epoch_ended,
             evaluate=None if val is None else partial(self._evaluated, recorder, val),
+            is_evaluated=self._run.is_evaluated,
             save=self._saver.save,
             save_last=self._save_last if config.save_last else lambda step: self._saver.finish(tolerate_failure=False),
             poll=poll,

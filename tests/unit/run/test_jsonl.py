@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.errors import LaunchError
 from paceline.run.jsonl import JsonlWriter, truncate_after
 
 
@@ -74,3 +78,39 @@ def test_what_came_after_a_step_is_forgotten_in_order(tmp_path: Path) -> None:
 def test_without_a_metrics_file_there_is_nothing_to_forget(tmp_path: Path) -> None:
     assert truncate_after(tmp_path / "metrics.jsonl", 2) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_records_stay_in_memory_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = JsonlWriter(tmp_path / "metrics.jsonl")
+    file.append([{"step": 1}])
+    write = os.write
+
+    def full(descriptor: int, content: bytes) -> int:
+        write(descriptor, content[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        file.append([{"step": 2}])
+        with pytest.raises(LaunchError, match="No space left") as caught:
+            file.flush()
+    assert caught.value.code == "launch.run-folder" and lines(file.path) == [{"step": 1}]
+    file.close()
+    assert lines(file.path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_deleted_file_is_written_again_and_a_replaced_one_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "r" / "metrics.jsonl"
+    path.parent.mkdir()
+    lost: list[bool] = []
+    file = JsonlWriter(path, lambda: lost.append(True))
+    file.append([{"step": 1}])
+    shutil.rmtree(path.parent)
+    file.append([{"step": 2}])
+    file.flush()
+    assert lines(path) == [{"step": 1}, {"step": 2}] and lost == [True]
+    (tmp_path / "edited").write_text('{"step": 2}\n')
+    (tmp_path / "edited").replace(path)
+    file.append([{"step": 3}])
+    file.close()
+    assert lines(path) == [{"step": 2}, {"step": 3}] and lost == [True]

@@ -10,6 +10,7 @@ from paceline import dist
 from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.monitor.progress_bar import Silent
+from paceline.runtime import collectives
 from paceline.testing import ranks
 from paceline.train.callbacks import Callbacks
 from paceline.train.history import History
@@ -109,3 +110,19 @@ def test_a_logged_tensor_must_be_a_scalar_and_a_metric_must_not_use_a_reserved_n
     with pytest.raises(TrainError) as name:
         made.log_metrics([({"lr": 1.0}, 1)])
     assert (shape.value.code, name.value.code) == ("train.not-a-number", "train.reserved-name")
+
+
+@ranks(2)
+def test_records_that_could_not_be_reduced_are_written_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History()
+    made = recorder(history)
+    made.pending.append(step(1, [(loss(1.0 + dist.rank()), 2)]))
+    made.log("mine", float(dist.rank()))
+    with monkeypatch.context() as broken:
+        broken.setattr(collectives, "all_reduce", lambda tensor: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.flush()
+    assert made.flush_last() == dist.is_main()
+    if dist.is_main():
+        assert history.steps == [{"step": 1, "epoch": 0, "loss": 1.5, "lr": 0.1, "mine": 0.5}]
+    assert made.pending == [] and made.flush_last()

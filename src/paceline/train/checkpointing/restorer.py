@@ -26,7 +26,7 @@ from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import other_model
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
-from paceline.train.checkpointing.saver import Saver, require_own_weights
+from paceline.train.checkpointing.saver import UNRECORDED, Saver, require_own_weights, saves_regularly
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
@@ -224,7 +224,10 @@ class Restorer:
     def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
         """Load the newest intact checkpoint. Corrupted ones are skipped with a warning."""
         found = directory.candidates(folder) if self._engine.world.is_main else []
-        # Those without optimizer state come last, because a resumed run would differ.
+        # Those without optimizer state come last, because a resumed run would differ; and those of a rank that survived
+        # others, whose records it does not have, if a scheduled one is near.
+        regularly = saves_regularly(self._engine.config)
+        found.sort(key=lambda each: each.manifest is not None and (regularly and _is_unrecorded(each.manifest)))
         found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
         skipped = []
         for name in collectives.broadcast_object([each.folder.name for each in found]):
@@ -267,6 +270,10 @@ def _none_without_section(values: dict[str, Any], other: Mapping[str, Any]) -> d
     """A flat recipe in which keys of a section that only the other recipe has are None: `ema: null` has no decay."""
     absent = [key for key in other if key not in values and key.rpartition(".")[0] in values]
     return {**values, **dict.fromkeys(absent)}
+
+
+def _is_unrecorded(manifest: manifests.Manifest) -> bool:
+    return UNRECORDED.items() <= manifest.data.items()
 
 
 def _kind(path: Path) -> str:

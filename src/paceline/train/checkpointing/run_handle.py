@@ -6,6 +6,7 @@ regardless of `resume`. The ledger of the launch has the name of that folder.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import weakref
@@ -23,8 +24,8 @@ from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.log import Log
 from paceline.plan.derived import Derived, table
-from paceline.run import ledger
-from paceline.run.folder import RunFolder
+from paceline.run import jsonl, ledger
+from paceline.run.folder import RunFolder, not_usable
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
 from paceline.runtime.process_group import World
@@ -32,6 +33,7 @@ from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.runtime.shared_storage import ranks_without_access
 from paceline.text import numbered
 from paceline.train import factory
+from paceline.train.recorder import Sinks
 
 SETUP = "setup"  # in the data of a manifest: what guard/run_setup.py compares
 _Opened = Callable[[RunFolder, str], None]
@@ -88,6 +90,8 @@ class RunHandle:
         self.parent: str | None = None  # the last checkpoint saved or loaded
         self.data: dict[str, Any] = {}  # settings that determine the samples of a step
         self.began_at = 0  # the first step of this call of train()
+        self._contents: tuple[Config, Mapping[str, Derived]] | None = None  # of the folder, besides records and saves
+        self._sinks = Sinks()
 
     @property
     def checkpoints(self) -> Path | None:
@@ -110,8 +114,53 @@ class RunHandle:
         if rows is not None and self.folder is None:
             warn_of_saves(config, self._log)
         if self.folder is not None and rows is not None and self._world.is_main:
+            self._contents = (config, rows)
             factory.write_run(self.folder, config, rows)
         return str(self.folder) if self.folder else None
+
+    def open_sinks(self, config: Config) -> Sinks:
+        """Open the destinations of this rank's records. A save flushes them first."""
+        self._sinks = factory.open_sinks(config, self.folder, self._world, self._recreate)
+        return self._sinks
+
+    def before_save(self) -> None:
+        """Whatever a resumed run continues from must be in the metrics file."""
+        if self.folder is not None and self._contents is not None and not self.folder.config.exists():
+            self._recreate()
+        self._sinks.flush()
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the metrics file has an evaluation after `step`. Collective."""
+        folder, found = self.folder, True
+        if folder is not None and self._world.is_main:
+            self._sinks.flush()
+            found = any(record.get("evaluation") and record["step"] == step for record in jsonl.read(folder.metrics))
+        return bool(collectives.broadcast_object(found))
+
+    def sync_records(self) -> None:
+        """Called right before a checkpoint is committed, which must not survive a power failure without them."""
+        if self.folder is not None and self.folder.metrics.exists():
+            with self.folder.metrics.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _recreate(self) -> None:
+        """The folder was deleted or moved while training: create it again, on rank 0."""
+        assert self.folder is not None
+        if self._contents is not None and self.folder.config.exists():  # another file noticed it first
+            return
+        self._log.warning(
+            f"the run folder {self.folder} was deleted or moved; it is created again with its metrics, but without "
+            "its earlier checkpoints and logs"
+        )
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            if self._contents is not None:
+                factory.write_run(self.folder, *self._contents)
+        except OSError as error:
+            raise not_usable(self.folder.path, error.strerror or str(error)) from error
+        if self._lock is not None:
+            self._lock.release()
+            self._lock.take()
 
     def take(self, folder: RunFolder, config: Config) -> None:
         """Lock a folder and find the ranks without access to it. Collective."""

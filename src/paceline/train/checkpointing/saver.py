@@ -7,6 +7,7 @@ continues; earlier checkpoints are untouched. Three failures in a row, or one in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.checkpoint import directory
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.state import Snapshot, TrainingState
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
+from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.guard.preflight import versions
 from paceline.run.folder import BEST, LATEST
@@ -82,6 +84,7 @@ class Saver:
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
         assert self._run.checkpoints is not None
         with self._engine.telemetry.saving():
+            self._run.before_save()
             snapshot = run_on_all_ranks(self._state.capture, "Saving")
             if self._writer is None:
                 self._writer = Writer(self.group(), without_access=self._run.without_access)
@@ -92,12 +95,13 @@ class Saver:
                 volatile=snapshot.volatile,
                 background=background,
                 unique_name=True,
+                before=self._run.sync_records,
                 after=lambda folder: self._committed(folder, best),
             )
         self._pending_step = self._saved = step
         self._engine.updater.before_change = self.wait_for_copy
 
-    def _describe(self, snapshot: Snapshot, include_optimizer: bool) -> Description:
+    def _describe(self, snapshot: Snapshot, include_optimizer: bool, *, recorded: bool = True) -> Description:
         engine = self._engine
         return Description(
             step=engine.position.step,
@@ -107,7 +111,7 @@ class Saver:
             versions=versions(),
             layout=engine.layout_facts(),
             recipe=engine.config.to_dict(),
-            data={**self._run.data, SETUP: engine.setup.facts()},
+            data={**self._run.data, SETUP: engine.setup.facts(), **({} if recorded else UNRECORDED)},
             state=snapshot.values,
             metadata=snapshot.metadata,
             aliases=snapshot.aliases,
@@ -183,6 +187,7 @@ class Saver:
         include_optimizer: bool = True,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        recorded: bool = True,
         after: Callable[[Path], None] | None = None,
     ) -> None:
         """Save synchronously. Collective if parameters are sharded; otherwise only rank 0 saves."""
@@ -195,14 +200,25 @@ class Saver:
             self.finish()  # concurrent saves would mix up their messages
         writer = Writer(self._group if engine.sharded is not None else None)
         with engine.telemetry.saving():
+            self._run.before_save()
             snapshot = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
-            description = self._describe(snapshot, include_optimizer)
-            writer.begin(folder.absolute(), snapshot.tensors, description, overwrite=overwrite, after=after).result()
+            description = self._describe(snapshot, include_optimizer, recorded=recorded)
+            writer.begin(
+                folder.absolute(),
+                snapshot.tensors,
+                description,
+                overwrite=overwrite,
+                before=self._run.sync_records,
+                after=after,
+            ).result()
         engine.telemetry.saved(engine.position.step)
 
-    def save_on_error(self, error: BaseException) -> str | None:
+    def save_on_error(self, error: BaseException, *, recorded: bool = True) -> str | None:
         """Save before an exception propagates, if the weights are consistent: between optimizer steps, and without a
-        pending non-finite step. If parameters are sharded, waits briefly for the other ranks. Returns a message."""
+        pending non-finite step. If parameters are sharded, waits briefly for the other ranks. Returns a message.
+
+        If the last steps are not `recorded` with the losses of all ranks, a run that saves regularly resumes from its
+        last scheduled checkpoint, at the cost of a few steps, and records them again."""
         engine, step = self._engine, self._engine.position.step
         watch = engine.watch
         if self._run.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
@@ -224,7 +240,12 @@ class Saver:
             except CheckpointError:
                 return f"step {step} was not saved: parameters are sharded, and not all ranks reached the save"
         target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
-        return self._attempt(lambda: self.write(target, after=lambda folder: self._committed(folder, False)), step)
+        spare = not recorded and saves_regularly(self._config) and self._run.parent is not None
+        after = None if spare else partial(self._committed, best=False)
+        message = self._attempt(lambda: self.write(target, recorded=recorded, after=after), step)
+        if spare:
+            return f"{message}, but the run resumes from {self._run.parent}: other ranks died with their last losses"
+        return message if recorded else f"{message}; the last records have the losses of this rank only (of_rank)"
 
     def _attempt(self, save: Callable[[], None], step: int) -> str:
         try:
@@ -246,6 +267,11 @@ class Saver:
 
 
 _ON_ERROR_SECONDS = 5.0
+UNRECORDED = {"records": "of one rank"}  # among the data of a manifest: the last steps lack the losses of other ranks
+
+
+def saves_regularly(config: Config) -> bool:
+    return config.save_every is not None or config.save_minutes is not None
 
 
 def require_own_weights(engine: Engine) -> None:
