@@ -24,6 +24,7 @@ class LastExchange:
     """One exchange. Must be created on all ranks in the same order."""
 
     def __init__(self) -> None:
+        self._is_done = False
         self._name = f"paceline/last-records/{environment.restart_count()}/{next(_names)}"
 
     def exchange(self, mine: dict[str, Any], *, wait: bool) -> list[dict[str, Any]] | None:
@@ -31,6 +32,9 @@ class LastExchange:
         rank, ranks = collectives.rank(), collectives.world()
         if ranks == 1:
             return [mine]
+        if self._is_done:  # other ranks may still read what was published first
+            return None
+        self._is_done = True
         try:
             store = torch_dist.distributed_c10d._get_default_store()  # there is no public way to it
             keys = [f"{self._name}/{each}" for each in range(ranks)]
