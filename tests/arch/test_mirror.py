@@ -44,7 +44,7 @@ ELSEWHERE = {
     "train/factory": ["unit/train/test_trainer", "ranks/test_registered_components"],
     "train/loaders": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/metric_functions": ["ranks/test_evaluation"],
-    "train/optimizer_step": ["unit/train/test_nonfinite", "unit/precision/test_scaler", "unit/optim/test_clip"],
+    "train/optimizer_step": ["unit/guard/test_nonfinite", "unit/precision/test_scaler", "unit/optim/test_clip"],
     "train/pipeline_step": ["ranks/test_pipeline"],
     "train/rank_poll": ["faults/test_signals_in_training"],
     "train/step": ["ranks/test_parity", "unit/train/test_custom_loop"],

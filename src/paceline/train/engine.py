@@ -22,6 +22,7 @@ from paceline.errors import TrainError
 from paceline.guard import loss_halves, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
+from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
 from paceline.log import rank_log
@@ -50,7 +51,6 @@ from paceline.text import plural
 from paceline.train import factory, resolve_layout
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.evaluate import run_loss
-from paceline.train.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.sharded_params import ShardedParams

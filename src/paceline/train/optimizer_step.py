@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from paceline.guard.gradient_hooks import GradientHooks
+from paceline.guard.nonfinite import NonfiniteGuard, is_fused
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
 from paceline.parallel.optimizer_binding import raise_on_mixed_tensors
 from paceline.parallel.shards import local_shard
 from paceline.precision.scaler import Scaler
-from paceline.train.nonfinite import NonfiniteGuard, is_fused
 from paceline.train.sharded_params import ShardedParams
 
 

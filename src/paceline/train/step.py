@@ -24,13 +24,13 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.data.loader import MicroBatch
+from paceline.guard.nonfinite import NonfiniteGuard
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
-from paceline.train.nonfinite import NonfiniteGuard
 
 
 class Stepper:

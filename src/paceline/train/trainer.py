@@ -23,12 +23,12 @@ from paceline.config.recipe import Config
 from paceline.data import adopt
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
-from paceline.guard import preflight
+from paceline.guard import nonfinite, preflight
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.plan.schedule import derive_schedule
-from paceline.train import evaluate, factory, loop, nonfinite, oom
+from paceline.train import evaluate, factory, loop, oom
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start

@@ -14,11 +14,11 @@ from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
 from paceline.errors import CheckpointError
 from paceline.guard.run_setup import SWITCHES
+from paceline.guard.nonfinite import is_fused
 from paceline.parallel.shards import as_dtensor_like, local_shard
 from paceline.runtime.serialization import to_json
 from paceline.train.checkpointing.model_state import shard_of
 from paceline.train.engine import Engine
-from paceline.train.nonfinite import is_fused
 
 
 class OptimizerState(ShardedStateful):

@@ -24,8 +24,8 @@ from paceline.parallel.fsdp import reshard_all
 from paceline.parallel.shards import local_shard
 from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext
-from paceline.train.history import Record
 
+Record = dict[str, Any]  # of a step
 _SHOWN = 16
 
 
