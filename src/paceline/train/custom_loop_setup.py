@@ -91,8 +91,4 @@ def _without_effect(config: Config, rates: LearningRate) -> list[str]:
     found = [f"{name} (evaluations are yours: trainer.evaluate)" for name in evaluating]
     if config.profile is not None:
         found.append("profile")
-    if config.run is False:
-        found += [
-            f"{name} (run: false)" for name in ("save_every", "save_minutes") if getattr(config, name) is not None
-        ]
     return found
