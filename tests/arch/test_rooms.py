@@ -30,7 +30,7 @@ CEILINGS = {
     "optim": 600,
     "checkpoint": 2_500,
     "monitor": 950,
-    "guard": 1_600,
+    "guard": 1_900,
     "train": 5_500,
     "doctor": 800,
     "bench": 750,

@@ -13,8 +13,8 @@ from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
 from paceline.errors import CheckpointError
-from paceline.guard.run_setup import SWITCHES
 from paceline.guard.nonfinite import is_fused
+from paceline.guard.run_setup import SWITCHES
 from paceline.parallel.shards import as_dtensor_like, local_shard
 from paceline.runtime.serialization import to_json
 from paceline.train.checkpointing.model_state import shard_of
