@@ -537,7 +537,7 @@ def seeded(seed: int) -> torch.Generator:
 @dataclass(frozen=True)
 class Data:
     build: Callable[[TensorDataset], Any]
-    order: str  # the order in which a plain loop reads: own (that of `build`'s DataLoader), ours, or natural
+    order: str  # in which a plain loop reads: own (it iterates over the data itself), ours, or natural
     odd: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     several: bool = False  # only of interest on several ranks
@@ -577,8 +577,8 @@ DATA = {
     ),
     "growing": Data(lambda data: DataLoader(data, BATCH, sampler=Growing()), "own"),
     "names": Data(Named, "natural", settings=(("shuffle", False),)),
-    "list-of-batches": Data(lambda data: list(Batches(data)), "natural"),
-    "batches": Data(Batches, "natural"),
+    "list-of-batches": Data(lambda data: list(Batches(data)), "own"),
+    "batches": Data(Batches, "own"),
     "stream": Data(Stream, "natural"),
     "stream-loader": Data(lambda data: DataLoader(Stream(data), batch_size=BATCH), "natural"),
     "stream-by-rank": Data(lambda data: Stream(data, by_rank=True), "natural", odd=True, several=True),

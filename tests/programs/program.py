@@ -76,6 +76,10 @@ class Program:
         chosen = (parts.MODELS[self.model], parts.LOSSES[self.loss], parts.DATA[self.data])
         chosen += (parts.OPTIMIZERS[self.optimizer],)
         called = self.callback is not None and parts.CALLBACKS[self.callback].odd
+        if self.loss == "penalized" and not {"single", "ddp:2", "ddp:3"}.issuperset(
+            (self.layout, self.layout_after or "single")
+        ):
+            return True  # it reads parameters outside the model's forward
         unusual = "pp:2" in (self.layout, self.layout_after) or self.loop in ("own-optimizer", "adversarial")
         return any(part.odd for part in chosen) or called or unusual
 
@@ -222,7 +226,7 @@ def batches(program: Program, data: Any, epoch: int) -> Iterator[Any]:
     """The batches of an epoch as one process reads them."""
     order = parts.DATA[program.data].order
     if order == "own":
-        sampler = getattr(data.batch_sampler, "sampler", None)
+        sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         yield from data

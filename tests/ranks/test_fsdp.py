@@ -174,11 +174,17 @@ def _codes() -> dict[str, str]:
             super().__init__()
             self.scale = nn.Parameter(torch.tensor(1.0))
 
+    class Sparse(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 4, sparse=True)
+
     codes = {}
     for name, make, optimizer in [
         ("adafactor", Net, over_all(optim.Adafactor, lr=0.1)),
         ("muon", Net, {"name": "muon", "lr": 0.1}),
         ("scalar", Scalar, over_all(optim.SGD, lr=0.1)),
+        ("sparse", Sparse, over_all(optim.SGD, lr=0.1)),
         ("mixing", Net, over_all(Mixing, lr=0.1)),
         ("by itself", Net, over_all(optim.SGD, lr=0.1)),
     ]:
@@ -196,9 +202,34 @@ def test_what_cannot_be_sharded_is_refused_with_a_code() -> None:
         "adafactor": "layout.optimizer-needs-whole-weights",
         "muon": "layout.optimizer-needs-whole-weights",
         "scalar": "layout.scalar-parameter",
+        "sparse": "layout.sparse-gradients",
         "mixing": "layout.optimizer-mixes-tensors",
         "by itself": "layout.called-by-itself",
     }
+
+
+@paceline.testing.ranks(2)
+def test_a_loss_of_sharded_parameters_has_a_code() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch[0]).square().mean() + 1e-3 * sum(p.square().sum() for p in model.parameters())
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    trainer = tiny.classifier_trainer(model, loss_fn=loss_fn, strategy="fsdp")
+    with pytest.raises(PacelineError) as caught:
+        trainer.train(tiny.blobs(20), max_steps=1)
+    assert caught.value.code == "layout.loss-of-shards"
+
+
+@paceline.testing.ranks(2)
+def test_a_layer_can_be_unfrozen_if_parameters_may_be_unused() -> None:
+    model = tiny.classifier()
+    first = next(model.parameters()).requires_grad_(False)
+    before = first.detach().clone()
+    thaw = type("Thaw", (), {"on_epoch": lambda self, record: next(model.parameters()).requires_grad_(True)})()
+    trainer = tiny.classifier_trainer(model, strategy="fsdp", unused_parameters="allow", callbacks=[thaw])
+    trainer.train(tiny.blobs(40), epochs=2)
+    after = trainer.state_dict()
+    assert paceline.dist.rank() > 0 or not torch.equal(next(iter(after.values())), before)
 
 
 def _with_one_infinite_gradient(nonfinite: str, precision: str) -> list[Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
@@ -66,6 +67,7 @@ def check(
             weight = run_zero_weight(trial)
         else:
             value, weight = wrapped.forward(trial.batch)
+            _require_plain(value)
             with explain_inplace_change():
                 (value * 0.0).backward()
         draw.samples = None
@@ -97,6 +99,17 @@ def check(
     _require_same_data([rank["data"] for rank in gathered])
     _require_disjoint([rank["rows"] for rank in gathered])
     return sum(rank["weight"] for rank in gathered), unused
+
+
+def _require_plain(loss: Any) -> None:
+    if isinstance(loss, DTensor):
+        raise LayoutError(
+            "loss-of-shards",
+            "The loss is computed from sharded parameters, outside the forward of their block.",
+            why="there, a parameter is the shard of this rank, and FSDP neither gathers it nor reduces its gradient",
+            fix="use the weight_decay of the optimizer, compute the penalty in the forward of the module that has the "
+            "parameters, or use strategy: ddp",
+        )
 
 
 def without_gradient(model: nn.Module) -> list[str]:

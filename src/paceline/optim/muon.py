@@ -57,7 +57,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The trainable 2-D parameters that are neither an embedding (or tied to one) nor the output layer."""
+    """The 2-D parameters that are neither an embedding (or tied to one) nor the output layer."""
     outside = [module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     head = _output_layer(model)
     if head is not None:
@@ -66,7 +66,7 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in excluded
+        if parameter.is_floating_point() and parameter.dim() == 2 and id(parameter) not in excluded
     ]
 
 

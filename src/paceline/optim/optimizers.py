@@ -29,15 +29,15 @@ class OptimizerParams:
     """The parameters to optimize."""
 
     model: nn.Module
-    named: list[NamedParameter]  # the trainable ones
+    named: list[NamedParameter]
     groups: list[dict[str, Any]]  # the same, by weight decay
     fused: bool  # whether torch's fused kernels support them
 
 
 def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.optim.Optimizer:
-    """The recipe's optimizer for the trainable parameters of a model."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not named:
+    """The recipe's optimizer for a model. It skips frozen parameters, which may be unfrozen later."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point()]
+    if not any(parameter.requires_grad for _, parameter in named):
         raise TrainError(
             "nothing-to-train",
             f"The model {type(model).__name__} has no parameters that require gradients.",

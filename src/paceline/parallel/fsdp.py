@@ -46,6 +46,7 @@ def shard(
     if settings.offload:
         require_gpu(mesh.device)
     _require_dims(root)
+    _require_dense(root)
     axes = ("replicate", "shard") if mesh.degrees.replicate > 1 else ("shard",)
     param = DTYPES[settings.param_dtype] if settings.param_dtype else gather_dtype
     reduce = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else (torch.float32 if param else None)
@@ -92,6 +93,17 @@ def _require_dims(root: nn.Module) -> None:
             f"Scalar parameters can't be sharded: {', '.join(scalars[:4])}.",
             why="FSDP shards parameters along their first dim",
             fix="give it one dim, nn.Parameter(torch.ones(1)), or use strategy: ddp",
+        )
+
+
+def _require_dense(root: nn.Module) -> None:
+    sparse = [name.removeprefix("model.") for name, module in root.named_modules() if getattr(module, "sparse", False)]
+    if sparse:
+        raise LayoutError(
+            "sparse-gradients",
+            f"Sparse gradients can't be sharded: {', '.join(sparse[:4])}.",
+            why="FSDP reduces dense gradients only",
+            fix="create the embedding with sparse=False, or use strategy: ddp",
         )
 
 
@@ -194,7 +206,10 @@ def track_used(root: nn.Module) -> set[nn.Parameter]:
         tracked.add(module)
         for each in group.fsdp_params:
             mark = partial(_mark, used, each.sharded_param)
-            each.unsharded_param.register_post_accumulate_grad_hook(mark)
+            leaf, trains = each.unsharded_param, each.unsharded_param.requires_grad
+            leaf.requires_grad_(True)  # a hook needs it; a frozen parameter may be unfrozen later
+            leaf.register_post_accumulate_grad_hook(mark)
+            leaf.requires_grad_(trains)
 
     for module in root.modules():
         if isinstance(module, FSDPModule):

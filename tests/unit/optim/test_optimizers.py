@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import tiny
 from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import TrainError
 from paceline.models.mlp import MLP
@@ -116,12 +117,15 @@ def test_a_learning_rate_set_in_the_groups_is_the_one_used(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    model = small_mlp()
-    model.layers[0].requires_grad_(False)
+def test_frozen_parameters_stay_as_they_are_and_get_no_state() -> None:
     for name in NAMES:
-        held = names_by(build_optimizer(model, Settings(name=name), lr=0.1), lambda group: True)
-        assert held == {"layers.2.weight", "layers.2.bias", "layers.4.weight", "layers.4.bias"}
+        model = small_mlp()
+        frozen = list(model.layers[0].requires_grad_(False).parameters())
+        before = [parameter.clone() for parameter in frozen]
+        optimizer = build_optimizer(model, Settings(name=name, weight_decay=0.1), lr=0.1)
+        one_step(model, optimizer, seed=1)
+        assert all(torch.equal(now, then) for now, then in zip(frozen, before, strict=True))
+        assert not any(parameter in optimizer.state for parameter in frozen)
 
 
 def test_a_model_without_trainable_parameters_has_a_code() -> None:
@@ -137,3 +141,17 @@ def test_momentum_has_each_optimizers_own_default() -> None:
 
     assert (momentum("sgd", None), momentum("muon", None)) == (0.0, 0.95)
     assert (momentum("sgd", 0.9), momentum("muon", 0.9), momentum("muon", 0.0)) == (0.9, 0.9, 0.0)
+
+
+def test_a_layer_that_is_unfrozen_later_is_trained() -> None:
+    model = tiny.classifier()
+    layer = next(module for module in model.modules() if isinstance(module, nn.Linear)).requires_grad_(False)
+    before = layer.weight.detach().clone()
+
+    class Unfreeze:
+        def on_epoch(self, record: Any) -> None:
+            assert torch.equal(layer.weight, before) or record.epoch
+            layer.requires_grad_(True)
+
+    tiny.classifier_trainer(model, callbacks=[Unfreeze()]).train(tiny.blobs(40), epochs=2)
+    assert not torch.equal(layer.weight, before)

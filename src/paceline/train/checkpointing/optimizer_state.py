@@ -94,7 +94,10 @@ class OptimizerState(ShardedStateful):
         if saved["kind"] != kind:
             what = f"Checkpoint {where} has the state of {saved['kind']}, but the optimizer is {kind}."
             raise CheckpointError("other-optimizer", what, fix=fix)
-        if [group["names"] for group in saved["groups"]] != self._engine.optimizer_names:
+        names = [group["names"] for group in saved["groups"]]
+        # An optimizer may hold frozen parameters, of which the checkpoint of one without them knows nothing.
+        absent = {name for name, p in self._engine.model.named_parameters() if not p.requires_grad}.difference(*names)
+        if names != [[name for name in group if name not in absent] for group in self._engine.optimizer_names]:
             what = f"The parameter groups in checkpoint {where} differ from those of the optimizer."
             raise CheckpointError("other-optimizer", what, fix=fix)
 
