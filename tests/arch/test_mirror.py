@@ -17,6 +17,7 @@ ELSEWHERE = {
     "data/gathered_rows": ["ranks/test_evaluation"],
     "guard/gradient_hooks": ["ranks/test_gradient_hooks"],
     "guard/module_order": ["ranks/test_module_order"],
+    "data/same_reading": ["ranks/test_data_on_ranks"],
     "guard/preflight": ["ranks/test_preflight"],
     "guard/replica_checksum": ["ranks/test_replicas"],
     "guard/same_model": ["ranks/test_preflight"],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 import paceline
 from paceline.errors import DataError
@@ -41,7 +43,8 @@ def seen_in_training(source: Any, epochs: int = 1, **settings: Any) -> list[list
     """The samples that each rank trained on."""
     model = Seen()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = paceline.Trainer(model, optimizer, run=False, quiet=True, preflight=False, device="cpu", **settings)
+    settings = {"preflight": False, **settings}  # its forward would count
+    trainer = paceline.Trainer(model, optimizer, run=False, quiet=True, device="cpu", **settings)
     trainer.train(source, epochs=epochs)
     return paceline.dist.all_gather_object(model.numbers)
 
@@ -191,3 +194,74 @@ def test_a_stream_said_to_be_sharded_must_be_split() -> None:
     assert code_of(Same(), batch=8, data={"sharded": True}) == "data.same-samples"
     assert code_of(Empty(), batch=8, data={"sharded": True}) == "data.empty-shard"
     assert code_of(Split(), batch=1, data={"sharded": True}) == "data.smaller-than-batch"
+
+
+@ranks(2)
+def test_a_stream_that_splits_itself_is_refused_until_it_is_said() -> None:
+    assert code_of(Split(), batch=8) == "data.different-data"
+    batches = [torch.arange(4) + 10 * paceline.dist.rank()]
+    assert code_of(DataLoader(batches, batch_size=None)) == "data.different-data"
+    assert code_of(iter(batches)) == "data.different-data"
+    assert len(seen_in_training(Split(), batch=8, data={"sharded": False})) == 2
+
+
+@ranks(2)
+def test_a_stream_whose_ranks_part_later_is_refused() -> None:
+    class Later(Split):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(800) + (torch.arange(800) > 100) * paceline.dist.rank())
+
+    assert code_of(Later(), batch=8) == "data.different-data"
+
+
+class Listed(Dataset[torch.Tensor]):
+    """Files in another order on every rank."""
+
+    def __init__(self, seed: int) -> None:
+        self.files = random.Random(seed).sample(range(60), 60)
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.files[index])
+
+
+class Unseeded(Listed):
+    """Augments with a generator of its own, which paceline does not seed."""
+
+    random = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + torch.tensor(self.random.random())
+
+
+class Permuted(Sampler[int]):
+    def __init__(self, seed: int | None) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.permutation(60).tolist())
+
+    def __len__(self) -> int:
+        return 60
+
+
+@ranks(2)
+def test_a_dataset_in_another_order_on_each_rank_is_refused() -> None:
+    rank = paceline.dist.rank()
+    for workers in (0, 1):
+        assert code_of(Listed(rank), batch=10, workers=workers, preflight=True) == "data.different-data"
+    for data in (Listed(0), Unseeded(0)):
+        seen_in_training(data, batch=10, preflight=True)
+
+
+@ranks(2)
+def test_a_sampler_in_another_order_on_each_rank_is_refused() -> None:
+    rank = paceline.dist.rank()
+    loader = DataLoader(Listed(0), batch_size=10, sampler=Permuted(rank))
+    assert code_of(loader) == "data.different-order"
+    generator = torch.Generator().manual_seed(rank)
+    assert code_of(DataLoader(Listed(0), batch_size=10, shuffle=True, generator=generator)) == "data.different-order"
+    seen = seen_in_training(DataLoader(Listed(0), batch_size=10, sampler=Permuted(3)))
+    assert sorted(seen[0] + seen[1]) == list(range(60))

@@ -49,6 +49,7 @@ class LoaderSpec:
     workers: int
     pin_memory: bool
     sharded: bool | None = None  # what the user says about streams: each rank reads its own shard, or all of it
+    compare: bool = False  # samples of a dataset between ranks
     training: bool = True  # an error if there are fewer samples than a batch; an evaluation accepts any number
 
 
@@ -132,14 +133,15 @@ def _wrong_sampler(what: str) -> DataError:
 def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     """The loader for `data`; `say` receives a line for every choice that the user should know."""
     if isinstance(data, ReadyBatches):
-        if is_sharded(data, spec.sharded, spec.part):
+        sharded = is_sharded(data, spec.sharded, spec.part)
+        if sharded:
             say(f"data: the batches of each rank; the global batch is their sum ({spec.batch}); {_RESUMES}")
             return ShardedStream(BatchShares(data.source, spec.part.groups, spec.seed, data.kind), spec.part)
         say("data: iterable of global batches, sliced by rank")
-        return BatchStream(data, spec.batch, spec.part, spec.seed)
+        return BatchStream(data, spec.batch, spec.part, spec.seed, compare=sharded is None)
     if isinstance(data, DataLoader):
         return _adopt_loader(data, spec, say)
-    reading = ReadOptions(workers=spec.workers, pin_memory=spec.pin_memory)
+    reading = ReadOptions(workers=spec.workers, pin_memory=spec.pin_memory, compare=spec.compare)
     if isinstance(data, IterableDataset):
         return _stream(data, data, spec, reading, say)
     return _indexed(data, spec, reading)
@@ -155,7 +157,8 @@ def _stream(
     sharded = is_sharded(data, spec.sharded, spec.part)
     if not sharded:
         say("data: iterable dataset; every rank reads all of it and keeps its slice; resume is approximate")
-        return SampleStream(dataset, spec.batch, spec.part, spec.seed, reading, drop_last=drop_last)
+        compare = sharded is None
+        return SampleStream(dataset, spec.batch, spec.part, spec.seed, reading, drop_last=drop_last, compare=compare)
     start, stop = slice_bounds(spec.batch, spec.part.ranks, spec.part.rank)
     if spec.batch < spec.part.ranks:
         raise DataError(
@@ -253,5 +256,6 @@ def _reading(loader: DataLoader[Any], spec: LoaderSpec) -> ReadOptions:
         collate=loader.collate_fn,
         workers=loader.num_workers,
         pin_memory=loader.pin_memory or spec.pin_memory,
+        compare=spec.compare,
         options=tuple(options.items()),
     )

@@ -145,18 +145,27 @@ def digest(batch: Any) -> int:
     return total
 
 
-def sketch(sample: Any) -> int:
+def has_numbers(sample: Any) -> bool:
+    return any(isinstance(value, (torch.Tensor, np.ndarray, int, float)) for value in _leaves(sample))
+
+
+def sketch(sample: Any, *, text: bool = True) -> int:
     """A checksum of a few values of a sample or batch: cheap, and different for different samples."""
     total = 0
     for value in _leaves(sample):
         array = value.detach() if isinstance(value, torch.Tensor) else value
         if isinstance(array, (torch.Tensor, np.ndarray)):
+            total = crc32(repr(tuple(array.shape)).encode(), total)
+            if isinstance(array, torch.Tensor) and array.device.type != "cpu":
+                continue  # reading it would synchronize with the device
             flat = array.reshape(-1)
-            some = flat[:: max(1, len(flat) // _SKETCHED)]
-            some = some.cpu().view(torch.uint8).numpy() if isinstance(some, torch.Tensor) else some
-            total = crc32(some.tobytes(), crc32(repr(tuple(array.shape)).encode(), total))
-        elif isinstance(value, (str, bytes, int, float, bool, type(None))):
-            total = crc32(repr(value[:_SKETCHED] if isinstance(value, (str, bytes)) else value).encode(), total)
+            some: Any = flat[:: max(1, len(flat) // _SKETCHED)]
+            some = some.contiguous().view(torch.uint8).numpy() if isinstance(some, torch.Tensor) else some
+            total = crc32(some.tobytes(), total)
+        elif isinstance(value, (int, float)):
+            total = crc32(repr(value).encode(), total)
+        elif isinstance(value, (str, bytes)):
+            total = crc32(repr(value[:_SKETCHED]).encode(), total) if text else total
         elif callable(getattr(value, "tobytes", None)):  # an image, for example
             total = crc32(value.tobytes(), total)
     return total

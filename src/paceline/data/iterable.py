@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from paceline.data.batches import digest, layout_of, rows_of, samples_in, tensors_in
+from paceline.data.batches import digest, layout_of, rows_of, samples_in, sketch, tensors_in
 from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
 from paceline.data.epoch_reader import EpochReader, length_of, preserve_generators
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
+from paceline.data.same_reading import watch_stream
 from paceline.data.slicing import BatchSlice, slices_of
 from paceline.runtime.rng import RandomStream, derive_seed
+
+# Of ready batches, the first ones are compared between ranks, and then some of them.
+_ALL, _SOME = 32, 8
 
 
 class SampleStream:
@@ -31,18 +35,29 @@ class SampleStream:
     repeatable = False
 
     def __init__(
-        self, dataset: Any, batch: int, part: DataShard, seed: int, reading: ReadOptions, *, drop_last: bool = False
+        self,
+        dataset: Any,
+        batch: int,
+        part: DataShard,
+        seed: int,
+        reading: ReadOptions,
+        *,
+        drop_last: bool = False,
+        compare: bool = True,
     ) -> None:
         self._dataset, self._batch, self._part, self._seed = dataset, batch, part, seed
-        self._reading, self._drop_last = reading, drop_last
+        self._reading, self._drop_last, self._compare = reading, drop_last, compare
         self._collate = reading.collate or default_collate
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
-        step = 0
+        step, watch = 0, watch_stream() if self._compare else None
+        self._watched = watch is not None  # in the worker as well
         for epoch in range(epochs) if epochs is not None else count():
             before = step
             for micro in self._epoch(epoch, step, first_step):
                 step = micro.step + micro.last
+                if watch is not None and micro.group == 0:
+                    watch.add(micro.step, epoch, micro.content)
                 if micro.step >= first_step:
                     yield micro
             if step == before:
@@ -70,9 +85,10 @@ class SampleStream:
         for chunk in iter(lambda: list(islice(samples, self._batch)), []):
             if self._drop_last and len(chunk) < self._batch:
                 return
+            content = hash(tuple(sketch(sample) for sample in chunk)) if self._watched else 0
             for share in slices_of(len(chunk), self._batch, self._part.groups, self._part.rank, self._part.ranks):
                 batch = self._collate(list(own_or_placeholder(chunk, share))) if step >= first_step else None
-                yield micro_of(batch, share, len(chunk), epoch, step, ())
+                yield micro_of(batch, share, len(chunk), epoch, step, (), content)
             step += 1
 
 
@@ -112,8 +128,8 @@ class ReadyBatches:
 class BatchStream:
     """Global batches, of which each rank takes its rows."""
 
-    def __init__(self, source: ReadyBatches, batch: int, part: DataShard, seed: int) -> None:
-        self._source, self._batch, self._part = source, batch, part
+    def __init__(self, source: ReadyBatches, batch: int, part: DataShard, seed: int, *, compare: bool = True) -> None:
+        self._source, self._batch, self._part, self._compare = source, batch, part, compare
         self._reader = EpochReader(source.source, seed)
         self.lengths = EpochLengths(source.source, lambda: length_of(source.source))
         self._shares: dict[int, list[BatchSlice]] = {}
@@ -125,15 +141,17 @@ class BatchStream:
         return self._source.in_memory
 
     def fingerprint(self) -> Any:
-        """Of the first global batch."""
-        return self._source.fingerprint
+        """Of the first global batch, unless ranks may have different ones."""
+        return self._source.fingerprint if self._compare else None
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
-        step, kind = 0, self._source.kind
+        step, kind, watch = 0, self._source.kind, watch_stream() if self._compare else None
         self._reader.begin(first_step)
         for epoch in range(epochs) if epochs is not None else count():
             before = step
             for batch in self._batches(epoch):
+                if watch is not None and (step < _ALL or step % _SOME == 0):
+                    watch.add(step, epoch, sketch(batch))
                 if step >= first_step:
                     total = samples_in(batch, kind)
                     for share in self._shares.get(total) or self._shares_of(total):

@@ -18,10 +18,12 @@ from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.batches import apply
 from paceline.data.epoch_lengths import EpochLengths, Place
+from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededSamples
 from paceline.data.slicing import BatchSlice, slices_of
 from paceline.errors import DataError
+from paceline.runtime import collectives
 from paceline.runtime.rng import preserve_rng_state
 
 
@@ -38,6 +40,7 @@ class MicroBatch:
     epoch: int
     step: int  # since the start of the run
     indices: Sequence[Any] = ()  # of the samples, if the dataset has indices
+    content: int = 0  # checksum of the whole step, if every rank reads it
     exact: bool = True  # whether every rank knows step_samples without communication
 
     def pin_memory(self) -> MicroBatch:
@@ -84,6 +87,7 @@ class ReadOptions:
     collate: Callable[[list[Any]], Any] | None = None
     workers: int = 0
     pin_memory: bool = False
+    compare: bool = False  # samples between ranks, before the first step
     options: tuple[tuple[str, Any], ...] = ()  # further DataLoader arguments, from the user's loader
 
 
@@ -93,6 +97,8 @@ class IndexedLoader:
     def __init__(self, dataset: Any, order: SampleOrder, part: DataShard, seed: int, reading: ReadOptions) -> None:
         self._samples = SeededSamples(dataset, seed, own_collate=reading.collate not in (None, default_collate))
         self._order, self._part, self._reading = order, part, reading
+        self._dataset = dataset
+        self._first: Sequence[Any] = ()  # indices of the first step
 
     @property
     def repeatable(self) -> bool:
@@ -124,6 +130,8 @@ class IndexedLoader:
         # Workers seed their own generators. Without workers the global RNG is seeded, so its state is restored.
         keep = preserve_rng_state if self._samples.draws and reading.workers == 0 else nullcontext
         batches = iter(loader)
+        watch = None if isinstance(self._order, FormulaOrder) else watch_order()
+        compare = reading.compare and collectives.world() > 1
         while True:
             with keep():
                 try:
@@ -132,6 +140,11 @@ class IndexedLoader:
                     return
             micro = planned.popleft()
             micro.batch = batch
+            if watch is not None and micro.group == 0:
+                watch.add(micro.step, micro.epoch, micro.content)
+            if compare:
+                compare = False
+                require_same_samples(self._samples, self._dataset, micro.epoch, self._first, reading.workers)
             yield micro
 
     def _plan(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
@@ -152,8 +165,10 @@ class IndexedLoader:
 
     def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
         part = self._part
+        self._first = self._first or indices
+        content = 0 if isinstance(self._order, FormulaOrder) else content_of(indices)
         for share in slices_of(len(indices), self._order.batch, part.groups, part.rank, part.ranks):
-            yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share))
+            yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
 
 
 class _Keys:
@@ -174,7 +189,9 @@ def own_or_placeholder(indices: Sequence[Any], share: BatchSlice) -> Sequence[An
     return indices[start:stop]
 
 
-def micro_of(batch: Any, share: BatchSlice, total: int, epoch: int, step: int, indices: Sequence[Any]) -> MicroBatch:
+def micro_of(
+    batch: Any, share: BatchSlice, total: int, epoch: int, step: int, indices: Sequence[Any], content: int = 0
+) -> MicroBatch:
     return MicroBatch(
         batch=batch,
         samples=share.samples,
@@ -185,6 +202,7 @@ def micro_of(batch: Any, share: BatchSlice, total: int, epoch: int, step: int, i
         epoch=epoch,
         step=step,
         indices=indices,
+        content=content,
     )
 
 

@@ -101,6 +101,7 @@ class Loaders:
             workers=engine.config.workers,
             pin_memory=engine.world.device.type == "cuda",
             sharded=self._sharded,
+            compare=engine.config.preflight,
             training=not evaluating,
         )
         return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)

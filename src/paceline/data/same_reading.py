@@ -1,0 +1,125 @@
+"""Compares what ranks read, where all of them must read the same: streams and orders that are sliced, and datasets.
+
+Each rank takes its slice of the same sequence of samples. If the sequences differ, because a stream splits itself or a
+sampler is not seeded, some samples are lost and others are read twice. A checksum of the sequence is compared in the
+first step, and once in a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+from zlib import crc32
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data.batches import has_numbers, sketch
+from paceline.errors import DataError
+from paceline.runtime import collectives, consistency
+from paceline.runtime.rng import preserve_rng_state
+
+_EVERY = 32  # steps between two comparisons: a gather of one number costs as much as a small kernel
+
+_datasets: WeakSet[Any] = WeakSet()  # compared already
+
+
+class SameReading:
+    """A checksum of the steps that this rank has read so far."""
+
+    def __init__(self, different: Callable[[int, list[str]], DataError]) -> None:
+        self._different, self._content, self._steps = different, 0, 0
+
+    def add(self, step: int, epoch: int, content: int) -> None:
+        """Add a step. Collective in the first step and every now and then, on several ranks."""
+        self._content = crc32(f"{epoch} {content}".encode(), self._content)
+        self._steps += 1
+        if self._steps % _EVERY == 1:
+            gathered = [f"checksum {value:08x}" for value in collectives.all_gather_object(self._content)]
+            if len(set(gathered)) > 1:
+                raise self._different(step, gathered)
+
+
+def watch_stream() -> SameReading | None:
+    return SameReading(different_streams) if collectives.world() > 1 else None
+
+
+def watch_order() -> SameReading | None:
+    return SameReading(_different_orders) if collectives.world() > 1 else None
+
+
+def different_streams(step: int, gathered: list[str]) -> DataError:
+    return DataError(
+        "different-data",
+        f"Ranks read different samples from this stream, at the latest in step {step + 1}:\n"
+        + consistency.by_rank(gathered),
+        why="each rank keeps its slice of one stream; if a stream splits itself by rank, samples are lost",
+        fix="if each rank reads its own shard, set data.sharded: true (Trainer(…, data={'sharded': True}), or `sharded "
+        "= True` in the dataset); otherwise make the stream the same on every rank (sort files, seed generators); "
+        "data.sharded: false disables this check",
+    )
+
+
+def _different_orders(step: int, gathered: list[str]) -> DataError:
+    return DataError(
+        "different-order",
+        f"The sampler yields different indices on each rank, at the latest in step {step + 1}:\n"
+        + consistency.by_rank(gathered),
+        why="each rank keeps its slice of one order; with different orders samples are lost, and others are read twice",
+        fix="seed the generator of the sampler identically on every rank, e.g. numpy.random.default_rng(0), or use the "
+        "global generators, which are seeded by (seed, epoch)",
+    )
+
+
+def content_of(indices: Sequence[Any]) -> int:
+    """A checksum of indices, the same in every process."""
+    if all(type(index) is int for index in indices):
+        return hash(tuple(indices))
+    return crc32(repr(list(indices)).encode())
+
+
+def require_same_samples(samples: Any, dataset: Any, epoch: int, indices: Sequence[Any], workers: int) -> None:
+    """Read three samples on every rank and compare them; once for each dataset. Collective.
+
+    The first is read twice: a dataset that returns something else each time has nothing to compare.
+    """
+    try:
+        known = dataset in _datasets
+        _datasets.add(dataset)
+    except TypeError:  # not hashable
+        known = False
+    if known:
+        return
+    chosen = [indices[0], indices[0], indices[len(indices) // 2], indices[-1]]
+    # In a worker if there are any: a file that is opened here could not be used in workers started later.
+    reader: DataLoader[list[int]] = DataLoader(
+        samples,
+        batch_sampler=[[(epoch, index) for index in chosen]],
+        num_workers=min(1, workers),
+        collate_fn=_sketches,
+        generator=torch.Generator(),
+    )
+    try:
+        with preserve_rng_state():
+            [(first, again, *others)] = list(reader)
+    except Exception:  # training reads the same sample, and reports the error
+        first, again, others = 0, 1, []
+    facts = [f"{value:08x}" for value in (first, *others)] if first == again else []
+    gathered, kinds = zip(*collectives.all_gather_object([facts, repr(samples.fingerprint())]), strict=True)
+    same_kind = len(set(kinds)) == 1  # otherwise the pre-flight reports more than that
+    if same_kind and all(gathered) and any(each != gathered[0] for each in gathered):
+        raise DataError(
+            "different-data",
+            f"Samples {', '.join(map(str, chosen[1:]))} of {type(dataset).__name__} differ between ranks:\n"
+            + consistency.by_rank([f"checksums {' '.join(each)}" for each in gathered]),
+            why="each rank selects its samples of one dataset by index; with different datasets some samples are lost "
+            "and others are read twice",
+            fix="build the same dataset on every rank: sort file lists (os.listdir has no fixed order), seed random "
+            "splits, and do not split it by rank; preflight: false disables this check",
+        )
+
+
+def _sketches(samples: list[Any]) -> list[int]:
+    """Text may contain paths, which differ between nodes: it counts only if there is nothing else."""
+    return [sketch(sample, text=not has_numbers(sample)) for sample in samples]
