@@ -22,6 +22,7 @@ from paceline.data.loader import DataShard, MicroBatch, ReadOptions, no_samples
 from paceline.data.slicing import slice_bounds
 from paceline.errors import DataError
 from paceline.runtime import collectives
+from paceline.runtime.objects import message_device
 from paceline.runtime.rng import derive_seed
 
 _COMPARED = 64  # samples of each rank and worker that are compared with those of others
@@ -157,27 +158,32 @@ class ShardedStream:
 
     def _exchange(self, share: Share | None) -> list[int]:
         """The samples of each data rank in the next step. Collective, in the order of steps on every rank."""
-        part, rows = self._part, () if share is None or self._compared else share.rows
+        part, own = self._part, 0 if share is None else share.samples
         if share is not None and share.placeholder is not None:
             self._placeholder = share.placeholder
-        own = 0 if share is None else share.samples
-        known = self._placeholder is not None
-        gathered = collectives.all_gather_object([part.rank, own, known, list(rows)])
-        samples = [0] * part.ranks
-        for data_rank, number, *_ in gathered:
-            samples[data_rank] = number
-        without = sorted({data_rank for data_rank, _, has_any, _ in gathered if not has_any})
-        if without and sum(samples):
+        if part.ranks == 1:
+            return [own]
+        if not self._compared:
+            self._compared = True
+            self._compare(() if share is None else share.rows)
+        samples = torch.zeros(part.ranks, dtype=torch.int64, device=message_device(None))
+        samples[part.rank] = own
+        collectives.all_reduce(samples, "max")
+        return samples.tolist()
+
+    def _compare(self, rows: tuple[int, ...]) -> None:
+        """Before the first step: every rank needs a placeholder, and shards must differ."""
+        ranks = self._part.ranks
+        gathered = collectives.all_gather_object([self._part.rank, self._placeholder is not None, list(rows)])
+        without = sorted({data_rank for data_rank, has_any, _ in gathered if not has_any})
+        if without and any(has_any for _, has_any, _ in gathered):
             raise DataError(
                 "empty-shard",
-                f"The shards of data ranks {', '.join(map(str, without))} of {part.ranks} have no samples.",
+                f"The shards of data ranks {', '.join(map(str, without))} of {ranks} have no samples.",
                 why="every rank has to run the model in every step, at least with one sample of weight zero",
                 fix="write the data in at least as many files as there are data ranks, or do not split the stream",
             )
-        if not self._compared:
-            _require_different([(data_rank, shard) for data_rank, *_, shard in gathered])
-            self._compared = True
-        return samples
+        _require_different([(data_rank, shard) for data_rank, _, shard in gathered])
 
     def _step(self, share: Share | None, samples: list[int], epoch: int, step: int) -> Iterator[MicroBatch]:
         part, total, before = self._part, sum(samples), 0
