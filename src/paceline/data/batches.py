@@ -145,8 +145,11 @@ def digest(batch: Any) -> int:
     return total
 
 
-def has_numbers(sample: Any) -> bool:
-    return any(isinstance(value, (torch.Tensor, np.ndarray, int, float)) for value in _leaves(sample))
+def comparable(sample: Any) -> int:
+    """A sketch that may be compared between ranks. Text counts only if there is nothing else, because it may contain
+    paths, which differ between nodes."""
+    numbers = any(isinstance(value, (torch.Tensor, np.ndarray, int, float)) for value in _leaves(sample))
+    return sketch(sample, text=not numbers)
 
 
 def sketch(sample: Any, *, text: bool = True) -> int:

@@ -50,6 +50,10 @@ class EpochLengths:
             self._known.append(self._of(len(self._known)) or 0)
         return self._known[epoch]
 
+    def of(self, epoch: int) -> int | None:
+        """Steps in one epoch; None if unknown."""
+        return self._at(epoch) if self._vary else self.per_epoch
+
     def before(self, epoch: int | None) -> int | None:
         """Steps in all epochs before this one; None if unknown."""
         if epoch is None:

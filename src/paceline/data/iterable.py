@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from paceline.data.batches import digest, layout_of, rows_of, samples_in, sketch, tensors_in
+from paceline.data.batches import comparable, digest, layout_of, rows_of, samples_in, tensors_in
 from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
 from paceline.data.epoch_reader import EpochReader, length_of, preserve_generators
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
@@ -85,7 +85,7 @@ class SampleStream:
         for chunk in iter(lambda: list(islice(samples, self._batch)), []):
             if self._drop_last and len(chunk) < self._batch:
                 return
-            content = hash(tuple(sketch(sample) for sample in chunk)) if self._watched else 0
+            content = hash(tuple(comparable(sample) for sample in chunk)) if self._watched else 0
             for share in slices_of(len(chunk), self._batch, self._part.groups, self._part.rank, self._part.ranks):
                 batch = self._collate(list(own_or_placeholder(chunk, share))) if step >= first_step else None
                 yield micro_of(batch, share, len(chunk), epoch, step, (), content)
@@ -151,7 +151,7 @@ class BatchStream:
             before = step
             for batch in self._batches(epoch):
                 if watch is not None and (step < _ALL or step % _SOME == 0):
-                    watch.add(step, epoch, sketch(batch))
+                    watch.add(step, epoch, comparable(batch))
                 if step >= first_step:
                     total = samples_in(batch, kind)
                     for share in self._shares.get(total) or self._shares_of(total):

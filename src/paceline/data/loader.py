@@ -23,6 +23,7 @@ from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededSamples
 from paceline.data.slicing import BatchSlice, slices_of
 from paceline.errors import DataError
+from paceline.log import rank_log
 from paceline.runtime import collectives
 from paceline.runtime.rng import preserve_rng_state
 
@@ -99,6 +100,7 @@ class IndexedLoader:
         self._order, self._part, self._reading = order, part, reading
         self._dataset = dataset
         self._first: Sequence[Any] = ()  # indices of the first step
+        self._warned = False
 
     @property
     def repeatable(self) -> bool:
@@ -161,7 +163,18 @@ class IndexedLoader:
                 step += 1
             if step == before:
                 raise no_samples()
+            if epochs != 1:
+                self._warn_of_length(epoch, skip + step - before)
             skip = 0
+
+    def _warn_of_length(self, epoch: int, steps: int) -> None:
+        expected = self._order.lengths.of(epoch)
+        if expected not in (None, steps) and not self._warned:
+            self._warned = True
+            rank_log(collectives.rank()).warning(
+                f"the sampler yielded {steps} batches in epoch {epoch}, but its length says {expected}: epochs end, "
+                "and a resumed run continues, where the length says; correct __len__, or remove it"
+            )
 
     def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
         part = self._part

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.batches import has_numbers, sketch
+from paceline.data.batches import comparable
 from paceline.errors import DataError
 from paceline.runtime import collectives, consistency
 from paceline.runtime.rng import preserve_rng_state
@@ -97,7 +97,7 @@ def require_same_samples(samples: Any, dataset: Any, epoch: int, indices: Sequen
         samples,
         batch_sampler=[[(epoch, index) for index in chosen]],
         num_workers=min(1, workers),
-        collate_fn=_sketches,
+        collate_fn=_checksums,
         generator=torch.Generator(),
     )
     try:
@@ -120,6 +120,5 @@ def require_same_samples(samples: Any, dataset: Any, epoch: int, indices: Sequen
         )
 
 
-def _sketches(samples: list[Any]) -> list[int]:
-    """Text may contain paths, which differ between nodes: it counts only if there is nothing else."""
-    return [sketch(sample, text=not has_numbers(sample)) for sample in samples]
+def _checksums(samples: list[Any]) -> list[int]:
+    return [comparable(sample) for sample in samples]

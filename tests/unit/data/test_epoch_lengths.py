@@ -71,3 +71,18 @@ def test_a_sampler_may_reject_epochs_beyond_its_plan() -> None:
 
     loader = DataLoader(Numbers(40), batch_size=10, sampler=Planned())
     assert [m.epoch for m in micros(loader, spec_for(), first=1, epochs=3)] == [1, 2, 2]
+
+
+def test_a_sampler_that_does_not_know_its_length_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Estimated(Growing):
+        set_epoch = None  # type: ignore[assignment]
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(25))
+
+        def __len__(self) -> int:
+            return 40
+
+    loader = DataLoader(Numbers(40), batch_size=10, sampler=Estimated())
+    assert len(micros(loader, spec_for(), epochs=2)) == 6
+    assert capsys.readouterr().out.count("yielded 3 batches in epoch 0, but its length says 4") == 1
