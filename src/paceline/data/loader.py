@@ -100,7 +100,7 @@ class IndexedLoader:
         self._order, self._part, self._reading = order, part, reading
         self._dataset = dataset
         self._first: Sequence[Any] = ()  # indices of the first step
-        self._warned = False
+        self._warned = self._watched = False
 
     @property
     def repeatable(self) -> bool:
@@ -120,6 +120,8 @@ class IndexedLoader:
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
         planned: deque[MicroBatch] = deque()
         reading = self._reading
+        watch = None if isinstance(self._order, FormulaOrder) else watch_order()
+        self._watched = watch is not None
         loader = DataLoader(
             self._samples,
             batch_sampler=_Keys(self._plan(first_step, epochs), planned),
@@ -132,7 +134,6 @@ class IndexedLoader:
         # Workers seed their own generators. Without workers the global RNG is seeded, so its state is restored.
         keep = preserve_rng_state if self._samples.draws and reading.workers == 0 else nullcontext
         batches = iter(loader)
-        watch = None if isinstance(self._order, FormulaOrder) else watch_order()
         compare = reading.compare and collectives.world() > 1
         while True:
             with keep():
@@ -179,7 +180,7 @@ class IndexedLoader:
     def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
         part = self._part
         self._first = self._first or indices
-        content = 0 if isinstance(self._order, FormulaOrder) else content_of(indices)
+        content = content_of(indices) if self._watched else 0
         for share in slices_of(len(indices), self._order.batch, part.groups, part.rank, part.ranks):
             yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
 
