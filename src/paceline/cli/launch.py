@@ -44,16 +44,17 @@ def launch(
     from paceline.launcher.dispatch import dispatch
 
     target = _target(command, module, no_python, local_rank)
+    name, resumed = (None, None) if run or resume else workloads.planned_run(target)
     spec = LaunchSpec.resolve(
         None,
         {
             **launch_options,
-            "run": run or Path(target.name).stem,
+            "run": run or name or Path(target.name).stem,
             "device": "cpu" if cpu else None,
             "port": port,
             "fresh": fresh,
             "env": {**options.read_env(env), **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})},
-            "resume": "auto" if resume else None,
+            "resume": "auto" if resume else resumed,
             "prior_starts": int(resume),
         },
     )

@@ -147,12 +147,17 @@ class RunFolder:
     @classmethod
     def newest(cls, name: str) -> RunFolder | None:
         """The last folder that `create(name)` created and in which a run has started; None if there is none."""
-        return _last(name, [folder for folder in _created(name) if folder.has_run])
+        return next(iter(existing_runs(name)), None)
 
     @classmethod
     def newest_launch(cls, name: str) -> RunFolder | None:
         """The last folder that `create(name)` created and for which ranks were launched; None if there is none."""
-        return _last(name, [folder for folder in _created(name) if folder.ledger.is_file()])
+        return next((folder for folder in _created(name) if folder.ledger.is_file()), None)
+
+
+def existing_runs(name: str) -> list[RunFolder]:
+    """The folders that `create(name)` created and in which a run has started, newest first."""
+    return [folder for folder in _created(name) if folder.has_run]
 
 
 def require_exists(path: str) -> None:
@@ -184,14 +189,11 @@ def _path(name: str) -> Path:
 
 
 def _created(name: str) -> list[RunFolder]:
-    parent = _path(name).parent
-    folders = [RunFolder(path) for path in parent.iterdir()] if parent.is_dir() else []
-    return [folder for folder in folders if folder.is_run_of(name)]
-
-
-def _last(name: str, folders: list[RunFolder]) -> RunFolder | None:
-    length = len(_path(name).name)
-    return max(folders, key=lambda folder: int(folder.path.name[length + 1 :] or 1), default=None)
+    """Newest first."""
+    wanted = _path(name)
+    folders = [RunFolder(path) for path in wanted.parent.iterdir()] if wanted.parent.is_dir() else []
+    created = [folder for folder in folders if folder.is_run_of(name)]
+    return sorted(created, key=lambda folder: -int(folder.path.name[len(wanted.name) + 1 :] or 1))
 
 
 def not_usable(folder: Path, reason: str) -> LaunchError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from paceline.config.sections import NamedSection
 from paceline.data.batches import tensors_in
 from paceline.data.datasets import find_data, get_data
 from paceline.errors import ConfigError, TrainError
+from paceline.guard import origin
 from paceline.models.spec import declared_spec
 from paceline.models.zoo import find_model, get_model
 from paceline.monitor.loggers import open_loggers
@@ -175,11 +177,6 @@ def open_run(config: Config, default_name: str, is_main: bool) -> RunFolder | No
     return RunFolder(Path(path))
 
 
-def default_name(model: nn.Module) -> str:
-    """The name of a run without a name."""
-    return type(model).__name__.lower()
-
-
 def _launch_folder(name: str | None) -> RunFolder | None:
     """The launcher's folder: for the first Trainer of a launch, unless it sets another name."""
     launched = environment.run_folder()
@@ -190,4 +187,7 @@ def _launch_folder(name: str | None) -> RunFolder | None:
 
 def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> None:
     run.config.write_text(show.effective(config) + "\n")
+    script = origin.main_script()
+    if script is not None:
+        rows = {**rows, "script": Derived(os.path.relpath(script, run.path.parent), "trains in this folder")}
     run.derived.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))

@@ -22,6 +22,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
+from paceline.guard import origin
 from paceline.log import Log
 from paceline.plan.derived import Derived, table
 from paceline.run import jsonl, ledger
@@ -167,6 +168,9 @@ class RunHandle:
         self._take_lock(folder)
         self.folder = folder
         self._opened(folder, _requested_name(config, self._name))
+        launched = environment.run_folder()
+        if launched is not None and launched.path != folder.path:
+            self._log.info(f"training in {folder.short}; the logs of its ranks are in {launched.short}")
         self.without_access = ranks_without_access(folder.path)
         named = numbered("rank", self.without_access)
         if self.without_access and config.checkpoint.unshared == "refuse":
@@ -194,7 +198,7 @@ class RunHandle:
 
 def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Opened) -> RunHandle:
     """The run to resume, after a restart or because of `resume`; or a new run, without a folder yet. Collective."""
-    default_name = factory.default_name(model)
+    default_name = origin.default_name(type(model).__name__.lower())
     run = RunHandle(world, log, default_name, opened)
     folder = _restarted(config, world, default_name)
     if folder is not None:
@@ -252,7 +256,17 @@ def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFol
         )
     launched = environment.run_folder()  # named by the launcher after the recipe or script
     name = _requested_name(config, default_name if launched is None else launched.requested_name)
-    folder = _same_on_every_rank(RunFolder.newest(name) if world.is_main else None)
+    found = None
+    if world.is_main:
+        script = origin.main_script()
+        found, other = origin.find(name, script)
+        if other is not None and isinstance(config.run, str):  # it has the name that was asked for
+            found = other
+            log.warning(f"{other.short} was trained by {origin.script_of(other)}, and is now continued by {script}")
+        elif other is not None and found is None:
+            before = f"{other.short} belongs to {origin.script_of(other)}, not to {script}"
+            log.warning(f"{before}: it is not resumed; to continue it, set resume to its path")
+    folder = _same_on_every_rank(found)
     if folder is None:
         log.info(f"no run named {Path(name).name}; starting a new one")
     return folder
