@@ -76,6 +76,8 @@ class Updater:
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """Update the parameters in step `step`, counted from 0. Returns the gradient norm, if it was computed."""
         norm = None
+        if isinstance(factor, float) and factor == 1.0:
+            factor = None
         if self._sharded is not None:
             self._sharded.assign_gradients()
         hooked = self.gradient_hooks is not None and self.gradient_hooks.any

@@ -110,6 +110,8 @@ class Stepper:
             self.data_weighted, self.means = True, False
             is_mean = type(weight) is Divisor
             weight = weight.weight if isinstance(weight, Divisor) else weight
+            if isinstance(weight, Tensor) and weight.device.type == "cpu":
+                weight = weight.item()  # Python arithmetic is cheaper than tensor operations
             if micro.samples == 0:  # a placeholder batch keeps this rank in step with the others
                 weight = 0.0
             if not is_mean and self.nominal is None and self.measure is not None:
@@ -137,12 +139,16 @@ class Stepper:
             return None if self._scaler is None else self._seed(1.0, mean)
         if self._ranks > 1:
             self._mean_weight = micro.step_samples * self.per_sample
+        if self._scaler is None and not isinstance(weight, Tensor) and weight * self._ranks == self._mean_weight:
+            return None
         return self._relative_seed(weight, mean)
 
     def _relative_seed(self, weight: Tensor | float, mean: Tensor) -> Tensor:
         assert self._mean_weight is not None
-        # A count is an integer, whose quotient would be rounded to float32.
-        seed = torch.as_tensor(weight, dtype=mean.dtype, device=mean.device) * self._ranks / self._mean_weight
+        if isinstance(weight, Tensor):  # a count is an integer, whose quotient would be rounded to float32
+            seed = weight.to(mean.dtype) * self._ranks / self._mean_weight
+        else:
+            seed = torch.full_like(mean.detach(), float(weight * self._ranks / self._mean_weight))
         return seed if self._scaler is None else self._scaler.scale(seed)
 
     def _seed(self, factor: float, value: Tensor) -> Tensor:
