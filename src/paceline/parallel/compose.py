@@ -27,7 +27,7 @@ from paceline.parallel.fsdp import reduce_unused, shard, without_all_reduce
 from paceline.parallel.meta_init import is_meta, materialize
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.pipeline.stage import Stage, build_stages
-from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model, remove_other_stages
+from paceline.parallel.pipeline.stage_partition import AbsentLayer, StagePartition, partition_model, remove_other_stages
 from paceline.parallel.recompute import recompute
 from paceline.parallel.replicas import Replicas
 from paceline.parallel.shards import broadcast_weights
@@ -160,7 +160,7 @@ def _pipeline(subject: Subject, context: Composition) -> str:
     partition = partition_model(model, config.pipeline, mesh.degrees.pipeline)
     blocks = [name for name, _ in find_blocks(model, subject.blocks)]
     remove_other_stages(model, partition, mesh.coords["pipeline"])
-    here = dict(model.named_modules())
+    here = {name for name, module in model.named_modules() if not isinstance(module, AbsentLayer)}
     # Blocks must be found before: on this rank, the list of layers may have a single member left.
     subject.blocks = [name for name in blocks if name in here] if blocks else None
     subject.partition = partition

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from paceline.errors import LayoutError
 from paceline.models import huggingface
 from paceline.models.blocks import find_blocks
+from paceline.models.power_iteration import PowerIterations
 from paceline.runtime import noise
 
 _ATEN = torch.ops.aten
@@ -56,6 +57,7 @@ class RecomputedForward:
     def __init__(self, forward: Callable[..., Any], block: nn.Module, *, selective: bool) -> None:
         self.forward, self.selective = forward, selective
         self._norms = [part for part in block.modules() if isinstance(part, _NormBase)]
+        self._power = PowerIterations(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -70,6 +72,8 @@ class RecomputedForward:
         """Contexts of the first and the second forward; the second restores the state that the first one saw."""
         first, second = _selective() if self.selective else (nullcontext(), nullcontext())
         draw, modes = noise.current(), _get_current_function_mode_stack()
+        if self._power:
+            second = _with_estimate(self._power, second)
         return first, _second_forward(None if draw is None else draw.copy(), modes, self._norms, second)
 
 
@@ -136,6 +140,18 @@ def _second_forward(
         stack.enter_context(_without_tracking(norms))
         stack.enter_context(inner)
         yield
+
+
+@contextmanager
+def _with_estimate(power: PowerIterations, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let spectral norms use the estimate of the first forward."""
+    allowed = power.allowed
+    power.allow(False)
+    try:
+        with inner:
+            yield
+    finally:
+        power.allow(allowed)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.config.components import OPTIMIZERS, PRECISIONS
+from paceline.config.components import OPTIMIZERS, PRECISIONS, OptimizerFacts
 from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
@@ -23,11 +23,13 @@ from paceline.guard import loss_halves, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
+from paceline.guard.optimizer_check import require_separable
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import infer_call
+from paceline.models.power_iteration import PowerIterations
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
@@ -172,8 +174,10 @@ class Engine:
         names = names_of(self.model) if source is None else self._original_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.sharded: ShardedParams | None = None
+        if self.mesh.degrees.pipeline > 1:
+            require_separable(self.optimizer, self._registered_facts(), self.log)
         if is_sharded(config, self.layout.degrees):
-            facts = OPTIMIZERS.facts(config.optimizer.name) if self.owns_optimizer else None
+            facts = self._registered_facts()
             local_names = {key: self._aliases.get(name, name) for key, name in names.items()}
             held = bind(self.optimizer, local_names, self.model, facts)
             allowed, copies = config.unused_parameters == "allow" or self.world.size == 1, frozenset(self.tied_copies)
@@ -187,6 +191,9 @@ class Engine:
             enabled=PRECISIONS.facts(config.precision).loss_scaling,
             reduce_max=None if self.sharded is None else partial(collectives.all_reduce, op="max"),
         )
+
+    def _registered_facts(self) -> OptimizerFacts | None:
+        return OPTIMIZERS.facts(self.config.optimizer.name) if self.owns_optimizer else None
 
     def _warm_up(self, forward: Callable[[Any], Any], batch: Any) -> None:
         """Called before the first batch after DDP was rebuilt for other parameters."""
@@ -217,6 +224,9 @@ class Engine:
             )
         else:
             self.stepper = Stepper(self.module, self.wrapped, **parts)
+        self._power_iterations = PowerIterations(self.model)
+        if self._power_iterations:
+            self.stepper.before_micro = self._before_micro
         if isinstance(self.wrapped.forward, Replicas):
             self.wrapped.forward.warm_up = self._warm_up
         self.updater = Updater(
@@ -241,9 +251,15 @@ class Engine:
     def _defer_hooks(self) -> None:
         """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
         if self.updater.gradient_hooks is None:
-            hooks = self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
-            self.stepper.before_step = hooks.defer
+            self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
+            self.stepper.before_micro = self._before_micro
         else:
+            self.updater.gradient_hooks.defer()
+
+    def _before_micro(self, first: bool) -> None:
+        """Called before a micro-batch, which may be the first one of its step."""
+        self._power_iterations.allow(first)
+        if first and self.updater.gradient_hooks is not None:
             self.updater.gradient_hooks.defer()
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

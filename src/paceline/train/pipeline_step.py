@@ -123,8 +123,8 @@ class PipelineStepper(Stepper):
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
-        if self.before_step is not None and not micro.group:
-            self.before_step()
+        if self.before_micro is not None:
+            self.before_micro(not micro.group)
         with nullcontext() if micro.last or self._no_sync is None else self._no_sync():
             self._run(micro)
         self.means = bool(self._counts_samples)

@@ -55,7 +55,7 @@ class Stepper:
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.nominal: float | None = None  # None: the number of samples
         self.per_sample = 1.0  # a power of two near the weight of a sample, for means
-        self.before_step: Callable[[], None] | None = None  # called before the first micro-batch of a step
+        self.before_micro: Callable[[bool], None] | None = None  # called with whether it is the first one of a step
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
         self.reset()
 
@@ -78,8 +78,8 @@ class Stepper:
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch and return its loss. The last one reduces the gradients."""
         draw = self._draw
-        if self.before_step is not None and not micro.group:
-            self.before_step()
+        if self.before_micro is not None:
+            self.before_micro(not micro.group)
         self.weigh(several=micro.group > 0 or not micro.last)
         draw.samples, draw.draws = micro, 0
         if micro.last or self._no_sync is None:
@@ -91,8 +91,8 @@ class Stepper:
         return loss
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | Divisor | None]:
-        if self.before_step is not None and not micro.group:
-            self.before_step()
+        if self.before_micro is not None:
+            self.before_micro(not micro.group)
         self._draw.samples, self._draw.draws = micro, 0
         self.weigh(several=True)  # more micro-batches may follow
         result: tuple[Tensor, Tensor | float | Divisor | None] = self._forward(micro.batch)

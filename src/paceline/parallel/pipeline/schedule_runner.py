@@ -100,8 +100,11 @@ class PipelineRunner:
         self._schedule = self._build(rows)
 
     def _infer_shapes(self, inputs: Tensor) -> None:
+        buffers = [(buffer, buffer.clone()) for stage in self.stages for buffer in stage.buffers()]
         with preserve_rng_state(), torch.no_grad():
             self.forward(inputs[: self.microbatches], record_shapes=True)
+            for buffer, before in buffers:
+                buffer.copy_(before)
         for stage in self.stages:
             reshard_all(stage)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import LayoutError
+from paceline.models.power_iteration import PowerIterations
 from paceline.parallel.pipeline.stage_partition import LayerSequence, StagePartition
 
 
@@ -37,6 +38,9 @@ class Stage(nn.Module):
             self.add_module(f"layer {key}", block)  # FSDP looks for parameters in submodules
         for name in (*(sequence.first_modules if first else ()), *(sequence.last_modules if last else ())):
             self.add_module(name.replace(".", " "), model.get_submodule(name))
+        power = PowerIterations(self)
+        if power:  # only in the first micro-batch: the step allows them again
+            self.register_forward_hook(lambda *call: power.allow(False))
 
     def forward(self, hidden: Tensor) -> Any:
         if not self.is_first and hidden.requires_grad:

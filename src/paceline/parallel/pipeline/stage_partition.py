@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -230,14 +231,45 @@ def _rank_of(name: str, partition: StagePartition) -> int:
     return next(number for number, keys in enumerate(partition.stages) if key in keys) % partition.ranks
 
 
+class _AbsentLayerError(LayoutError, AttributeError):
+    """Also an AttributeError, so that hasattr() is False for the attributes of an absent layer."""
+
+
+class AbsentLayer(nn.Module):
+    """Stands for a layer of another pipeline rank. Has no parameters; using it is an error."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        super().__init__()
+        self._place = (name, rank)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._misuse("was called")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_place" not in self.__dict__:
+            raise AttributeError(name)
+        error = self._misuse(f"was asked for {name!r}")
+        raise _AbsentLayerError("absent-layer", error.what, why=error.why, fix=error.fix)
+
+    def _misuse(self, what: str) -> LayoutError:
+        name, rank = self._place
+        return LayoutError(
+            "absent-layer",
+            f"Layer {name} {what}, but it is on pipeline rank {rank}.",
+            why="each rank of a pipeline holds some of the layers only",
+            fix="look parameters up by name, dict(model.named_parameters()).get(name), which is None on other ranks",
+        )
+
+
 def remove_other_stages(model: nn.Module, partition: StagePartition, rank: int) -> None:
-    """Remove the modules of other ranks from the model."""
+    """Remove the modules of other ranks from the model. Layers keep their indices: `model[3]` is layer 3 or absent."""
     sequence = partition.sequence
     kept = {key for number in partition.stages_on(rank) for key in partition.stages[number]}
     layers = model.get_submodule(sequence.container)
-    for key in sequence.keys:
+    places = {key: number % partition.ranks for number, keys in enumerate(partition.stages) for key in keys}
+    for key, name in zip(sequence.keys, sequence.names, strict=True):
         if key not in kept:
-            del layers._modules[key]
+            layers._modules[key] = AbsentLayer(name, places[key])
     used = set(sequence.first_modules if rank == 0 else ())
     used |= set(sequence.last_modules if rank == partition.ranks - 1 else ())
     for name in {*sequence.first_modules, *sequence.last_modules} - used:
