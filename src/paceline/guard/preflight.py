@@ -26,7 +26,7 @@ import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import DataError, LayoutError, TrainError
-from paceline.guard import same_model, snapshot
+from paceline.guard import forward_state, same_model, snapshot
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.models.weight_bits import checksum
@@ -52,9 +52,10 @@ def check(
     fingerprint: Any,
     allow_unused: bool,
     user_code: Sequence[Any] = (),
+    compiled: bool = False,
     run_zero_weight: Callable[[MicroBatch], Any] | None = None,
-) -> tuple[float, list[str]]:
-    """Return the weight of one micro-batch summed over ranks, and the parameters without a gradient."""
+) -> tuple[float, tuple[list[str], list[str]]]:
+    """Return the weight of one micro-batch summed over ranks, and the buffers that the forward changes."""
     ranks, value = collectives.world(), None
     if mesh.data_ranks < mesh.degrees.world:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
@@ -63,21 +64,20 @@ def check(
     trial = replace(micro, batch=snapshot.copied(micro.batch))
     with snapshot.preserved(module.model, *user_code):
         draw.samples, draw.draws = trial, 0
-        if run_zero_weight is not None:  # a pipeline
-            weight = run_zero_weight(trial)
-        else:
-            value, weight = wrapped.forward(trial.batch)
-            _require_plain(value)
-            with explain_inplace_change():
-                (value * 0.0).backward()
+        with forward_state.watched(module.model, mesh, compiled=compiled) as changes:
+            if run_zero_weight is not None:  # a pipeline
+                weight = run_zero_weight(trial)
+            else:
+                value, weight = wrapped.forward(trial.batch)
+        if value is not None:
+            _run_backward(value)
         draw.samples = None
         unused = without_gradient(module.model)
     module.zero_grad(set_to_none=True)
     if unused and ranks > 1 and not allow_unused:
         raise unused_parameters_error(module.model, unused)
     counts = micro.samples > 0 and mesh.reports_loss
-    if isinstance(weight, Divisor):
-        weight = weight.weight
+    weight = weight.weight if isinstance(weight, Divisor) else weight
     local_weight = float(micro.samples if weight is None else weight) if counts else 0.0
     compare = ranks > 1 and mesh.degrees.is_replicated  # sharded weights are broadcast from rank 0
     facts = {
@@ -88,6 +88,7 @@ def check(
         "data": fingerprint,
         "loss": [mesh.data_rank, None if value is None else float(value.detach())],
         "rows": _rows(micro.batch) if counts and not micro.exact else [],
+        "changes": changes,
     }
     gathered = collectives.all_gather_object(facts)
     if mesh.repeats_loss:
@@ -98,7 +99,14 @@ def check(
     consistency.require_same_weights([rank["weights"] for rank in gathered])
     _require_same_data([rank["data"] for rank in gathered])
     _require_disjoint([rank["rows"] for rank in gathered])
-    return sum(rank["weight"] for rank in gathered), unused
+    buffers = forward_state.changed_buffers([rank["changes"] for rank in gathered], mesh)
+    return sum(rank["weight"] for rank in gathered), buffers
+
+
+def _run_backward(value: Any) -> None:
+    _require_plain(value)
+    with explain_inplace_change():
+        (value * 0.0).backward()
 
 
 def _require_plain(loss: Any) -> None:

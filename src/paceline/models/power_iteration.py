@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -17,13 +17,24 @@ class PowerIterations:
     """The spectral norms of a model, of both kinds: `torch.nn.utils.spectral_norm` and that of `parametrizations`."""
 
     def __init__(self, model: nn.Module) -> None:
-        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-        norms: list[Any] = [*hooks, *model.modules()]
-        kinds = (SpectralNorm, _SpectralNorm)
-        self._norms = [(norm, norm.n_power_iterations) for norm in norms if isinstance(norm, kinds)]
+        self._norms: list[tuple[Any, int]] = []
+        self._owners: list[tuple[nn.Module, tuple[str, str]]] = []  # with the names of the buffers of the estimate
+        for module in model.modules():
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, SpectralNorm):
+                    self._norms.append((hook, hook.n_power_iterations))
+                    self._owners.append((module, (f"{hook.name}_u", f"{hook.name}_v")))
+            if isinstance(module, _SpectralNorm):
+                self._norms.append((module, module.n_power_iterations))
+                self._owners.append((module, ("_u", "_v")))
 
     def __bool__(self) -> bool:
         return bool(self._norms)
+
+    def buffers(self) -> list[Tensor]:
+        """The estimates."""
+        found = [module._buffers.get(name) for module, names in self._owners for name in names]
+        return [buffer for buffer in found if buffer is not None]
 
     @property
     def allowed(self) -> bool:

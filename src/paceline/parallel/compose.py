@@ -32,7 +32,7 @@ from paceline.parallel.recompute import recompute
 from paceline.parallel.replicas import Replicas
 from paceline.parallel.shards import broadcast_weights
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
-from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, unconverted
+from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, synchronize_instance_norms, unconverted
 from paceline.parallel.tensor.apply import apply_tensor_parallel
 from paceline.plan.passes import Pass, passes_for
 from paceline.runtime.mesh import Mesh
@@ -171,6 +171,7 @@ def _pipeline(subject: Subject, context: Composition) -> str:
 
 def _sync_batchnorm(subject: Subject, context: Composition) -> str | None:
     changed = convert_sync_batchnorm(subject.model, context.mesh.data_group)
+    changed += synchronize_instance_norms(subject.model, context.mesh.data_group)
     others = unconverted(subject.model)
     if others:
         context.log.warning(

@@ -16,6 +16,7 @@ plain batch norm. In training mode, it is collective: it must be run on every ra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from paceline.errors import TrainError
 from paceline.runtime import collectives, noise
@@ -49,6 +51,29 @@ def convert_sync_batchnorm(model: nn.Module, group: collectives.Group = None) ->
                 module.process_group = group
             changed.append(name)
     return changed
+
+
+def synchronize_instance_norms(model: nn.Module, group: collectives.Group = None) -> list[str]:
+    """Average the running statistics of instance norms, which are means over the samples, over the group."""
+    found = [
+        (name, module) for name, module in model.named_modules()
+        if isinstance(module, _InstanceNorm) and module.track_running_stats
+    ]  # fmt: skip
+    for _, module in found:
+        module.register_forward_hook(partial(_average_statistics, group))
+    return [name for name, _ in found]
+
+
+@torch.no_grad()
+def _average_statistics(group: collectives.Group, module: _InstanceNorm, args: Any, output: Any) -> None:
+    if module.training and module.running_mean is not None and module.running_var is not None:
+        statistics, samples = torch.cat([module.running_mean, module.running_var]).double(), noise.local_samples()
+        share = statistics.new_tensor([1.0 if samples is None else samples])
+        gathered = _gather(torch.cat([statistics * share, share]), group).sum(0)
+        if gathered[-1] > 0:
+            mean, var = (gathered[:-1] / gathered[-1]).chunk(2)
+            module.running_mean.copy_(mean)
+            module.running_var.copy_(var)
 
 
 def unconverted(model: nn.Module) -> list[str]:

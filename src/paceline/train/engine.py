@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import loss_halves, own_step, preflight, same_model
+from paceline.guard import forward_state, loss_halves, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
@@ -100,7 +99,7 @@ class Engine:
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
         if wrapper:
             self.log.info(f"model: unwrapped from {wrapper}; the Trainer wraps it itself if the layout requires it")
-        _set_torch_flags(config, self.world.device)
+        factory.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
         self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)
         if task.optimizer is not None:
@@ -291,7 +290,7 @@ class Engine:
             self._compare_halves(micro, groups)
             return
         self.stepper.weigh(several=groups > 1)
-        weight, _ = preflight.check(
+        weight, (own, counted) = preflight.check(
             self.module,
             self.wrapped,
             micro,
@@ -300,12 +299,15 @@ class Engine:
             fingerprint=fingerprint(),
             allow_unused=self.config.unused_parameters == "allow",
             user_code=[self.task.criterion, self.task.loss_fn],
+            compiled=bool(self.config.compile),
             run_zero_weight=self.stepper.run_zero_weight if isinstance(self.stepper, PipelineStepper) else None,
         )
         self._checked = True
         self.stepper.nominal = preflight.nominal(weight, groups)
         self.stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
         self._compare_halves(micro, groups)
+        several = groups > 1 or self.mesh.degrees.pipeline > 1
+        forward_state.warn_of_buffers(own, counted, self.log.warning, several=several)
         process_group.shorten_timeout(self.config.timeout)  # compilation is done
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
 
@@ -388,14 +390,3 @@ class Engine:
             yield
         finally:
             self.model.to(self.world.device)
-
-
-def _set_torch_flags(config: Config, device: torch.device) -> None:
-    """These flags are global to the process."""
-    if config.tf32:
-        policies.allow_tf32(True)
-    if config.deterministic:
-        if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False

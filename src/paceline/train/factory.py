@@ -35,6 +35,7 @@ from paceline.plan.layout import derive_layout
 from paceline.plan.memory import MachineFacts
 from paceline.plan.passes import require_allowed
 from paceline.plan.schedule import derive_schedule
+from paceline.precision import policies
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives, environment, rng
@@ -191,3 +192,14 @@ def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> No
     if script is not None:
         rows = {**rows, "script": Derived(os.path.relpath(script, run.path.parent), "trains in this folder")}
     run.derived.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))
+
+
+def set_torch_flags(config: Config, device: torch.device) -> None:
+    """These flags are global to the process."""
+    if config.tf32:
+        policies.allow_tf32(True)
+    if config.deterministic:
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

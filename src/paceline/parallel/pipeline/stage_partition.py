@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError, did_you_mean
@@ -100,10 +100,10 @@ def layer_sequence(model: nn.Module) -> LayerSequence:
             "strategy: fsdp",
         )
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _NormBase) and (isinstance(module, _BatchNorm) or module.track_running_stats):
             raise LayoutError(
                 "pipeline-and-batchnorm",
-                f"Pipelines do not support batch norm: {name}.",
+                f"Pipelines do not support batch norm, or running statistics: {name}.",
                 why="micro-batches are padded to equal size, and the padding would change the statistics",
                 fix="use GroupNorm or LayerNorm, or strategy: ddp or fsdp",
             )
