@@ -19,6 +19,7 @@ import tiny
 from faults import worlds
 from paceline.errors import LaunchError
 from paceline.monitor import last_records
+from paceline.train.checkpointing import saver
 
 STEPS = 9  # three epochs
 
@@ -116,6 +117,17 @@ def test_without_scheduled_saves_the_survivor_saves_and_says_whose_losses_it_has
     ended = worlds.run(2, partial(train, tmp_path / "r", Ends(5, [1]), save_every=None, log_every=10, quiet=False))
     assert "step 5 was saved" in ended[0].output and "losses of this rank only (of_rank)" in ended[0].output
     assert worlds.values(2, partial(train, tmp_path / "r", save_every=None))
+
+
+def test_more_than_a_few_steps_are_not_trained_again_for_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_records, "SECONDS", 0.1)
+    monkeypatch.setattr(saver, "_FEW_STEPS", 2)
+    ended = worlds.run(2, partial(train, tmp_path / "r", Ends(8, [1]), save_every=5, log_every=2, quiet=False))
+    assert "step 8 was saved" in ended[0].output and "losses of this rank only (of_rank)" in ended[0].output
+    [said, _] = worlds.run(2, partial(train, tmp_path / "r", quiet=False))
+    assert "from step-000008" in said.output
 
 
 def test_a_custom_loop_ends_with_the_losses_of_all_ranks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import other_model
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
-from paceline.train.checkpointing.saver import UNRECORDED, Saver, require_own_weights, saves_regularly
+from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
@@ -226,8 +227,10 @@ class Restorer:
         found = directory.candidates(folder) if self._engine.world.is_main else []
         # Those without optimizer state come last, because a resumed run would differ; and those of a rank that survived
         # others, whose records it does not have, if a scheduled one is near.
-        regularly = saves_regularly(self._engine.config)
-        found.sort(key=lambda each: each.manifest is not None and (regularly and _is_unrecorded(each.manifest)))
+        known = [each.manifest for each in found if each.manifest is not None]
+        scheduled = max((each.step for each in known if each.optimizer and not _is_unrecorded(each)), default=-inf)
+        redone = scheduled + few_steps(self._engine.config)
+        found.sort(key=lambda each: (own := each.manifest) is not None and _is_unrecorded(own) and own.step <= redone)
         found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
         skipped = []
         for name in collectives.broadcast_object([each.folder.name for each in found]):

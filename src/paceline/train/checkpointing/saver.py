@@ -217,9 +217,9 @@ class Saver:
         """Save before an exception propagates, if the weights are consistent: between optimizer steps, and without a
         pending non-finite step. If parameters are sharded, waits briefly for the other ranks. Returns a message.
 
-        If the last steps are not `recorded` with the losses of all ranks, a run that saves regularly resumes from its
-        last scheduled checkpoint, at the cost of a few steps, and records them again."""
-        engine, step = self._engine, self._engine.position.step
+        If the last steps are not `recorded` with the losses of all ranks, the run resumes from its last scheduled
+        checkpoint and records them again, provided that this costs only a few steps."""
+        engine, step, last = self._engine, self._engine.position.step, self._saved
         watch = engine.watch
         if self._run.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
             return None
@@ -240,7 +240,8 @@ class Saver:
             except CheckpointError:
                 return f"step {step} was not saved: parameters are sharded, and not all ranks reached the save"
         target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
-        spare = not recorded and saves_regularly(self._config) and self._run.parent is not None
+        since = step - (self._run.began_at if last is None else last)
+        spare = not recorded and self._run.parent is not None and since <= few_steps(self._config)
         after = None if spare else partial(self._committed, best=False)
         message = self._attempt(lambda: self.write(target, recorded=recorded, after=after), step)
         if spare:
@@ -270,8 +271,12 @@ _ON_ERROR_SECONDS = 5.0
 UNRECORDED = {"records": "of one rank"}  # among the data of a manifest: the last steps lack the losses of other ranks
 
 
-def saves_regularly(config: Config) -> bool:
-    return config.save_every is not None or config.save_minutes is not None
+_FEW_STEPS = 10
+
+
+def few_steps(config: Config) -> int:
+    """How many steps are worth training again, to record them with the losses of all ranks."""
+    return max(_FEW_STEPS, config.log_every)
 
 
 def require_own_weights(engine: Engine) -> None:
