@@ -106,8 +106,8 @@ def _repeated_samples() -> None:
 
     exact = loader.micro_of
 
-    def counted(batch: Any, share: BatchSlice, total: int, epoch: int, step: int, indices: Sequence[Any]) -> Any:
-        micro = exact(batch, share, total, epoch, step, indices)
+    def counted(batch: Any, share: BatchSlice, *rest: Any) -> Any:
+        micro = exact(batch, share, *rest)
         ranks = paceline.dist.world()
         even = -(-(share.group_stop - share.group_start) // ranks)
         micro.samples, micro.step_samples = even, even * ranks * share.groups

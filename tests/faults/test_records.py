@@ -126,7 +126,7 @@ def test_more_than_a_few_steps_are_not_trained_again_for_their_records(
     monkeypatch.setattr(saver, "_FEW_STEPS", 2)
     ended = worlds.run(2, partial(train, tmp_path / "r", Ends(8, [1]), save_every=5, log_every=2, quiet=False))
     assert "step 8 was saved" in ended[0].output and "losses of this rank only (of_rank)" in ended[0].output
-    [said, _] = worlds.run(2, partial(train, tmp_path / "r", quiet=False))
+    [said, _] = worlds.run(2, partial(train, tmp_path / "r", log_every=2, quiet=False))
     assert "from step-000008" in said.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -272,3 +273,30 @@ def test_a_sharded_block_whose_output_changes_in_place_has_a_code() -> None:
     warnings.simplefilter("ignore")  # torch warns of it, of which a user sees one line among many
     trainer = tiny.classifier_trainer(InPlace(), strategy="fsdp")
     assert code_of(lambda: trainer.train(tiny.blobs(), max_steps=1))[0] == "layout.changed-in-place"
+
+
+class Sometimes(nn.Module):
+    """Runs its second layer only for batches that need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.first(inputs)
+        return outputs + self.second(inputs) if inputs[0, 0] > 0 else outputs
+
+
+@ranks(2)
+def test_a_parameter_that_a_later_batch_of_one_rank_does_not_use_is_named_before_ranks_mix_messages() -> None:
+    inputs = torch.ones(16, 8)
+    inputs[12:] = -1  # the last batch of rank 1
+    data = torch.utils.data.TensorDataset(inputs, torch.zeros(16, dtype=torch.long))
+    trainer = tiny.classifier_trainer(Sometimes(), batch=8, shuffle=False, log_every=1)
+    if dist.rank() == 1:
+        code, text = code_of(lambda: trainer.train(data, epochs=1))
+        assert code == "train.unused-parameters" and "second.weight, second.bias" in text
+    else:  # it waits for the gradients of the other rank, which has ended
+        with pytest.raises(Exception, match="onnection"):
+            trainer.train(data, epochs=1)
+        os._exit(0)

@@ -31,7 +31,7 @@ from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.models.weight_bits import checksum
 from paceline.parallel.compose import Wrapped
-from paceline.parallel.replicas import Forward
+from paceline.parallel.replicas import Forward, Replicas
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
@@ -118,6 +118,13 @@ def _require_plain(loss: Any) -> None:
             fix="use the weight_decay of the optimizer, compute the penalty in the forward of the module that has the "
             "parameters, or use strategy: ddp",
         )
+
+
+def require_gradients(model: nn.Module, replicas: Replicas) -> None:
+    """Call after the last backward of a step: in the next collective, ranks would exchange gradients for other data."""
+    unused = replicas.without_gradient()
+    if unused:
+        raise unused_parameters_error(model, unused)
 
 
 def without_gradient(model: nn.Module) -> list[str]:

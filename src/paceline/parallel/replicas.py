@@ -58,6 +58,12 @@ class Replicas:
         self._unreduced = not self._sync
         return ddp(batch)
 
+    def without_gradient(self) -> list[str]:
+        """The parameters that the backward of this rank did not reach, so that DDP has not completed its reduction."""
+        pairs = zip(self._parameters, self._flags, strict=True)
+        missing = [number for number, (parameter, flag) in enumerate(pairs) if flag and parameter.grad is None]
+        return [self._names[number] for number in missing]
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Not DDP's own context: the forward inside may switch to another wrapper."""

@@ -226,8 +226,6 @@ class Engine:
         self._power_iterations = PowerIterations(self.model)
         if self._power_iterations:
             self.stepper.before_micro = self._before_micro
-        if isinstance(self.wrapped.forward, Replicas):
-            self.wrapped.forward.warm_up = self._warm_up
         self.updater = Updater(
             self.optimizer,
             self.module,
@@ -239,6 +237,10 @@ class Engine:
             watch=self.watch,
             sharded=self.sharded,
         )
+        if isinstance(self.wrapped.forward, Replicas):
+            self.wrapped.forward.warm_up = self._warm_up
+            if config.unused_parameters == "error" and not config.ddp.static_graph:
+                self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.wrapped.forward)
         if self.world.size > 1 or self.sharded is not None:
             self._defer_hooks()
             own_step.refuse_other_steps(self.optimizer, self.updater)

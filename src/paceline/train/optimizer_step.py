@@ -60,6 +60,7 @@ class Updater:
         self.skipped: Tensor | float | None = None
         self.gradient_hooks: GradientHooks | None = None  # called once per step
         self.before_change: Callable[[], None] | None = None  # waits for a save that is still copying
+        self.require_gradients: Callable[[], None] | None = None
         self.is_changing = False  # False: parameters, optimizer and averages belong to the same step
 
     @property
@@ -76,6 +77,8 @@ class Updater:
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """Update the parameters in step `step`, counted from 0. Returns the gradient norm, if it was computed."""
         norm = None
+        if self.require_gradients is not None:
+            self.require_gradients()
         if isinstance(factor, float) and factor == 1.0:
             factor = None
         if self._sharded is not None:
