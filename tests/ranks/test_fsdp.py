@@ -221,6 +221,26 @@ def test_a_loss_of_sharded_parameters_has_a_code() -> None:
 
 
 @paceline.testing.ranks(2)
+def test_a_block_that_one_rank_does_not_use_is_named_before_gradients_are_mixed() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs = [block(inputs) for block in self.blocks]  # all run, in the same order
+            return outputs[0] + outputs[1 + int(inputs[0, 0] > 0)]
+
+    inputs = torch.ones(16, 8)
+    inputs[4:8] = -1  # the first batch of rank 1
+    data = torch.utils.data.TensorDataset(inputs, torch.zeros(16, dtype=torch.long))
+    trainer = tiny.classifier_trainer(Chosen(), batch=8, shuffle=False, strategy="fsdp")
+    with pytest.raises(PacelineError) as caught:
+        trainer.train(data, max_steps=1)
+    assert caught.value.code == "train.unused-parameters" and "blocks." in str(caught.value)
+
+
+@paceline.testing.ranks(2)
 def test_a_layer_can_be_unfrozen_if_parameters_may_be_unused() -> None:
     model = tiny.classifier()
     first = next(model.parameters()).requires_grad_(False)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import paceline
@@ -31,6 +32,7 @@ from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.models.weight_bits import checksum
 from paceline.parallel.compose import Wrapped
+from paceline.parallel.fsdp import unreached
 from paceline.parallel.replicas import Forward, Replicas
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
@@ -70,6 +72,8 @@ def check(
             else:
                 value, weight = wrapped.forward(trial.batch)
         if value is not None:
+            if not allow_unused and isinstance(module, FSDPModule):
+                _require_same_graph(module, value)
             _run_backward(value)
         draw.samples = None
         unused = without_gradient(module.model)
@@ -107,6 +111,14 @@ def _run_backward(value: Any) -> None:
     _require_plain(value)
     with explain_inplace_change():
         (value * 0.0).backward()
+
+
+def _require_same_graph(module: LossModule, loss: Any) -> None:
+    """A backward that reaches other parameters on other ranks would reduce gradients of different blocks together."""
+    unused = [] if isinstance(loss, DTensor) else [name.removeprefix("model.") for name in unreached(module, loss)]
+    ranks = collectives.all_gather_object(unused)
+    if any(names != ranks[0] for names in ranks):
+        raise unused_parameters_error(module.model, next(names for names in ranks if names))
 
 
 def _require_plain(loss: Any) -> None:

@@ -218,6 +218,22 @@ def track_used(root: nn.Module) -> set[nn.Parameter]:
     return used
 
 
+def unreached(root: nn.Module, loss: torch.Tensor) -> list[str]:
+    """The trainable parameters that a loss does not depend on, while they are gathered."""
+    nodes, leaves, seen = [loss.grad_fn], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves.add(id(getattr(node, "variable", None)))
+            nodes.extend(following for following, _ in node.next_functions)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in root.modules() if isinstance(m, FSDPModule)]
+    held = [each for group in groups if group is not None for each in group.fsdp_params]
+    missing = [each for each in held if each.sharded_param.requires_grad and id(each.unsharded_param) not in leaves]
+    return [each._param_fqn or names[id(each.sharded_param)] for each in missing]
+
+
 def _mark(used: set[nn.Parameter], parameter: nn.Parameter, unsharded: nn.Parameter) -> None:
     used.add(parameter)
 

@@ -67,6 +67,9 @@ def init_world(
     chosen = devices.choose_device(device, rank_info)
     devices.activate(chosen)
     if rank_info.world == 1 or torch_dist.is_initialized():
+        if rank_info.world > 1 and not _initialized_here:  # the user's group, which the script may destroy or not
+            atexit.unregister(gloo_threads.wait_until_idle)
+            atexit.register(gloo_threads.wait_until_idle)
         return World(rank_info, chosen, torch_dist.get_backend() if rank_info.world > 1 else "")
     if environment.rendezvous_address() is None:
         raise WorldError(

@@ -18,7 +18,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import forward_state, loss_halves, own_step, preflight, same_model
+from paceline.guard import forward_state, kept_state, loss_halves, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
@@ -314,7 +314,7 @@ class Engine:
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
 
     def _compare_halves(self, micro: MicroBatch, groups: int) -> None:
-        """Warn if the loss depends on how a batch is sliced, and it is sliced."""
+        """Warn if a batch is sliced, and the loss depends on how."""
         degrees = self.mesh.degrees
         if self.mesh.data_ranks * groups * degrees.pipeline == 1 and not self.wrapped.slices:
             return
@@ -323,6 +323,9 @@ class Engine:
         warning = loss_halves.compare(self.module, run, micro, self.draw, code, replicated=degrees.is_replicated)
         if warning is not None:
             self.log.warning(f"loss: {warning}")
+        if degrees.pipeline == 1:
+            own, counted = kept_state.find(self.module, run, micro, self.draw, code)
+            forward_state.warn_of_buffers(own, counted, self.log.warning, several=groups > 1)
 
     def _check_in_first_step(self, groups: int) -> None:
         """One rank runs no trial: the first step itself shows the weight and the unused parameters."""

@@ -1,0 +1,72 @@
+"""Finds plain attributes that a forward keeps for the next one: a hidden state, a counter, an annealed temperature.
+
+Like buffers, they are each rank's own and change once per micro-batch. Most attributes that a forward sets are only
+caches, so two forwards on the same batch are compared: the second sees what the first one kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from math import isclose, isnan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.loader import MicroBatch
+from paceline.guard import snapshot
+from paceline.models.loss_module import LossModule
+from paceline.models.model_call import read_loss
+from paceline.models.weight_bits import checksum
+from paceline.parallel.fsdp import reshard_all
+from paceline.runtime import collectives
+from paceline.runtime.noise import NoiseContext
+from paceline.runtime.rng import preserve_rng_state
+
+_TOLERANCE = 1e-6  # above the rounding of kernels that are not deterministic
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def find(
+    module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, user_code: Sequence[Any]
+) -> tuple[list[str], list[str]]:
+    """The attributes that the forward changes and that the next one reads: those with different values on different
+    ranks, and the others. Collective. `run` computes the loss of a batch."""
+    before = _attributes(module.model)
+    with snapshot.preserved(module.model, *user_code), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        first = _loss(run, micro, draw)
+        changed = {name: value for name, value in _attributes(module.model).items() if before.get(name) != value}
+        ranks = collectives.all_gather_object(changed)
+        second = _loss(run, micro, draw) if any(ranks) else first
+    reshard_all(module)
+    if not any(ranks) or not any(collectives.all_gather_object(not isclose(first, second, rel_tol=_TOLERANCE))):
+        return [], []
+    names = sorted({name for values in ranks for name in values})
+    own = [name for name in names if any(values.get(name) != ranks[0].get(name) for values in ranks)]
+    return own, [name for name in names if name not in own]
+
+
+def _attributes(model: nn.Module) -> dict[str, int]:
+    """Digests of numbers and tensors in the attributes of modules that are not torch's own."""
+    found = {}
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith("torch."):
+            for key, value in vars(module).items():
+                if key not in _OF_MODULES and isinstance(value, (bool, int, float, Tensor)):
+                    digest = checksum(value.detach()) if isinstance(value, Tensor) else hash(value)
+                    found[f"{name}.{key}".removeprefix(".")] = digest
+    return found
+
+
+def _loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> float:
+    draw.samples, draw.draws = micro, 0
+    try:
+        with preserve_rng_state():
+            value = float(read_loss(run(snapshot.copied(micro.batch)))[0])
+        return 0.0 if isnan(value) else value
+    except Exception as error:  # training reports it
+        logging.getLogger(__name__).debug("attributes were not compared: %r", error)
+        return 0.0
+    finally:
+        draw.samples = None

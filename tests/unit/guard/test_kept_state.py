@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+from paceline import dist
+from paceline.testing import ranks
+
+
+class Keeps(nn.Module):
+    """Keeps the mean of its outputs, and adds it to the next ones if `uses`."""
+
+    def __init__(self, *, uses: bool) -> None:
+        super().__init__()
+        self.net, self.uses, self.last = tiny.classifier(), uses, None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.net(inputs)
+        if self.uses and self.last is not None:
+            outputs = outputs + self.last
+        self.last = outputs.detach().mean(0)
+        return outputs
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = tiny.classifier(), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.net(inputs)
+        return outputs / (1 + 0.1 * self.calls)
+
+
+def warnings_of(model: nn.Module, **settings: Any) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    torch.manual_seed(0)
+    tiny.classifier_trainer(model, **settings).train(tiny.blobs(32), max_steps=1)
+    logging.getLogger("paceline").removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_state_of_one_rank_is_warned_about_and_a_cache_is_not(strategy: str) -> None:
+    lines = warnings_of(Keeps(uses=True), strategy=strategy)
+    assert [line.partition(":")[0] for line in lines] == [
+        "the forward computes last from the samples of one rank" for _ in range(dist.rank() == 0)
+    ]
+    assert warnings_of(Keeps(uses=False), strategy=strategy) == []
+
+
+def test_state_that_changes_in_every_micro_batch_is_warned_about() -> None:
+    [line] = warnings_of(Counts(), accumulate=2)
+    assert line.startswith("the forward changes calls once per micro-batch")
+    model = Counts()
+    assert warnings_of(model) == []
+    assert model.calls == 1
