@@ -66,6 +66,10 @@ class Program:
         )
 
     @property
+    def world(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
     def bound(self) -> float:
         """On relative differences, in float64. Hugging Face computes losses in float32."""
         return 1e-5 if self.reads == "names" else 1e-8
@@ -179,6 +183,8 @@ def _made_sound(program: Program, chance: random.Random) -> Program:
         changes |= {"layout": "fsdp:2"} if program.layout == "pp:2" else {}
     elif program.loop in ("forward-backward", "own-optimizer"):
         changes["groups"] = 1
+    if program.model == "changes-input" and program.data in ("batches", "list-of-batches"):
+        changes["data"] = "loader"  # it would change the data itself, which a resumed run reads anew
     if program.model == "batchnorm":
         changes["groups"] = 1  # its statistics are those of a micro-batch
     program = replace(program, **changes)

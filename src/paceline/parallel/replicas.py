@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import TrainError
@@ -44,6 +44,7 @@ class Replicas:
         self._built: Counter[Flags] = Counter([tuple(self._flags)])
         self._kept: dict[Flags, DistributedDataParallel] = {}
         self._sync, self._unreduced = True, False
+        self._before: list[tuple[int, int] | None] | None = None
         # Called with a new wrapper and the next batch. A first backward makes DDP rebuild its buckets.
         self.warm_up: Callable[[Forward, Any], None] | None = None
 
@@ -52,6 +53,9 @@ class Replicas:
         flags = [parameter.requires_grad for parameter in self._parameters]
         if flags != self._flags:
             self._switch(flags, batch)
+        # Gradients of earlier micro-batches do not show whether this backward, which reduces them, reaches a parameter.
+        accumulates = self._sync and self._unreduced
+        self._before = [_version(parameter) for parameter in self._parameters] if accumulates else None
         ddp = self._ddp
         if ddp.require_backward_grad_sync is not self._sync:
             ddp.require_backward_grad_sync = self._sync
@@ -60,9 +64,11 @@ class Replicas:
 
     def without_gradient(self) -> list[str]:
         """The parameters that the backward of this rank did not reach, so that DDP has not completed its reduction."""
-        pairs = zip(self._parameters, self._flags, strict=True)
-        missing = [number for number, (parameter, flag) in enumerate(pairs) if flag and parameter.grad is None]
-        return [self._names[number] for number in missing]
+        before = self._before or [None] * len(self._flags)
+        parts = enumerate(zip(self._parameters, self._flags, before, strict=True))
+        return [
+            self._names[number] for number, (p, flag, old) in parts if flag and (p.grad is None or _version(p) == old)
+        ]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -122,3 +128,8 @@ class Replicas:
     def _some(self, names: list[str]) -> str:
         rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + rest
+
+
+def _version(parameter: Tensor) -> tuple[int, int] | None:
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), gradient._version)

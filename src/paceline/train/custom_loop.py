@@ -52,6 +52,7 @@ class EpochLoader:
 
     def __init__(self, custom_loop: CustomLoop, loader: Loader, groups: int) -> None:
         self._loop, self._loader, self._groups = custom_loop, loader, groups
+        self._warned = False
 
     def __iter__(self) -> Iterator[Any]:
         self._loop.start_over()
@@ -66,6 +67,12 @@ class EpochLoader:
                 final = micro.step + 1
                 yield micro.batch
         self._loop.exhausted(ReadEpoch(epoch, step, final))
+        if final > step and engine.position.step == step and not self._warned:
+            self._warned = True
+            engine.log.warning(
+                "no batch of trainer.loader was trained on with trainer.training_step(batch), or forward, backward and "
+                "step: the Trainer counts no steps, and the loader yields the same epoch again"
+            )
 
     def __len__(self) -> int:
         """Upper bound on the micro-batches of an epoch."""
@@ -298,6 +305,10 @@ class CustomLoop:
             self.engine.telemetry.stepped(position.step)
             job.recorder.write_out()
             self._due = job.agenda.next_due(position.step)
+        if self.loader is not None and job.agenda.steps_per_epoch is None:
+            place = self.loader.lengths.locate(position.step)
+            if place is not None and place.skip == 0:  # the last step of an epoch whose length is its own
+                self._end_epoch(micro.epoch)
         self._end_read_epoch()
 
 

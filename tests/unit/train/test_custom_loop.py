@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import paceline
 import resumable
@@ -286,3 +287,40 @@ def test_batches_that_the_loop_leaves_out_belong_to_their_epoch(data: Any) -> No
                 trainer.training_step(batch)
                 seen.append(trainer.epoch)
     assert seen == [0, 0, 1, 1, 2, 2]
+
+
+class Growing(Sampler[int]):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 16 * (self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def test_a_checkpoint_after_the_last_step_of_an_epoch_that_grows_begins_with_the_next_one(tmp_path: Path) -> None:
+    def data() -> DataLoader[Any]:
+        return DataLoader(tiny.blobs(64), batch_size=8, sampler=Growing())
+
+    trainer = tiny.classifier_trainer(batch=None)
+    for number, batch in enumerate(trainer.loader(data()), start=1):
+        trainer.training_step(batch)
+        if number == 2:
+            trainer.save_checkpoint(tmp_path / "saved")
+            break
+    resumed = tiny.classifier_trainer(batch=None)
+    resumed.load_checkpoint(tmp_path / "saved")
+    assert resumed.epoch == 1
+    assert sum(1 for _ in resumed.loader(data())) == 4
+
+
+def test_a_loader_whose_batches_are_not_trained_on_is_warned_about(capsys: Any) -> None:
+    trainer = tiny.classifier_trainer()
+    for _ in trainer.loader(tiny.blobs(32)):
+        pass
+    assert "yields the same epoch again" in capsys.readouterr().out
