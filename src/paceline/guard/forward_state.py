@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import TrainError
@@ -51,7 +52,14 @@ def watched(model: nn.Module, mesh: Mesh, *, compiled: bool) -> Iterator[Changes
         yield changes
     if parameters:
         changes["parameters"] |= _changed(parameters, _checksums(model.named_parameters()))
+    changes["buffers"] |= dict.fromkeys(instance_statistics(model), 0)  # averaged over ranks in every forward
     changes["buffers"] |= _changed(buffers, _checksums(_watched_buffers(model)))
+
+
+def instance_statistics(model: nn.Module) -> list[str]:
+    """Running statistics of instance norms. Their momentum applies to every micro-batch."""
+    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, _InstanceNorm) and part.training]
+    return [f"{name}.running_mean" for name, norm in norms if norm.running_mean is not None]
 
 
 def _checksums(tensors: Iterator[tuple[str, Tensor]]) -> Checksums:

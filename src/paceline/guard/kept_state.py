@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
+from paceline.guard.forward_state import instance_statistics
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.models.weight_bits import checksum
@@ -40,11 +41,12 @@ def find(
         ranks = collectives.all_gather_object(changed)
         second = _loss(run, micro, draw) if any(ranks) else first
     reshard_all(module)
+    buffers = instance_statistics(module.model) if collectives.world() == 1 else []  # else the pre-flight finds them
     if not any(ranks) or not any(collectives.all_gather_object(not isclose(first, second, rel_tol=_TOLERANCE))):
-        return [], []
+        return [], buffers
     names = sorted({name for values in ranks for name in values})
     own = [name for name in names if any(values.get(name) != ranks[0].get(name) for values in ranks)]
-    return own, [name for name in names if name not in own]
+    return own, buffers + [name for name in names if name not in own]
 
 
 def _attributes(model: nn.Module) -> dict[str, int]:

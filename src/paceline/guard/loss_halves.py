@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isclose, isfinite
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.data.batches import layout_of, rows_of
+from paceline.data.batches import apply, layout_of, rows_of
 from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
 from paceline.models.divisor import LossGraph, divisor_of, weighted_mean
@@ -44,8 +45,10 @@ def compare(
     user_code: Sequence[Any],
     *,
     replicated: bool,
+    twice: bool = False,
 ) -> str | None:
-    """Return a warning, or None. Collective. `run` computes the loss of a batch, on the ranks that have it."""
+    """Return a warning, or None. Collective. `run` computes the loss of a batch, on the ranks that have it. `twice`:
+    micro-batches are of one sample, and a pair of copies is compared."""
     if any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules()):
         return None  # a loss across samples, by intention
     known = layout_of(micro.batch) if micro.samples > 1 else None
@@ -53,7 +56,11 @@ def compare(
     sizes = collectives.all_gather_object(micro.samples if judges else 0)
     samples = min((size for size in sizes if size), default=0)
     if not samples:
-        return None
+        if twice:
+            return None
+        doubled = apply(micro.batch, lambda tensor: torch.cat([tensor, tensor]) if tensor.shape[:1] == (1,) else tensor)
+        pair = replace(micro, batch=doubled, samples=2 * micro.samples)
+        return compare(module, run, pair, draw, user_code, replicated=replicated, twice=True)
     spans = [(0, samples), (0, samples // 2), (samples // 2, samples)]
     with snapshot.preserved(module.model, *user_code), _trial_mode(module, replicated) as tolerance:
         batch, half, rest = (_loss(module, run, micro, span if judges else None, draw) for span in spans)
