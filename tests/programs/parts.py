@@ -684,7 +684,8 @@ class LeaveGradients:
 
     def on_epoch(self, record: Any) -> None:
         weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        sum((weight * weight).sum() for weight in weights).backward()
+        if weights:  # a stage of a pipeline may have none
+            sum((weight * weight).sum() for weight in weights).backward()
 
 
 @dataclass(frozen=True)

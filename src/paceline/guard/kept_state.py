@@ -54,7 +54,8 @@ def _attributes(model: nn.Module) -> dict[str, int]:
     found = {}
     for name, module in model.named_modules():
         if not type(module).__module__.startswith("torch."):
-            for key, value in vars(module).items():
+            buffers = module._buffers if collectives.world() == 1 else {}  # else the pre-flight compares them
+            for key, value in (vars(module) | buffers).items():
                 if key not in _OF_MODULES and isinstance(value, (bool, int, float, Tensor)):
                     digest = checksum(value.detach()) if isinstance(value, Tensor) else hash(value)
                     found[f"{name}.{key}".removeprefix(".")] = digest

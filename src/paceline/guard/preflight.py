@@ -72,9 +72,7 @@ def check(
             else:
                 value, weight = wrapped.forward(trial.batch)
         if value is not None:
-            if not allow_unused and isinstance(module, FSDPModule):
-                _require_same_graph(module, value)
-            _run_backward(value)
+            _run_backward(module, value, allow_unused)
         draw.samples = None
         unused = without_gradient(module.model)
     module.zero_grad(set_to_none=True)
@@ -107,15 +105,17 @@ def check(
     return sum(rank["weight"] for rank in gathered), buffers
 
 
-def _run_backward(value: Any) -> None:
+def _run_backward(module: LossModule, value: Any, allow_unused: bool) -> None:
     _require_plain(value)
+    if not allow_unused and isinstance(module, FSDPModule):
+        _require_same_graph(module, value)
     with explain_inplace_change():
         (value * 0.0).backward()
 
 
 def _require_same_graph(module: LossModule, loss: Any) -> None:
     """A backward that reaches other parameters on other ranks would reduce gradients of different blocks together."""
-    unused = [] if isinstance(loss, DTensor) else [name.removeprefix("model.") for name in unreached(module, loss)]
+    unused = [name.removeprefix("model.") for name in unreached(module, loss)]
     ranks = collectives.all_gather_object(unused)
     if any(names != ranks[0] for names in ranks):
         raise unused_parameters_error(module.model, next(names for names in ranks if names))

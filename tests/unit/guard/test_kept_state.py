@@ -62,6 +62,10 @@ def test_state_of_one_rank_is_warned_about_and_a_cache_is_not(strategy: str) -> 
 def test_state_that_changes_in_every_micro_batch_is_warned_about() -> None:
     [line] = warnings_of(Counts(), accumulate=2)
     assert line.startswith("the forward changes calls once per micro-batch")
+    running = Counts()
+    running.register_buffer("mean", torch.zeros(()))
+    running.register_forward_pre_hook(lambda module, inputs: module.mean.add_(1.0) and None)
+    assert "calls, mean" in warnings_of(running, accumulate=2)[0]
     model = Counts()
     assert warnings_of(model) == []
     assert model.calls == 1
