@@ -104,32 +104,6 @@ def _require_section(section: NamedSection | None, key: str, example: str) -> Na
     return section
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse unsupported optimizers before anything is built."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TrainError(
-            "needs-closure",
-            "LBFGS evaluates the loss several times in one step.",
-            why="a step is one pass over its micro-batches, on all ranks at the same time",
-            fix="use another optimizer",
-        )
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return
-    if isinstance(optimizer, (list, tuple, set)):
-        raise TrainError(
-            "several-optimizers",
-            f"Expected one optimizer, got {len(optimizer)}.",
-            why="clipping, the schedule and skipped steps apply to all parameters of a model at once",
-            fix="use one optimizer with parameter groups; for adversarial training, use two Trainers in a custom loop, "
-            "as docs/guides/trainer.md shows",
-        )
-    raise TrainError(
-        "not-an-optimizer",
-        f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.",
-        fix='pass an optimizer, or settings: optimizer={"name": "adamw", "lr": 1e-3}',
-    )
-
-
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the trainable parameters that the optimizer does not hold. Foreign parameters are an error."""
     trainable = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -24,6 +24,7 @@ from paceline.data import adopt
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import nonfinite, preflight
+from paceline.guard.optimizer_check import check_optimizer
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
@@ -73,7 +74,7 @@ class Trainer:
         if isinstance(optimizer, Mapping):
             values["optimizer"] = dict(optimizer)
             optimizer = None
-        factory.check_optimizer(optimizer)
+        check_optimizer(optimizer)
         config = Config.from_dict(values, origin="Trainer's keywords")
         require_free_names(metrics or {}, "metrics")
         task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
