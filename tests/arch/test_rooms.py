@@ -12,30 +12,30 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020, 021).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020, 021, 022).
 CEILINGS = {
-    "": 450,
-    "config": 1_000,
+    "": 480,
+    "config": 1_150,
     "plan": 1_850,
-    "run": 1_050,
+    "run": 1_200,
     "diagnose": 1_450,
     "watch": 1_500,
-    "runtime": 1_900,
-    "launcher": 5_300,
-    "models": 1_900,
+    "runtime": 2_100,
+    "launcher": 5_600,
+    "models": 2_050,
     "data": 3_000,
     "precision": 400,
-    "parallel": 3_100,
+    "parallel": 3_250,
     "sync": 900,
-    "optim": 600,
+    "optim": 650,
     "checkpoint": 2_500,
-    "monitor": 950,
-    "guard": 2_200,
-    "train": 5_600,
+    "monitor": 1_000,
+    "guard": 2_450,
+    "train": 5_850,
     "doctor": 800,
     "bench": 750,
     "search": 700,
-    "testing": 550,
+    "testing": 570,
     "cli": 1_500,
 }
 
