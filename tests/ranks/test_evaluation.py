@@ -233,6 +233,62 @@ class Dicts(torch.utils.data.Dataset[Any]):
         return {"inputs": torch.full((3,), float(index)), "targets": torch.tensor(0)}
 
 
+class Tokens(nn.Module):
+    """Outputs as long as the batch is padded, a row of one shape, and an item per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        boxes = [{"boxes": row[row > 0].float()[:, None] * self.scale, "name": f"{int(row[0])}"} for row in tokens]
+        return {"scaled": (tokens * self.scale, tokens == 0), "first": tokens[:, 0] * self.scale, "found": boxes}
+
+
+def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_outputs_whose_shapes_differ_are_lists_of_one_item_per_sample(world: int) -> None:
+    @ranks(world)
+    def body() -> None:
+        rows = [torch.arange(1, 2 + number % 4) + number for number in range(7)]
+        trainer = paceline.Trainer(Tokens(), run=False, quiet=True)
+        for data in (DataLoader(rows, batch_size=3, collate_fn=padded), [padded(rows[:4]), padded(rows[4:])]):  # type: ignore[arg-type]
+            outputs = trainer.predict(data)
+            scaled, is_pad = outputs["scaled"]
+            assert [row[~pad].tolist() for row, pad in zip(scaled, is_pad, strict=True)] == [r.tolist() for r in rows]
+            assert outputs["first"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+            assert [found["boxes"][:, 0].tolist() for found in outputs["found"]] == [r.tolist() for r in rows]
+            assert [found["name"] for found in outputs["found"]] == ["1", "2", "3", "4", "5", "6", "7"]
+        # Batches that are padded before they are sliced have one padding on any number of ranks.
+        assert [len(row) for row in scaled] == [4, 4, 4, 4, 3, 3, 3]
+
+    body()
+
+
+@pytest.mark.parametrize("flaw", ["flattened", "a scalar", "an object"])
+def test_outputs_that_belong_to_no_sample_are_an_error_on_every_rank(flaw: str) -> None:
+    @ranks(2)
+    def body() -> None:
+        class Odd(Tokens):
+            def forward(self, tokens: torch.Tensor) -> Any:
+                values = {
+                    "flattened": tokens.flatten(),
+                    "a scalar": tokens.sum(),
+                    "an object": [object()] * len(tokens),
+                }
+                return tokens * self.scale, values[flaw] if 5 in tokens else tokens.sum(1)
+
+        data = torch.arange(8).reshape(4, 2)
+        with pytest.raises(TrainError, match="can't be assigned to samples") as caught:
+            paceline.Trainer(Odd(), batch=4, run=False, quiet=True).predict(TensorDataset(data))
+        assert caught.value.code == "train.bad-outputs"
+
+    body()
+
+
 @ranks(3)
 def test_a_rank_without_samples_gets_all_of_a_tuples_tensors() -> None:
     class Two(nn.Module):
@@ -244,6 +300,7 @@ def test_a_rank_without_samples_gets_all_of_a_tuples_tensors() -> None:
             return inputs * self.scale, inputs.sum(-1)
 
     outputs = paceline.Trainer(Two(), batch=4, run=False, quiet=True).predict([tiny.blobs(2)[:][0]])
+    assert isinstance(outputs, tuple)
     assert [tuple(tensor.shape) for tensor in outputs] == [(2, 8), (2,)]
 
 

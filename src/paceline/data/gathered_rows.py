@@ -33,7 +33,7 @@ def gather_in_order(local: list[Any], positions: list[int], device: torch.device
     gathered = []
     for number, (dtype, shape) in enumerate(kinds):
         own = flat[number] if local else torch.empty((0, *shape), dtype=getattr(torch, dtype))
-        rows = _gather(own, counts, device, keeps=keeps)
+        rows = gather_rows(own, counts, device, keeps=keeps)
         if keeps:
             gathered.append(rows[order])
     return _refill(like, iter(gathered)) if keeps else None
@@ -44,7 +44,7 @@ def kinds_of(tensors: list[Tensor]) -> list[list[Any]]:
     return [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in tensors]
 
 
-def _gather(own: Tensor, counts: list[int], device: torch.device, *, keeps: bool) -> Tensor:
+def gather_rows(own: Tensor, counts: list[int], device: torch.device, *, keeps: bool) -> Tensor:
     """The rows of all ranks, rank by rank. `counts` is the number of rows of each."""
     row_bytes = max(1, own.shape[1:].numel() * own.element_size())
     block = max(1, _BLOCK_BYTES // row_bytes)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data.batches import apply
-from paceline.data.gathered_rows import gather_in_order
 from paceline.data.loader import MicroBatch
+from paceline.data.predictions import gather_outputs
 from paceline.errors import TrainError
 from paceline.models.divisor import LossGraph, weighted_mean
 from paceline.models.loss_module import LossModule
@@ -233,7 +233,7 @@ def _fill_empty_lists(metric: Any) -> None:
 
 def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: int) -> Any:
     """Return the outputs for all samples, in the order of the data, on the CPU of every rank."""
-    local: list[Any] = []
+    local: list[tuple[Any, int]] = []
     positions: list[int] = []
     call: ModelCall | None = None
     seen = 0
@@ -246,11 +246,11 @@ def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: 
             call = call or choose_outputs(module.model, micro.batch)
             outputs = module(micro.batch, call)
             if micro.samples and mesh.reports_loss:
-                local.append(apply(_unwrap_output(outputs), Tensor.cpu))
+                local.append((apply(_unwrap_output(outputs), Tensor.cpu), micro.samples))
                 positions.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.step_samples * micro.last
     reshard_all(module)
-    return gather_in_order(local, positions, mesh.device)
+    return gather_outputs(local, positions, mesh.device)
 
 
 def _unwrap_output(outputs: Any) -> Any:

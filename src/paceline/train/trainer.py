@@ -221,7 +221,8 @@ class Trainer:
         return evaluate.evaluate(engine.module, micros, engine.mesh, self.config.seed, *metrics)
 
     def predict(self, data: Any) -> Any:
-        """Return the outputs for all samples, in order, on the CPU. Collective: must be called on every rank."""
+        """Return the outputs for all samples, in order, on the CPU: tensors, or lists of one item per sample where
+        their shapes differ. Collective: must be called on every rank."""
         micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
         broadcast_buffers(self.model, self._engine.mesh)
         return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
