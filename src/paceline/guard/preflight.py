@@ -44,6 +44,16 @@ _ROWS_NEEDED = 4
 _LOSS_TOLERANCE = 1e-3  # above the rounding of half precision, below the error of a wrong plan
 
 
+_ONCE_DIFFERENTIABLE = {  # part of torch's message → what can't be differentiated twice, what to do
+    "once_differentiable": (
+        "a batch norm that is synchronized over ranks, or a cross-entropy of logits that are sharded",
+        "set sync_batchnorm: false, or use GroupNorm or LayerNorm; for logits, remove the vocabulary head from the "
+        "tensor plan",
+    ),
+    "does not currently support double backward": ("a compiled graph", "set compile: false"),
+}
+
+
 def check(
     module: LossModule,
     wrapped: Wrapped,
@@ -109,7 +119,7 @@ def _run_backward(module: LossModule, value: Any, allow_unused: bool) -> None:
     _require_plain(value)
     if not allow_unused and isinstance(module, FSDPModule):
         _require_same_graph(module, value)
-    with explain_inplace_change():
+    with explain_backward():
         (value * 0.0).backward()
 
 
@@ -153,19 +163,28 @@ def warm_up(model: nn.Module, forward: Forward, batch: Any, draw: NoiseContext, 
 
 
 @contextmanager
-def explain_inplace_change() -> Iterator[None]:
-    """FSDP fails in the first backward with an obscure error if a block's output was modified in place."""
+def explain_backward() -> Iterator[None]:
+    """Name the causes of obscure errors of a first backward."""
     try:
         yield
     except RuntimeError as error:
-        if "setStorage" not in str(error):
-            raise
-        raise LayoutError(
-            "changed-in-place",
-            "The model modifies the output of a block in place (`y = block(x); y += x`), which FSDP does not support.",
-            why="FSDP registers hooks on the output, and frees the gathered parameters too early",
-            fix="write y = y + x, or set fsdp: {reshard: false} and verify with `paceline parity`",
-        ) from error
+        if "setStorage" in str(error):
+            raise LayoutError(
+                "changed-in-place",
+                "The model modifies the output of a block in place (`y = block(x); y += x`), which FSDP does not "
+                "support.",
+                why="FSDP registers hooks on the output, and frees the gathered parameters too early",
+                fix="write y = y + x, or set fsdp: {reshard: false} and verify with `paceline parity`",
+            ) from error
+        for sign, (part, fix) in _ONCE_DIFFERENTIABLE.items():
+            if sign in str(error):
+                raise LayoutError(
+                    "double-backward",
+                    f"The loss contains gradients (autograd.grad with create_graph=True) through {part}.",
+                    why="it can be differentiated only once",
+                    fix=fix,
+                ) from error
+        raise
 
 
 def _require_same_samples(batches: list[tuple[int, int]]) -> None:

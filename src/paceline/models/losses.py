@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -68,6 +69,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return torch.where(counted, total.log() - target_logits, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, columns, is_local, counted = ctx.saved_tensors
         grad_logits = probabilities.clone()

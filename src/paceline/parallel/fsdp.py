@@ -13,7 +13,7 @@ With a tensor or pipeline axis, FSDP2 also does the replication (shard degree 1)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,15 @@ def shard(
     if settings.prefetch > 1:  # 1 is the default of torch
         _prefetch(sharded, settings.prefetch)
     _set_dtypes_of_frozen(root)
-    _guard(root)
+    running = _track_running(root)
+    _keep_gathered(root, running)
+    _guard(root, running)
+
+
+def _groups_in(root: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters: one for each sharded module that has some of its own."""
+    found = [module._get_fsdp_state()._fsdp_param_group for module in root.modules() if isinstance(module, FSDPModule)]
+    return [group for group in found if group is not None]
 
 
 def _set_dtypes_of_frozen(root: nn.Module) -> None:
@@ -76,13 +84,43 @@ def _set_dtypes_of_frozen(root: nn.Module) -> None:
 
     def complete(module: nn.Module, inputs: Any) -> None:
         handle.remove()
-        for part in root.modules():
-            group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-            if group is not None and group._orig_dtype is None and group.fsdp_params:
+        for group in _groups_in(root):
+            if group._orig_dtype is None and group.fsdp_params:
                 first = group.fsdp_params[0]
                 group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
 
     handle = root.register_forward_pre_hook(complete)  # after FSDP2's own, which sets the other dtypes
+
+
+def _track_running(root: nn.Module) -> list[bool]:
+    """A list whose only element tells whether the forward of `root` is running."""
+    running = [False]
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        running[0] = True
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        running[0] = False
+
+    root.register_forward_pre_hook(begin)
+    root.register_forward_hook(end, always_call=True)
+    return running
+
+
+def _keep_gathered(root: nn.Module, running: list[bool]) -> None:
+    """Support a backward inside the forward (autograd.grad, for a gradient penalty), which FSDP2 takes for that of the
+    step: it frees nothing, and blocks stay gathered from then on, because a double backward runs no hooks that gather
+    them. Gradients are reduced at the end of the step's backward: they may be complete only then."""
+    double = [False]
+
+    def post_backward(group: Any, original: Callable[..., None], *unused: Any) -> None:
+        if running[0]:
+            double[0], group.post_forward_mesh_info = True, None
+        elif not double[0] or torch._C._current_autograd_node() is None:
+            original(*unused)
+
+    for group in _groups_in(root):
+        group.post_backward = partial(post_backward, group, group.post_backward)
 
 
 def _require_dims(root: nn.Module) -> None:
@@ -114,18 +152,11 @@ def _self_contained(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mod
     return [block for block, own in zip(blocks, within, strict=True) if all(uses[key] == own[key] for key in own)]
 
 
-def _guard(root: nn.Module) -> None:
+def _guard(root: nn.Module, running: list[bool]) -> None:
     """Parameters are gathered only while `root` runs, so a direct call of the model would fail obscurely."""
     model = getattr(root, "model", None)
     if not isinstance(model, nn.Module) or model._compiled_call_impl is not None:
         return
-    running = [False]
-
-    def begin(module: nn.Module, inputs: Any) -> None:
-        running[0] = True
-
-    def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        running[0] = False
 
     def require_running(module: nn.Module, inputs: Any) -> None:
         if not running[0]:
@@ -137,8 +168,6 @@ def _guard(root: nn.Module) -> None:
                 "load trainer.state_dict() (rank 0) into an unsharded model",
             )
 
-    root.register_forward_pre_hook(begin)
-    root.register_forward_hook(end, always_call=True)
     model.register_forward_pre_hook(require_running)
 
 
@@ -228,8 +257,7 @@ def unreached(root: nn.Module, loss: torch.Tensor) -> list[str]:
             leaves.add(id(getattr(node, "variable", None)))
             nodes.extend(following for following, _ in node.next_functions)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in root.modules() if isinstance(m, FSDPModule)]
-    held = [each for group in groups if group is not None for each in group.fsdp_params]
+    held = [each for group in _groups_in(root) for each in group.fsdp_params]
     missing = [each for each in held if each.sharded_param.requires_grad and id(each.unsharded_param) not in leaves]
     return [each._param_fqn or names[id(each.sharded_param)] for each in missing]
 
@@ -241,11 +269,8 @@ def _mark(used: set[nn.Parameter], parameter: nn.Parameter, unsharded: nn.Parame
 def discard_gradients(root: nn.Module) -> None:
     """Also drop what backwards under `without_all_reduce` accumulated, which torch stores apart from `.grad`."""
     root.zero_grad(set_to_none=True)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                group._partial_reduce_output = None
+    for group in _groups_in(root):
+        group._partial_reduce_output = None
 
 
 def reshard_all(root: nn.Module) -> None:

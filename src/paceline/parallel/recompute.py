@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.errors import LayoutError
@@ -70,11 +70,51 @@ class RecomputedForward:
 
     def _contexts(self) -> Contexts:
         """Contexts of the first and the second forward; the second restores the state that the first one saw."""
-        first, second = _selective() if self.selective else (nullcontext(), nullcontext())
-        draw, modes = noise.current(), _get_current_function_mode_stack()
-        if self._power:
-            second = _with_estimate(self._power, second)
-        return first, _second_forward(None if draw is None else draw.copy(), modes, self._norms, second)
+        first, cached = _selective() if self.selective else (nullcontext(), None)
+        return first, _Again(self._norms, self._power, cached)
+
+
+class _Again:
+    """Context of the forward in a backward. A double backward (gradient penalty) enters it more than once.
+
+    The backward runs outside the contexts of the forward, on a GPU in another thread. torch restores autocast.
+    """
+
+    def __init__(
+        self, norms: Sequence[nn.Module], power: PowerIterations, cached: AbstractContextManager[Any] | None
+    ) -> None:
+        draw = noise.current()
+        self._draw, self._modes = None if draw is None else draw.copy(), _get_current_function_mode_stack()
+        self._norms, self._power, self._cached = norms, power, cached
+        self._entered: list[ExitStack] = []
+        self._count = 0
+
+    def __enter__(self) -> None:
+        self._count += 1
+        if self._cached is not None and self._count > 1:
+            raise LayoutError(
+                "selective-double-backward",
+                "recompute: selective recomputes a block once, but a second backward went through it.",
+                why="the loss contains gradients (autograd.grad with create_graph=True), and saved outputs are freed "
+                "after the first backward",
+                fix="set recompute: full, or recompute: off",
+            )
+        with ExitStack() as stack:
+            if self._draw is not None:
+                stack.enter_context(self._draw.copy())
+            active = _get_current_function_mode_stack()
+            for mode in self._modes:
+                if mode not in active:
+                    stack.enter_context(mode)
+            stack.enter_context(_without_tracking(self._norms))
+            if self._power:
+                stack.enter_context(_with_estimate(self._power))
+            if self._cached is not None:
+                stack.enter_context(self._cached)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
 
 
 def recompute(model: nn.Module, kind: str, names: list[str] | None = None) -> str:
@@ -123,33 +163,12 @@ _selective = partial(create_selective_checkpoint_contexts, _policy)
 
 
 @contextmanager
-def _second_forward(
-    draw: noise.NoiseContext | None,
-    modes: Sequence[TorchFunctionMode],
-    norms: Sequence[nn.Module],
-    inner: AbstractContextManager[Any],
-) -> Iterator[None]:
-    """The backward runs outside the contexts of the forward, on a GPU in another thread. torch restores autocast."""
-    with ExitStack() as stack:
-        if draw is not None:
-            stack.enter_context(draw)
-        active = _get_current_function_mode_stack()
-        for mode in modes:
-            if mode not in active:
-                stack.enter_context(mode)
-        stack.enter_context(_without_tracking(norms))
-        stack.enter_context(inner)
-        yield
-
-
-@contextmanager
-def _with_estimate(power: PowerIterations, inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _with_estimate(power: PowerIterations) -> Iterator[None]:
     """Let spectral norms use the estimate of the first forward."""
     allowed = power.allowed
     power.allow(False)
     try:
-        with inner:
-            yield
+        yield
     finally:
         power.allow(allowed)
 

@@ -182,7 +182,7 @@ class Trainer:
             with (
                 oom.explain_out_of_memory(self._engine, self._loaders.plan),
                 preflight.explain_unused_parameters(self.model),
-                preflight.explain_inplace_change(),
+                preflight.explain_backward(),
             ):
                 loop.run(job)
         except BaseException as error:

@@ -64,12 +64,16 @@ class _CommFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, op: CommOp, conjugate: CommOp, dim: int, group: Group) -> Tensor:
-        ctx.conjugate, ctx.dim, ctx.group = conjugate, dim, group
+        ctx.op, ctx.conjugate, ctx.dim, ctx.group = op, conjugate, dim, group
         return op(values, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.conjugate(gradient, ctx.dim, ctx.group), None, None, None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            result = _CommFunction.apply(gradient, ctx.conjugate, ctx.op, ctx.dim, ctx.group)
+        else:
+            result = ctx.conjugate(gradient, ctx.dim, ctx.group)
+        return result, None, None, None, None
 
 
 def copy_to_group(values: Tensor, group: Group) -> Tensor:
