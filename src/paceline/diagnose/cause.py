@@ -140,7 +140,7 @@ def _early_exit(found: _Exits) -> Cause | None:
     first = min(early, key=lambda each: each.earliest)
     where = f"{first.where}," if first.where else ""
     what = f"{found.name(first)} exited with status 0{where} while other ranks were still running"
-    return _cause("early-exit", first, what + _consequences(found), first)
+    return _cause(found, "early-exit", first, what + _consequences(found), first)
 
 
 def _first_failure(found: _Exits, rank_exit: RankExit) -> Cause:
@@ -167,11 +167,11 @@ def _own_failure(found: _Exits, rank_exit: RankExit) -> Cause:
     }[kind]
     what = f"{found.name(rank_exit)} {did}{rank_exit.where}{_consequences(found)}"
     if kind == "exit":
-        return _cause(kind, rank_exit, what, rank_exit, status=rank_exit.code or 1)
+        return _cause(found, kind, rank_exit, what, rank_exit, status=rank_exit.code or 1)
     if kind == "signal":
         fix = SIGNAL_FIXES.get(rank_exit.signal_name, "")
-        return _cause(kind, rank_exit, what, rank_exit, status=128 + rank_exit.signal_number, fix=fix)
-    return _cause(kind, rank_exit, what, rank_exit)
+        return _cause(found, kind, rank_exit, what, rank_exit, status=128 + rank_exit.signal_number, fix=fix)
+    return _cause(found, kind, rank_exit, what, rank_exit)
 
 
 def _raised(rank_exit: RankExit) -> str:
@@ -185,7 +185,7 @@ def _timeout(found: _Exits) -> Cause:
     waited, missing = found.of("timeout", "lost-connection"), found.still_running
     whom = f"{_running(found, missing)}{missing[0].where}" if missing else "other ranks"
     what = f"{found.names(waited)} timed out waiting for {whom}"
-    return _cause("timeout", (missing or waited)[0], what, found.of("timeout")[0])
+    return _cause(found, "timeout", (missing or waited)[0], what, found.of("timeout")[0])
 
 
 def _lost_connection(found: _Exits) -> Cause:
@@ -194,7 +194,7 @@ def _lost_connection(found: _Exits) -> Cause:
     at = f" (at {', '.join(peers[:_MAX_NAMED])})" if peers else ""
     whom = _running(found, running) if running else "each other"
     what = f"{found.names(lost)} lost the connection to {whom}{at}{lost[0].where}; no rank had exited before"
-    return _cause("lost-connection", running[0] if len(running) == 1 else lost[0], what, lost[0])
+    return _cause(found, "lost-connection", running[0] if len(running) == 1 else lost[0], what, lost[0])
 
 
 def _running(found: _Exits, running: Sequence[RankExit]) -> str:
@@ -212,19 +212,40 @@ def _lost_node(lost_nodes: Mapping[int, str]) -> Cause:
 def _stopped_by_launcher(found: _Exits) -> Cause:
     """No rank failed: the launcher stopped ranks it took for failed, or noticed their exits too late."""
     first = min(found.failed or found.still_running or found.exits, key=lambda each: each.time)
-    return _cause("exit", first, f"{found.name(first)} was stopped by the launcher{first.where}", first, status=1)
+    return _cause(
+        found, "exit", first, f"{found.name(first)} was stopped by the launcher{first.where}", first, status=1
+    )
 
 
 def _cause(
-    kind: FailureKind, blamed: RankExit, what: str, witness: RankExit, *, status: int | None = None, fix: str = ""
+    found: _Exits,
+    kind: FailureKind,
+    blamed: RankExit,
+    what: str,
+    witness: RankExit,
+    *,
+    status: int | None = None,
+    fix: str = "",
 ) -> Cause:
     """`witness` is the rank whose text is shown. The fix of a coded error takes precedence over the kind's."""
-    text = witness.text
+    text = witness.text.rstrip()
     if error := witness.record.error if witness.record else None:
         text = f"[{witness.error_code}] {error['what']}" + (f"\n  why: {error['why']}" if error["why"] else "")
         fix = error["fix"] or fix
+    text += "".join(f"\n  at: {place}" for place in _places(found, witness))
     status = EXIT_STATUSES[kind] if status is None else status
     return Cause(kind, blamed.rank, blamed.node, what, text.rstrip(), status, fix or FIXES[kind])
+
+
+def _places(found: _Exits, witness: RankExit) -> list[str]:
+    """The lines of the user's code at which ranks failed like this one: one line, or those of different ranks."""
+    kind, ranks = found.kinds[witness.rank], dict[str, list[RankExit]]()
+    for each in found.exits:
+        if each.place and found.kinds[each.rank] == kind and each.error_code == witness.error_code:
+            ranks.setdefault(each.place, []).append(each)
+    if len(ranks) < 2 or not witness.place:
+        return [witness.place] * bool(witness.place)
+    return [f"{place} ({found.names(those)})" for place, those in ranks.items()][:_MAX_NAMED]
 
 
 def _consequences(found: _Exits) -> str:

@@ -86,6 +86,11 @@ class RankExit:
         return self.record.text if self.record else self.tail
 
     @property
+    def place(self) -> str:
+        """The line of the user's code in its failure record, or an empty string."""
+        return self.record.place if self.record else ""
+
+    @property
     def error_code(self) -> str:
         """The code of the paceline error that ended it, or an empty string."""
         error = self.record.error if self.record else None

@@ -108,7 +108,7 @@ def _error(cause: Cause, logs: RunFolder) -> PacelineError:
     log = logs.rank_log(cause.rank or 0)
     printed = log.read_text(errors="replace").strip() if log.exists() else ""
     if record is not None:
-        printed = printed.replace(record.text.strip(), "").strip()
+        printed = printed.replace(record.log_text.strip(), "").strip()
     if printed and cause.rank:
         error.add_note(f"--- output of rank {cause.rank} ---\n{printed[-4000:]}")
     return error

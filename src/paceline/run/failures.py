@@ -14,6 +14,7 @@ from types import TracebackType
 from paceline import errors
 from paceline.errors import LaunchError, PacelineError
 from paceline.run.folder import RunFolder
+from paceline.run.user_frame import UserFrame, find_user_frame
 
 _TAIL_BYTES = 1 << 16
 
@@ -27,6 +28,10 @@ class FailureRecord:
     exit_code: int
     text: str  # the traceback, or the message of an error with a code
     error: dict[str, str] | None = None  # the parts of an error with a code
+    file: str = ""  # the line of the user's code, if any
+    line: int = 0
+    function: str = ""
+    code_line: str = ""
 
     def write(self, folder: RunFolder) -> None:
         path = folder.failure(self.rank)
@@ -34,22 +39,37 @@ class FailureRecord:
         partial.write_text(json.dumps(asdict(self)))
         partial.rename(path)
 
+    @property
+    def place(self) -> str:
+        """`train.py:17, in main: trainer.train(data)`; empty if the traceback ends there anyway, or if no code of the
+        user was running."""
+        ends_there = self.text.rpartition('File "')[2].startswith(f'{self.file}", line {self.line}')
+        frame = UserFrame(self.file, self.line, self.function, self.code_line)
+        return str(frame) if self.file and not ends_there else ""
+
+    @property
+    def log_text(self) -> str:
+        """The text for the rank's log."""
+        return f"{self.text.rstrip()}\n" + (f"  at: {self.place}\n" if self.place else "")
+
     def as_error(self) -> PacelineError:
         """The error with a code that the rank raised, or a `launch.rank-failed` with its traceback."""
         if self.error is not None:
             again = PacelineError.from_dict(self.error)
-            again.add_note(f"on rank {self.rank}")
-            return again
-        return LaunchError("rank-failed", f"Rank {self.rank} failed:\n{self.text.rstrip()}")
+        else:
+            again = LaunchError("rank-failed", f"Rank {self.rank} failed:\n{self.text.rstrip()}")
+        again.add_note(f"on rank {self.rank}" + (f", at {self.place}" if self.place else ""))
+        return again
 
 
 def describe(error: BaseException, rank: int) -> FailureRecord:
     """The failure record for an exception that a rank raised."""
-    now = time.time()
+    now, frame = time.time(), find_user_frame(error)
+    place = () if frame is None else (frame.file, frame.line, frame.function, frame.code)
     if isinstance(error, PacelineError):
-        return FailureRecord(rank, now, 1, str(error), error.to_dict())
+        return FailureRecord(rank, now, 1, str(error), error.to_dict(), *place)
     text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
-    return FailureRecord(rank, now, 1, text)
+    return FailureRecord(rank, now, 1, text, None, *place)
 
 
 def _user_part(trace: TracebackType | None) -> TracebackType | None:

@@ -205,3 +205,25 @@ def test_sys_exit_keeps_its_status() -> None:
 def test_a_long_list_of_ranks_is_shortened() -> None:
     exits = [gone(0, 5.0, -9), *(raised(rank, 5.1, CLOSED) for rank in range(1, 101))]
     assert "then ranks 1, 2, 3, 4, 5, 6, 7, 8 and 92 others lost" in find_cause(exits).what
+
+
+def failed_at(rank: int, line: int, code: str = "") -> RankExit:
+    parts = {"family": "world", "name": code, "what": "Odd.", "why": "", "fix": ""} if code else None
+    text = f"[world.{code}] Odd." if code else traceback("ValueError: x")
+    record = FailureRecord(rank, 1.0 + rank, 1, text, parts, "/home/me/train.py", line, "main", "trainer.train(data)")
+    return RankExit(rank, 0, 1, record.time, record)
+
+
+@pytest.mark.parametrize("code", ["", "different-calls"])
+def test_the_line_of_the_users_code_follows_the_error_once_if_ranks_agree(code: str) -> None:
+    cause = find_cause([failed_at(0, 17, code), failed_at(1, 17, code)])
+    assert cause.text.splitlines()[-1] == "  at: /home/me/train.py:17, in main: trainer.train(data)"
+    assert cause.text.count("train.py:17") == 1
+
+
+def test_ranks_that_fail_alike_at_different_lines_show_each_line() -> None:
+    cause = find_cause([failed_at(0, 17, "different-calls"), failed_at(1, 21, "different-calls"), failed_at(2, 30)])
+    assert cause.text.splitlines()[1:] == [
+        "  at: /home/me/train.py:17, in main: trainer.train(data) (rank 0)",
+        "  at: /home/me/train.py:21, in main: trainer.train(data) (rank 1)",
+    ]

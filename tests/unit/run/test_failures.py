@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.workload import Target
 from paceline.run import failures
@@ -45,6 +46,18 @@ def test_a_recorded_error_is_restored(folder: RunFolder) -> None:
     assert isinstance(coded, ConfigError) and (coded.code, coded.fix) == ("config.type", "do")
     assert isinstance(other, LaunchError) and "ZeroDivisionError" in other.what
     assert failures.first_coded(folder) == records[1]
+
+
+def test_a_record_names_the_users_line_unless_the_traceback_ends_there() -> None:
+    with pytest.raises(ConfigError) as coded:
+        Config(batches=3)
+    record = failures.describe(coded.value, rank=1)
+    assert record.place.endswith(": Config(batches=3)") and record.log_text.endswith(f"\n  at: {record.place}\n")
+    assert coded.value.code in str(error := record.as_error()) and error.__notes__ == [f"on rank 1, at {record.place}"]
+    with pytest.raises(ZeroDivisionError) as own:
+        1 / 0  # noqa: B018
+    record = failures.describe(own.value, rank=1)
+    assert (record.place, record.code_line.partition("  #")[0]) == ("", "1 / 0")
 
 
 def test_a_start_removes_what_its_own_ranks_left(folder: RunFolder) -> None:

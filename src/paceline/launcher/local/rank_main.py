@@ -15,15 +15,15 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.launcher.local import interrupts
 from paceline.launcher.workload import Target
-from paceline.run.failures import FailureRecord, describe
+from paceline.run.failures import describe
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment, gloo_threads
 
@@ -47,14 +47,13 @@ def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None
         code = _exit_code(request)
         if code:
             words = f": {request.code}" if isinstance(request.code, str) else ""
-            FailureRecord(
-                rank_info.rank, time.time(), code, f"rank {rank_info.rank} called sys.exit({code}){words}\n"
-            ).write(logs)
+            text = f"rank {rank_info.rank} called sys.exit({code}){words}\n"
+            replace(describe(request, rank_info.rank), exit_code=code, text=text).write(logs)
     except BaseException as error:
         failure = describe(error, rank_info.rank)
         failure.write(logs)  # first, so that it is earlier than the failures it causes on other ranks
         with log.open("a") as file:
-            file.write(failure.text)
+            file.write(failure.log_text)
         code = failure.exit_code
     if code:
         _fail(code)

@@ -1,0 +1,66 @@
+"""The line of the user's code that led to an error: the innermost frame outside paceline, torch and other libraries."""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from paceline import errors
+from paceline.run.folder import short
+
+_PACELINE = str(Path(errors.__file__).parent)
+_INSTALLED = {"site-packages", "dist-packages"}
+# DataLoader workers send their traceback as text.
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)\n(?: +(.*)\n)?', re.MULTILINE)
+_LONGEST = 100  # characters of code
+_WORKER_TRACEBACK = "Original Traceback (most recent call last):\n"
+
+
+@dataclass(frozen=True)
+class UserFrame:
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    code: str = ""
+
+    def __str__(self) -> str:
+        """`train.py:17, in main: trainer.train(data)`"""
+        code = self.code if len(self.code) <= _LONGEST else f"{self.code[:_LONGEST]}…"
+        return f"{short(self.file)}:{self.line}, in {self.function}" + (f": {code}" if code else "")
+
+
+def find_user_frame(error: BaseException) -> UserFrame | None:
+    """The innermost frame of the user's code in the traceback of an error, or of the error that a library handled by
+    raising this one. None if no code of the user was running."""
+    handled = error.__cause__ or error.__context__
+    if handled is not None and _was_handled_by_library(error, handled) and (frame := find_user_frame(handled)):
+        return frame
+    if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
+        return UserFrame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip())
+    if _WORKER_TRACEBACK in str(error):
+        found = [UserFrame(file, int(line), name, code) for file, line, name, code in _FRAME.findall(str(error))]
+    else:
+        summary = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__))
+        found = [UserFrame(each.filename, each.lineno or 0, each.name, each.line or "") for each in summary]
+    return next((frame for frame in reversed(found) if _is_user_file(frame.file)), None)
+
+
+def _was_handled_by_library(error: BaseException, handled: BaseException) -> bool:
+    """A traceback starts at the function that handled the exception. An `except` of the user's code may do anything."""
+    trace = handled.__traceback__
+    return handled is error.__cause__ or (trace is not None and not _is_user_file(trace.tb_frame.f_code.co_filename))
+
+
+@cache
+def _is_user_file(file: str) -> bool:
+    if file.startswith("<"):
+        return file in ("<string>", "<stdin>")  # python -c, or typed in; others are frozen or generated modules
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    libraries = [_PACELINE, sysconfig.get_path("stdlib"), *([str(Path(torch).parent)] if torch else [])]
+    path = Path(file)
+    return not _INSTALLED & set(path.parts) and not any(path.is_relative_to(each) for each in libraries)
