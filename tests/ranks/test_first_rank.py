@@ -16,7 +16,7 @@ from paceline import dist
 def machine(first_rank: int, port: int, folder: Path) -> None:
     """What a person does on each of two machines, which are processes here."""
     exported = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4", "RANK": str(first_rank)}
-    os.environ.update(exported, HOME=str(folder), PACELINE_TOKEN="of this test")
+    os.environ.update(exported, HOME=str(folder), PACELINE_TOKEN="the token of this test")
 
     def total() -> list[float]:
         tensor = torch.tensor([dist.rank() + 1.0])

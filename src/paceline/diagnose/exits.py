@@ -130,6 +130,9 @@ class RankExit:
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, node: int, clock_offset: float) -> RankExit:
         """An exit reported by another launcher; `clock_offset` is our clock minus that launcher's."""
-        record = None if values["record"] is None else FailureRecord(**values["record"])
-        exited = cls(**{**values, "record": record})
+        from pydantic import TypeAdapter
+
+        exited = TypeAdapter(cls).validate_python(values)  # ValueError: another launcher may send anything
+        if exited.record and exited.record.error is not None:
+            exited.record.as_error()  # KeyError: it lacks a part
         return replace(exited, node=node, time=exited.time + clock_offset)

@@ -10,6 +10,7 @@ import struct
 from paceline.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024  # a flood of connections must not keep out those of nodes and ranks
 _SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
 
 
@@ -22,7 +23,7 @@ def listen(host: str, port: int | None) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port or 0))
-        listener.listen(128)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         where = f"Port {port}" if port else f"A port on {'loopback' if host == LOOPBACK else host}"

@@ -15,6 +15,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import stat
 import sys
@@ -48,19 +49,30 @@ class AuthenticationFailed(ChannelClosed):
     """The peer does not hold the token of this job."""
 
 
+class InvalidMessage(ChannelClosed):
+    """The peer holds the token, but its message has no meaning."""
+
+
 class Channel:
     """One end of a connection. Receiving never blocks; messages are small and sent at once."""
 
     def __init__(self, connection: socket.socket, token: str, *, is_server: bool) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _enable_keepalive(connection)
-        _close_in_forked_children(connection)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _enable_keepalive(connection)
+            # Read now: a connection that the peer has reset has no addresses any more.
+            self.own_address, self.peer_address = (
+                str(name[0]) for name in (connection.getsockname(), connection.getpeername())
+            )
+        except OSError as error:
+            raise ChannelClosed(error.strerror or str(error)) from None
+        _open_connections.add(connection)
         connection.setblocking(False)
-        self._socket, self._token, self._is_server = connection, token.encode(), is_server
+        self._socket, self._token, self._is_server = connection, os.fsencode(token), is_server
         self._own_nonce = secrets.token_bytes(_NONCE)
         self._key: bytes | None = None
         self._sent = self._received = 0
-        self._buffer = b""
+        self._buffer = bytearray()
         self.last_received = time.monotonic()  # time of the last authenticated message
         self._write((_MAGIC if is_server else b"") + self._own_nonce)
 
@@ -77,12 +89,9 @@ class Channel:
         return _MAX_BYTES if self.is_authenticated else _MAX_UNAUTHENTICATED_BYTES
 
     @property
-    def own_address(self) -> str:
-        return str(self._socket.getsockname()[0])
-
-    @property
-    def peer_address(self) -> str:
-        return str(self._socket.getpeername()[0])
+    def buffered_bytes(self) -> int:
+        """Received, and not yet a complete message."""
+        return len(self._buffer)
 
     def send(self, message: Message) -> None:
         if self._key is None:
@@ -99,7 +108,7 @@ class Channel:
         if self._key is None:
             self._handshake()
         while self._key is not None and (payload := self._next_frame()) is not None:
-            messages.append(json.loads(payload))
+            messages.append(_decode(payload))
         if is_closed and not messages:
             raise ChannelClosed("the connection was closed")
         return messages
@@ -124,8 +133,8 @@ class Channel:
         if not preamble.startswith(self._buffer[: len(preamble)]):
             raise ChannelClosed("not a paceline launcher")
         if len(self._buffer) >= len(preamble) + _NONCE:
-            peer_nonce = self._buffer[len(preamble) : len(preamble) + _NONCE]
-            self._buffer = self._buffer[len(preamble) + _NONCE :]
+            peer_nonce = bytes(self._buffer[len(preamble) : len(preamble) + _NONCE])
+            del self._buffer[: len(preamble) + _NONCE]
             nonces = self._own_nonce + peer_nonce if self._is_server else peer_nonce + self._own_nonce
             self._key = hmac.digest(self._token, nonces, hashlib.sha256)
 
@@ -138,11 +147,11 @@ class Channel:
             raise ChannelClosed(f"message too large: {length} bytes")
         if len(self._buffer) < begin + length:
             return None
-        signature, payload = self._buffer[_LENGTH:begin], self._buffer[begin : begin + length]
+        signature, payload = bytes(self._buffer[_LENGTH:begin]), bytes(self._buffer[begin : begin + length])
         expected = self._sign(payload, self._received, from_server=not self._is_server)
         if not hmac.compare_digest(signature, expected):
             raise AuthenticationFailed("message not signed with this job's token")
-        self._buffer = self._buffer[begin + length :]
+        del self._buffer[: begin + length]
         self._received += 1
         self.last_received = time.monotonic()
         return payload
@@ -170,16 +179,26 @@ def _enable_keepalive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)
 
 
-def _close_in_forked_children(connection: socket.socket) -> None:
+_open_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_forked_child() -> None:
     """A connection inherited by forked ranks would outlive its launcher, and its loss would go unnoticed."""
-    own = weakref.ref(connection)
+    for connection in list(_open_connections):
+        connection.close()
 
-    def close() -> None:
-        inherited = own()
-        if inherited is not None:
-            inherited.close()
 
-    os.register_at_fork(after_in_child=close)
+os.register_at_fork(after_in_child=_close_in_forked_child)
+
+
+def _decode(payload: bytes) -> Message:
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise InvalidMessage(f"not JSON: {error}") from None
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise InvalidMessage("it has no kind")
+    return message
 
 
 def connect(addresses: Sequence[tuple[str, int]], token: str) -> Channel | None:
@@ -203,15 +222,17 @@ def _wait_for_handshake(channel: Channel) -> None:
     while channel._key is None:
         if time.monotonic() > deadline:
             raise ChannelClosed("no answer")
+        select.select([channel], [], [], 0.1)
         channel.receive()
-        time.sleep(0.005)
 
 
 def job_token() -> str:
     """The secret shared by the launchers of a job that are started by hand: PACELINE_TOKEN, which is removed from the
     environment of the ranks, else the content of ~/.paceline/token, which is created if it is missing."""
     if token := os.environ.pop(TOKEN, None):
-        return token
+        return _checked(
+            token.strip(), TOKEN, f"export {TOKEN}=$(openssl rand -hex 32), and the same value on every node"
+        )
     path = Path.home() / ".paceline" / "token"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not path.exists():
@@ -232,12 +253,16 @@ def _read_token(path: Path) -> str:
             why="anybody who has the token can start and stop your jobs",
             fix=f"rm {path}: a new one is created when it is needed; copy it to the other machines again",
         )
-    token = path.read_text().strip()
+    fix = f"rm {path}: a new one is created when it is needed; copy it to the other machines again"
+    return _checked(os.fsdecode(path.read_bytes()).strip(), str(path), fix)
+
+
+def _checked(token: str, where: str, fix: str) -> str:
     if len(token) < _MIN_TOKEN_LENGTH:
         raise LaunchError(
             "open-token",
-            f"The token in {path} is shorter than {_MIN_TOKEN_LENGTH} characters.",
+            f"The token in {where} is shorter than {_MIN_TOKEN_LENGTH} characters.",
             why="a short token can be guessed",
-            fix=f"rm {path}: a new one is created when it is needed; copy it to the other machines again",
+            fix=fix,
         )
     return token

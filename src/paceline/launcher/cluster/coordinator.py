@@ -19,6 +19,7 @@ joined, rejected, waiting, notice, open, start, stop, restart, end, heartbeat.
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -30,10 +31,10 @@ from paceline.diagnose.cause import Cause
 from paceline.diagnose.exits import RankExit
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import membership
-from paceline.launcher.cluster.channel import AuthenticationFailed, Channel, ChannelClosed, Message
+from paceline.launcher.cluster.channel import Channel, ChannelClosed, InvalidMessage, Message
 from paceline.launcher.cluster.fingerprint import Fingerprint
 from paceline.launcher.cluster.membership import JoinRequest, NodeMember, OrphanedRanks
-from paceline.launcher.cluster.server import ConnectionServer
+from paceline.launcher.cluster.server import ConnectionServer, RejectionLog
 from paceline.launcher.network import listen
 from paceline.launcher.restart_policy import Restart, Supervisor
 
@@ -72,6 +73,7 @@ class Coordinator:
         self._has_new_node = False
         self._suspect: int | None = None
         self._is_failure = True
+        self._rejections = RejectionLog()
         self._heartbeat_at = time.monotonic()
         self.status: int | None = None
         self._wait_for_nodes(0.0)
@@ -101,8 +103,10 @@ class Coordinator:
         for channel, message in self._server.receive(timeout):
             try:
                 self._receive(channel, message)
+            except ChannelClosed as closed:
+                self._disconnect(channel, closed)
             except Exception as error:  # an invalid message ends its connection, never the coordinator
-                self._disconnect(channel, error)
+                self._disconnect(channel, InvalidMessage(_first_line(error)))
         self._check_heartbeats()
         self._advance()
 
@@ -141,13 +145,15 @@ class Coordinator:
         else:
             self._admit(channel, message)
 
-    def _disconnect(self, channel: Channel, error: Exception) -> None:
+    def _disconnect(self, channel: Channel, closed: ChannelClosed) -> None:
         if channel in self._members:
-            self._drop(self._members[channel], f"its launcher closed the connection ({error})")
+            is_invalid = isinstance(closed, InvalidMessage)
+            what = "it sent an invalid message" if is_invalid else "its launcher closed the connection"
+            self._drop(self._members[channel], f"{what} ({closed})")
         else:
-            if isinstance(error, AuthenticationFailed):
-                self._announce(f"rejected a connection from {channel.peer_address}: wrong token")
             self._server.drop(channel)
+            if text := self._rejections.note(channel, closed):
+                self._announce(text)
 
     def _admit(self, channel: Channel, message: Message) -> None:
         request = JoinRequest.from_message(message)
@@ -168,26 +174,30 @@ class Coordinator:
 
     def _handle(self, member: NodeMember, message: Message) -> None:
         match message["kind"]:
-            case "opened" if self._phase == "opening":  # otherwise it is out of date
-                self._start(message["folder"])
+            case "opened" if self._phase == "opening":
+                folder = message["folder"]
+                self._start(None if folder is None else str(folder))
             case "started":
-                member.pids = dict(message["pids"])
+                member.record_start(message)
             case "failed":
                 self._stop(0)
-            case "exited":
+            case "exited" if member.is_busy:
                 member.record_exits(message)
                 if not member.succeeded and self._phase == "running":
                     self._stop(0)
             case "interrupted":
-                self._signal = self._signal or int(message["signal"])
+                number = signal.Signals(message["signal"])
+                self._signal = self._signal or number
                 if self._phase in ("joining", "opening"):
                     self._end(128 + self._signal)
                 else:
-                    self._stop(int(message["signal"]), skip=member)
+                    self._stop(number, skip=member)
             case "error":
                 self._end(2, error=PacelineError.from_dict(message["error"]))
-            case "heartbeat":
+            case "heartbeat" | "opened" | "exited":  # the latter two out of date
                 pass
+            case unknown:
+                raise InvalidMessage(f"unknown kind {unknown[:40]!r}")
 
     def _drop(self, member: NodeMember, reason: str, *, ranks_may_live: bool = True) -> None:
         """A launcher was lost. Its ranks may keep running until a new launcher joins, or until a rank fails."""
@@ -378,3 +388,7 @@ class Coordinator:
         except ChannelClosed as error:
             if member.channel in self._members:
                 self._drop(member, f"not reachable ({error})")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -14,6 +14,7 @@ from paceline.launcher.cluster.fingerprint import Fingerprint, differences
 from paceline.launcher.network import is_loopback
 
 _MAX_SHOWN = 5
+_MAX_RANKS = 1 << 16  # of a node
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,17 @@ class JoinRequest:
     @classmethod
     def from_message(cls, message: Message) -> JoinRequest:
         fewest, most = message["nodes"]
-        node = message["node"]
+        node, ranks, fingerprint = message["node"], int(message["ranks"]), message["fingerprint"]
+        if not 0 < ranks <= _MAX_RANKS:
+            raise ValueError(f"{ranks} ranks")
         return cls(
-            host=str(message["host"]),
-            ranks=int(message["ranks"]),
+            host=str(message["host"])[:255],
+            ranks=ranks,
             nodes=NodeRange(int(fewest), int(most)),
             node=None if node is None else int(node),
-            fingerprint=message["fingerprint"],
+            fingerprint={
+                aspect: {name: str(value) for name, value in values.items()} for aspect, values in fingerprint.items()
+            },
         )
 
     def to_message(self) -> Message:
@@ -60,13 +65,20 @@ class NodeMember:
     def succeeded(self) -> bool:
         return bool(self.exits) and all(each.code == 0 for each in self.exits)
 
+    def record_start(self, message: Message) -> None:
+        """The processes of its ranks."""
+        pids = message["pids"].items()
+        self.pids = {str(int(pid)): None if born is None else str(born) for pid, born in pids}
+
     def record_exits(self, message: Message) -> None:
-        """The exits of its ranks, as the node reports them."""
-        self.is_busy = False
+        """The exits of its ranks, as the node reports them. Nothing is recorded of an invalid report."""
         offset = time.time() - float(message["now"])  # of its clock to ours
-        self.exits = [RankExit.from_json(each, node=self.node, clock_offset=offset) for each in message["exits"]]
-        self.oom_killed = list(message["oom_killed"])
-        self.suspects = {int(rank): samples for rank, samples in message["suspects"].items()}
+        exits = [RankExit.from_json(each, node=self.node, clock_offset=offset) for each in message["exits"]]
+        oom_killed = [int(rank) for rank in message["oom_killed"]]
+        suspects = {int(rank): [int(each) for each in samples] for rank, samples in message["suspects"].items()}
+        if len(exits) != self.ranks:
+            raise ValueError(f"exits of {len(exits)} ranks out of {self.ranks}")
+        self.exits, self.oom_killed, self.suspects, self.is_busy = exits, oom_killed, suspects, False
 
     def reset(self) -> None:
         """Forget the previous generation."""

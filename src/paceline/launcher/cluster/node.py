@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _COORDINATOR_LOST = 78  # exit status
 _RETRY_SECONDS = 0.2
+_REJECTED_SECONDS = 2.0  # in which the coordinator closes every connection of a launcher with a wrong token
+_ANSWER_SECONDS = 10.0
 _FIRST_REMINDER, _REMINDER = 3.0, 30.0
 _LEAVE_SECONDS = 4.0  # for ranks to exit when the coordinator is lost
 _ORPHAN_SECONDS = 60.0  # for which ranks keep running without a launcher if another one may take over
@@ -89,12 +91,32 @@ class Node:
             return status
 
     def _join(self) -> Channel:
+        """Connect, and join. A coordinator whose port is flooded may close a connection, so that a single one that was
+        closed does not prove a wrong token."""
+        # Before connecting: reading the code takes time, which connections that have not joined do not get.
+        own_fingerprint = fingerprint(script=self._workload.script, recipe=self._workload.recipe)
+        nodes, host = self._spec.node_range, socket.gethostname()
+        request = JoinRequest(host, self._ranks, nodes, self._number, own_fingerprint).to_message()
+        rejected_at: float | None = None
+        while True:
+            channel = self._connect()
+            try:
+                channel.send(request)
+                self._heartbeat_at = time.monotonic()
+                self._pending += self._wait_for_answer(channel)
+                return channel
+            except ChannelClosed:
+                channel.close()
+                rejected_at = rejected_at or time.monotonic()
+                if time.monotonic() > rejected_at + _REJECTED_SECONDS:
+                    raise _wrong_token(self._where) from None
+                time.sleep(_RETRY_SECONDS)
+
+    def _connect(self) -> Channel:
         begin = time.monotonic()
         deadline, remind_at = begin + self._spec.wait, begin + _FIRST_REMINDER
         while (channel := connect(self._addresses, self._token)) is None:
-            self._check_orders()
-            if self._signals:
-                raise SystemExit(128 + self._signals[0])
+            self._check_whether_to_leave()
             if time.monotonic() > remind_at:
                 self._log(f"waiting for a coordinator at {self._where}")
                 remind_at = time.monotonic() + _REMINDER
@@ -106,16 +128,22 @@ class Node:
                     fix="start it with --node-rank 0 and the same --master; test the connection with nc -vz HOST PORT",
                 )
             time.sleep(_RETRY_SECONDS)
-        join_request = JoinRequest(
-            socket.gethostname(), self._ranks, self._spec.node_range, self._number,
-            fingerprint(script=self._workload.script, recipe=self._workload.recipe),
-        )  # fmt: skip
-        try:
-            channel.send(join_request.to_message())
-        except ChannelClosed:
-            raise _wrong_token(self._where) from None
-        self._heartbeat_at = time.monotonic()
         return channel
+
+    def _wait_for_answer(self, channel: Channel) -> list[Message]:
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while not (messages := channel.receive()):
+            self._check_whether_to_leave()
+            if time.monotonic() > deadline:
+                raise ChannelClosed("no answer")
+            select.select([channel], [], [], 0.1)
+        return messages
+
+    def _check_whether_to_leave(self) -> None:
+        """Before the coordinator knows this node, a signal ends it at once."""
+        self._check_orders()
+        if self._signals:
+            raise SystemExit(128 + self._signals[0])
 
     def _next(self) -> Message:
         """Wait for the next message."""
@@ -134,8 +162,6 @@ class Node:
             messages = [message for message in self._channel.receive() if message["kind"] != "heartbeat"]
         except ChannelClosed:
             messages = []
-            if not self._channel.is_authenticated:
-                raise _wrong_token(self._where) from None
             self._lost_at = self._lost_at or time.monotonic()
         now = time.monotonic()
         if now - self._heartbeat_at > HEARTBEAT_SECONDS:

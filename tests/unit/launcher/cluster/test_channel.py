@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launcher.cluster.channel import AuthenticationFailed, Channel, ChannelClosed, Message, connect, job_token
+from paceline.launcher.cluster.channel import (
+    AuthenticationFailed,
+    Channel,
+    ChannelClosed,
+    InvalidMessage,
+    Message,
+    connect,
+    job_token,
+)
 from paceline.launcher.network import LOOPBACK, listen
 from paceline.runtime.environment import TOKEN
 
@@ -83,7 +92,7 @@ def relay() -> Iterator[Callable[..., Relay]]:
 def test_messages_arrive_whole_and_in_order(relay: Callable[..., Relay]) -> None:
     ends = relay()
     for number in range(3):
-        ends.client.send({"number": number, "text": "ü" * 1000})
+        ends.client.send({"kind": "started", "number": number, "text": "ü" * 1000})
     assert [message["number"] for message in ends.to_server(ends.taken_from_client())] == [0, 1, 2]
     assert ends.server.is_authenticated and not ends.client.is_authenticated
     ends.server.send({"kind": "joined"})
@@ -140,6 +149,38 @@ def test_the_size_of_authenticated_messages_is_limited(relay: Callable[..., Rela
         ends.to_server((1 << 25).to_bytes(4, "big"))
 
 
+@pytest.mark.parametrize(
+    "payload", [b"", b"{", b"[]", b"5", b"{}", b'{"kind": 5}', b"\xff", b"[" * 100_000, b"9" * 5000]
+)
+def test_an_authenticated_message_without_meaning_is_rejected(relay: Callable[..., Relay], payload: bytes) -> None:
+    ends = relay()
+    signature = ends.client._sign(payload, 0, from_server=False)
+    with pytest.raises(InvalidMessage):
+        ends.to_server(len(payload).to_bytes(4, "big") + signature + payload)
+
+
+def test_a_channel_keeps_the_addresses_of_a_connection_that_was_reset(relay: Callable[..., Relay]) -> None:
+    near, far = pair()
+    with near:
+        channel = Channel(near, SECRET, is_server=True)
+        reset(far)
+        with pytest.raises(ChannelClosed):
+            wait_for_messages(channel)
+        assert channel.peer_address == channel.own_address == LOOPBACK
+
+
+def test_a_connection_that_was_reset_before_it_was_accepted_gives_no_channel() -> None:
+    near, far = pair()
+    reset(far)
+    with near, pytest.raises(ChannelClosed):
+        Channel(near, SECRET, is_server=True)
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
 def test_connecting_to_a_closed_port_gives_no_channel() -> None:
     with listen(LOOPBACK, None) as listener:
         address = listener.getsockname()
@@ -169,6 +210,13 @@ def test_the_token_is_created_readable_by_its_user_only(tmp_path: Path, monkeypa
 def test_the_token_of_the_environment_takes_precedence_and_is_removed_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "a token of sixteen letters")
     assert job_token() == "a token of sixteen letters" and TOKEN not in os.environ
+
+
+@pytest.mark.parametrize("token", ["x", "fifteen letters", 20 * " "])
+def test_a_short_token_of_the_environment_is_rejected(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, token)
+    with pytest.raises(LaunchError, match=r"launch\.open-token.*PACELINE_TOKEN is shorter than 16 characters"):
+        job_token()
 
 
 def test_a_short_token_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -111,10 +112,22 @@ def test_a_wrong_token_is_rejected_without_an_answer(cluster: Cluster) -> None:
     assert cluster.join()[1][0]["node"] == 0
 
 
-@pytest.mark.parametrize("changes", [{"ranks": "many"}, {"nodes": 7}, {"nodes": None}])
+def test_a_connection_that_is_reset_after_a_wrong_signature_does_not_disturb(cluster: Cluster) -> None:
+    for _ in range(3):
+        stranger = cluster.connect(bytes(32) + (2).to_bytes(4, "big") + bytes(32) + b"{}")
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+    assert [cluster.join()[1][0]["kind"] for _ in range(2)] == ["joined", "joined"]
+    assert len(cluster.notices) <= 1  # a flood is not logged
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ranks": "many"}, {"ranks": -1}, {"nodes": 7}, {"nodes": None}, {"fingerprint": 5}]
+)
 def test_an_invalid_join_request_is_rejected(cluster: Cluster, changes: dict[str, Any]) -> None:
     with pytest.raises(ChannelClosed):
         cluster.join(**changes)
+    assert cluster.notices[0]["text"].startswith(f"rejected a connection from {LOOPBACK}: invalid message (")
     assert cluster.join()[1][0]["node"] == 0
 
 
@@ -179,6 +192,36 @@ def test_a_node_that_disconnects_while_its_ranks_run_is_lost(cluster: Cluster) -
     first.send(exited(rank0=None, rank1=None))
     end = cluster.expect(first, "end")
     assert (end["status"], end["cause"]["kind"], end["cause"]["node"]) == (EXIT_STATUSES["node-lost"], "node-lost", 1)
+
+
+VALID = exited(rank2=0)
+INVALID = [
+    {"kind": "nonsense"},
+    {"kind": "started", "pids": {"no number": None}},
+    {"kind": "started", "pids": 5},
+    {"kind": "interrupted", "signal": 100_000},
+    {"kind": "error", "error": {}},
+    {**VALID, "exits": []},
+    {**VALID, "now": None},
+    {**VALID, "suspects": {"2": 5}},
+    {**VALID, "oom_killed": ["2", {}]},
+    {**VALID, "exits": [{**VALID["exits"][0], "code": "no number"}]},
+    {
+        **VALID,
+        "exits": [{**VALID["exits"][0], "record": {"rank": 2, "time": 0, "exit_code": 1, "text": "", "error": {}}}],
+    },
+]
+
+
+@pytest.mark.parametrize("message", INVALID, ids=lambda message: str(message)[:40])
+def test_a_node_that_sends_an_invalid_message_is_lost(cluster: Cluster, message: Message) -> None:
+    first, second, _ = start_ranks(cluster)
+    second.send(message)
+    cluster.expect(first, "stop")
+    first.send(exited(rank0=None, rank1=None))
+    end = cluster.expect(first, "end")
+    assert (end["status"], end["cause"]["kind"], end["cause"]["node"]) == (EXIT_STATUSES["node-lost"], "node-lost", 1)
+    assert "it sent an invalid message" in str(end["cause"])
 
 
 def test_an_interrupt_reaches_every_node_and_ends_the_job(cluster: Cluster) -> None:

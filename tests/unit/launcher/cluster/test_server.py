@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 
+from paceline.launcher.cluster import server
 from paceline.launcher.cluster.channel import AuthenticationFailed, Channel, ChannelClosed, Message
 from paceline.launcher.cluster.server import ConnectionServer
 from paceline.launcher.network import LOOPBACK, listen
@@ -26,8 +28,8 @@ class Served:
         self.received: list[tuple[Channel, Message | ChannelClosed]] = []
         self.clients: list[socket.socket] = []
 
-    def connect(self) -> socket.socket:
-        self.clients.append(socket.create_connection(self.address))
+    def connect(self, source: str = LOOPBACK) -> socket.socket:
+        self.clients.append(socket.create_connection(self.address, source_address=(source, 0)))
         return self.clients[-1]
 
     def client(self, token: str = SECRET) -> Channel:
@@ -70,21 +72,83 @@ def test_a_wrong_token_is_reported_as_such(served: Served) -> None:
     assert isinstance(served.received[0][1], AuthenticationFailed)
 
 
-def test_too_many_pending_connections_are_closed_and_an_admitted_one_makes_room(served: Served) -> None:
+def test_a_new_connection_replaces_the_oldest_of_the_address_that_has_most(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_FAIR_SECONDS", 0.0)
+    monkeypatch.setattr(server, "_MAX_PENDING", 20)
     member = served.client()
     member.send({"kind": "join"})
     served.serve(lambda: served.received)
     served.server.admit(served.received[0][0])
-    accepted = [served.connect() for _ in range(64)]
-    rejected = served.connect()
-    served.serve(lambda: _is_closed(rejected))
-    assert not any(_is_closed(each) for each in accepted)
+    lonely = served.connect("127.0.0.2")
+    served.serve(lambda: _is_greeted(lonely))
+    strangers = [served.connect() for _ in range(30)]
+    served.serve(lambda: _is_greeted(strangers[-1]))
+    closed = [_is_closed(each) for each in strangers].count(True)
+    assert closed in (11, 12) and _is_closed(strangers[0])  # room may be made for one more that does not come
+    assert not _is_closed(lonely)
     member.send({"kind": "heartbeat"})
     served.serve(lambda: len(served.received) == 2)
 
 
+def test_a_young_connection_is_not_replaced_and_others_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_FAIR_SECONDS", 1000.0)
+    monkeypatch.setattr(server, "_MAX_PENDING", 4)
+    first = [served.connect() for _ in range(4)]
+    served.serve(lambda: all(map(_is_greeted, first)))
+    waiting = served.connect()
+    for _ in range(3):
+        list(served.server.receive(0.01))
+    assert not any(_is_closed(each) for each in first) and not _is_greeted(waiting)
+    first[0].close()
+    served.serve(lambda: served.received)
+    served.server.drop(served.received[0][0])
+    served.serve(lambda: _is_greeted(waiting))
+
+
+def test_connections_wait_while_no_descriptor_is_free(served: Served) -> None:
+    first = served.connect()
+    served.serve(lambda: _is_greeted(first))
+    waiting = [served.connect() for _ in range(3)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        for _ in range(3):
+            list(served.server.receive(0.01))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not _is_closed(first)
+    served.serve(lambda: all(map(_is_greeted, waiting)))
+
+
+def test_the_memory_of_all_pending_connections_is_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MAX_PENDING_BYTES", 1 << 20)
+    small = served.connect()
+    small.sendall(bytes(40))
+    large = [served.connect() for _ in range(5)]
+    for each in large:
+        each.sendall(bytes(32) + (1 << 20).to_bytes(4, "big") + bytes(1 << 18))
+    served.serve(lambda: any(map(_is_closed, large)))
+    assert not _is_closed(small)
+
+
+def test_a_connection_that_never_joins_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_PENDING_SECONDS", 0.05)
+    slow = served.connect()
+    slow.sendall(bytes(10))
+    served.serve(lambda: _is_closed(slow))
+
+
+def _is_greeted(connection: socket.socket) -> bool:
+    connection.settimeout(0.001)
+    with suppress(TimeoutError):
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    return False
+
+
 def _is_closed(connection: socket.socket) -> bool:
-    connection.settimeout(0.01)
+    connection.settimeout(0.001)
     with suppress(TimeoutError):
         while data := connection.recv(1 << 16):
             assert data
