@@ -51,10 +51,17 @@ class Registry(Generic[Facts, Built]):
         """Decorator that registers a class or function under a name. Its parameters are the options in a recipe."""
 
         def add(builder: Builder) -> Builder:
+            self._require(callable(builder), builder)
             self._builders[name] = builder
             return builder
 
+        self._require(isinstance(name, str), name)
         return add
+
+    def _require(self, fits: bool, got: Any) -> None:
+        if not fits:
+            what = f"Expected a name and a function or class for a {self.kind}, got {got!r}."
+            raise self._error("bad-registration", what, fix=f'write {self._hint}("name") above a function or class')
 
     @property
     def declared(self) -> list[str]:
@@ -72,24 +79,36 @@ class Registry(Generic[Facts, Built]):
         """The options that a recipe may set for a component; None: any option."""
         if name not in self._builders:  # declared, but its implementation is not imported
             return []
-        parameters = list(inspect.signature(self._builders[name]).parameters.values())[self._skip :]
+        parameters = self._parameters(name)
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         return None if takes_any else [parameter.name for parameter in parameters]
 
-    def find(self, name: str, options: Iterable[str] = ()) -> Callable[..., Built]:
-        """The implementation of that name; raises if it does not accept these options."""
+    def _parameters(self, name: str) -> list[inspect.Parameter]:
+        return list(inspect.signature(self._builders[name]).parameters.values())[self._skip :]
+
+    def find(self, name: str, options: Iterable[str] | None = None) -> Callable[..., Built]:
+        """The implementation of that name; raises unless it can be called with these options."""
         self._load()
         if name not in self._builders:
-            raise self._error(
-                "unknown-name",
-                f"Unknown {self.kind} {name!r}: {did_you_mean(name, self._builders)}",
-                fix=f"register your own with {self._hint}",
-            )
-        for option in options:
-            known = self.options(name)
-            if known is not None and option not in known:
-                raise self._error(
-                    "unknown-option",
-                    f"Unknown option {option!r} for {self.kind} {name!r}: {did_you_mean(option, known)}",
-                )
+            what = f"Unknown {self.kind} {name!r}: {did_you_mean(name, self._builders)}"
+            raise self._error("unknown-name", what, fix=f"register your own with {self._hint}")
+        if options is None:
+            return self._builders[name]
+        given, known = set(options), self.options(name)
+        for option in given.difference(given if known is None else known):
+            what = f"Unknown option {option!r} for {self.kind} {name!r}: {did_you_mean(option, known or ())}"
+            raise self._error("unknown-option", what)
+        missing = [p.name for p in self._parameters(name) if p.default is p.empty and "VAR" not in p.kind.name]
+        for option in (each for each in missing if each not in given):
+            what = f"The {self.kind} {name!r} requires the option {option!r} ({self.place(name)})."
+            raise self._error("missing-option", what, fix=f"set it in the recipe: {{name: {name}, {option}: …}}")
         return self._builders[name]
+
+    def place(self, name: str) -> str:
+        """The implementation and the line on which it starts, for errors."""
+        builder: Any = self._builders[name]
+        called = getattr(builder, "__qualname__", repr(builder))
+        try:
+            return f"{called}, {inspect.getsourcefile(builder)}:{inspect.getsourcelines(builder)[1]}"
+        except (OSError, TypeError):  # typed into an interpreter
+            return called

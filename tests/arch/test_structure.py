@@ -74,10 +74,10 @@ def test_rank_variables_are_spelled_in_one_file() -> None:
 
 
 def families_of(call: ast.expr) -> list[str]:
-    """Which families an expression that is called makes errors of; the registry makes those of both its users."""
+    """Which families an expression that is called makes errors of; the registry makes those of all its users."""
     if isinstance(call, ast.Name) and call.id in FAMILIES:
         return [FAMILIES[call.id]]
-    return ["data", "model"] if isinstance(call, ast.Attribute) and call.attr == "_error" else []
+    return ["data", "model", "train"] if isinstance(call, ast.Attribute) and call.attr == "_error" else []
 
 
 def used_codes() -> set[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.errors import TrainError
 from paceline.registry import Registry
 
 
@@ -42,7 +43,9 @@ class LoggerFacts:
 
 
 # The implementation of an optimizer takes (params, settings, lr), that of a logger (run, settings).
-OPTIMIZERS: Registry[OptimizerFacts, Any] = Registry("optimizer", hint="paceline.register_optimizer", skip=3)
+OPTIMIZERS: Registry[OptimizerFacts, Any] = Registry(
+    "optimizer", error=TrainError, hint="@paceline.register_optimizer", skip=3
+)
 OPTIMIZERS.declare("sgd", OptimizerFacts(("SGD",), state_per_param=0, momentum_state=1, elementwise=True))
 OPTIMIZERS.declare("adam", OptimizerFacts(("Adam",), state_per_param=2, elementwise=True))
 OPTIMIZERS.declare("adamw", OptimizerFacts(("AdamW",), state_per_param=2, elementwise=True))
@@ -69,7 +72,7 @@ SCHEDULES.declare("step", ScheduleFacts(needs_horizon=False))
 SCHEDULES.declare("wsd", ScheduleFacts(needs_horizon=True))
 SCHEDULES.declare("plateau", ScheduleFacts(needs_horizon=False))
 
-LOGGERS: Registry[LoggerFacts, Any] = Registry("logger", hint="paceline.register_logger", skip=2)
+LOGGERS: Registry[LoggerFacts, Any] = Registry("logger", error=TrainError, hint="@paceline.register_logger", skip=2)
 LOGGERS.declare("csv", LoggerFacts())
 LOGGERS.declare("tensorboard", LoggerFacts(extra="tensorboard"))
 LOGGERS.declare("wandb", LoggerFacts(extra="wandb"))

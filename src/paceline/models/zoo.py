@@ -35,11 +35,18 @@ find_model = _registry.find
 
 def get_model(name: str) -> Callable[..., nn.Module]:
     """A builder for a registered model. Call it with a Config, or with the options of the model."""
-    find_model(name, {})
+    find_model(name)
 
     def build(config: Config | None = None, **options: Any) -> nn.Module:
         options = {**_from_config(name, config), **options}
-        return find_model(name, options)(**options)
+        model: Any = find_model(name, options)(**options)
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                "not-a-module",
+                f"The model {name!r} is a {type(model).__name__}, not a torch.nn.Module ({_registry.place(name)}).",
+                fix="return the module, or register its class",
+            )
+        return model
 
     return build
 

@@ -18,6 +18,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
 
@@ -52,9 +53,12 @@ def register_logger(name: str) -> Callable[[Opener], Opener]:
     point and evaluation, and is closed when training ends. A resumed run opens it with the same folder.
     """
 
+    implement = LOGGERS.implement(name)
+
     def add(opener: Opener) -> Opener:
+        implement(opener)  # refuses what can't be called
+        implement(wraps(opener)(lambda run, settings: opener(run.path, settings)))
         LOGGERS.declare(name, LoggerFacts())
-        LOGGERS.implement(name)(lambda run, settings: opener(run.path, settings))
         return opener
 
     return add
@@ -76,6 +80,9 @@ def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, An
 def _open(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logger:
     try:
         logger: Logger = LOGGERS.find(name)(run, settings)
+        missing = [method for method in ("write", "close") if not callable(getattr(logger, method, None))]
+        if missing:
+            raise TypeError(f"{type(logger).__name__} has no method {missing[0]} ({LOGGERS.place(name)})")
         return logger
     except PacelineError:
         raise

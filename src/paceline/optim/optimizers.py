@@ -44,8 +44,14 @@ def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.op
             fix="check requires_grad, and that the layers are attributes of the module",
         )
     params = OptimizerParams(model, named, _decay_groups(named, settings.weight_decay), _can_fuse(named))
-    build = OPTIMIZERS.find(settings.name)
-    optimizer: torch.optim.Optimizer = build(params, settings, lr, **settings.options())
+    build = OPTIMIZERS.find(settings.name, settings.options())
+    optimizer: Any = build(params, settings, lr, **settings.options())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TrainError(
+            "not-an-optimizer",
+            f"The optimizer {settings.name!r} is a {type(optimizer).__name__} ({OPTIMIZERS.place(settings.name)}).",
+            fix="return a torch.optim.Optimizer from the registered function",
+        )
     return optimizer
 
 
@@ -66,8 +72,9 @@ def register_optimizer(
     other receives DTensors.
     """
     facts = OptimizerFacts(state_per_param=state_per_param, elementwise=elementwise, needs_full=needs_full)
+    add = OPTIMIZERS.implement(name)
     OPTIMIZERS.declare(name, facts)
-    return OPTIMIZERS.implement(name)
+    return add
 
 
 @OPTIMIZERS.implement("sgd")

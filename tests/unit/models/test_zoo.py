@@ -44,6 +44,20 @@ def test_a_registered_model_is_found() -> None:
     assert paceline.get_model("line")(slope=3.0).slope.item() == 3.0
 
 
+def test_a_function_that_returns_no_module_is_named_with_its_line() -> None:
+    @paceline.register_model("forgets")
+    def forgets(width: int) -> None:
+        nn.Linear(width, 1)
+
+    line = forgets.__code__.co_firstlineno
+    with pytest.raises(ModelError) as caught:
+        paceline.get_model("forgets")(width=2)
+    assert caught.value.code == "model.not-a-module" and f"test_zoo.py:{line}" in caught.value.what
+    with pytest.raises(ModelError) as missing:
+        paceline.get_model("forgets")(paceline.Config.from_dict({"model": {"name": "forgets"}}))
+    assert missing.value.code == "model.missing-option" and "'width'" in missing.value.what
+
+
 def test_invalid_models_and_options_have_codes() -> None:
     with pytest.raises(ModelError) as name:
         paceline.get_model("resnet5")
