@@ -47,8 +47,7 @@ _LOSS_TOLERANCE = 1e-3  # above the rounding of half precision, below the error 
 _ONCE_DIFFERENTIABLE = {  # part of torch's message → what can't be differentiated twice, what to do
     "once_differentiable": (
         "a batch norm that is synchronized over ranks, or a cross-entropy of logits that are sharded",
-        "set sync_batchnorm: false, or use GroupNorm or LayerNorm; for logits, remove the vocabulary head from the "
-        "tensor plan",
+        "set sync_batchnorm: false, or use GroupNorm or LayerNorm; for logits, replicate the head",
     ),
     "does not currently support double backward": ("a compiled graph", "set compile: false"),
 }

@@ -31,7 +31,8 @@ def compile_model(model: nn.Module, mode: bool | str, names: list[str] | None = 
     folder = set_cache_dir()
     blocks = [] if mode == "model" else find_blocks(model, names)
     if not blocks and names != []:
-        model.compile()
+        if model._compiled_call_impl is None:  # the user may have compiled it
+            model.compile()
         return f"compile: full model, cache in {folder}"
     # Dynamo counts recompilations per code object, and blocks of different shapes share the code of their forward.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))

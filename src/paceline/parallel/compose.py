@@ -191,7 +191,8 @@ def _recompute(subject: Subject, context: Composition) -> str:
 
 
 def _compile(subject: Subject, context: Composition) -> str:
-    require_compiler(context.mesh.device)
+    if subject.model._compiled_call_impl is None:
+        require_compiler(context.mesh.device)
     return compile_model(subject.model, context.config.compile, subject.blocks)
 
 

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
-from paceline.config.recipe import Config
 from paceline.data.batches import apply, rows_of, samples_in
 from paceline.data.slicing import slice_bounds
-from paceline.log import Log
 from paceline.models.divisor import Divisor
 from paceline.parallel.loss_parts import LossPart, combine_losses
 
@@ -45,20 +43,6 @@ def _to(weight: Any, device: torch.device) -> Any:
     if isinstance(weight, Divisor):
         return Divisor(torch.as_tensor(weight.weight, device=device))
     return None if weight is None else torch.as_tensor(weight, device=device)
-
-
-def follow_wrapper(config: Config, model: nn.Module, ranks: int, log: Log) -> Config:
-    """The recipe for a model in torch's DataParallel: one process with `strategy: auto` uses the GPUs it asks for."""
-    wanted = list(model.device_ids) if isinstance(model, nn.DataParallel) else []
-    if len(wanted) < 2 or ranks > 1 or config.strategy == "dp":
-        return config
-    if config.strategy == "auto" and config.layout is None and len(wanted) == len(gpus()):
-        return config.model_copy(update={"strategy": "dp"})
-    log.warning(
-        f"the model is wrapped in DataParallel over {len(wanted)} GPUs, but this run uses one: set strategy: dp (all "
-        "visible GPUs; see CUDA_VISIBLE_DEVICES), or start one rank per GPU with paceline launch"
-    )
-    return config
 
 
 def gpus() -> list[torch.device]:

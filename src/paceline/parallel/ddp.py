@@ -53,10 +53,3 @@ def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
     if mesh.data_ranks > 1:
         for buffer in model.buffers():
             broadcast_from_first(buffer, mesh.data_group)
-
-
-def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
-    """The module inside DataParallel or DDP, and the name of the removed wrapper."""
-    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        return model.module, type(model).__name__
-    return model, None

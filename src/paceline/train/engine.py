@@ -25,6 +25,7 @@ from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.guard.optimizer_check import require_separable
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
+from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import infer_call
@@ -32,8 +33,6 @@ from paceline.models.power_iteration import PowerIterations
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
-from paceline.parallel.data_parallel import follow_wrapper
-from paceline.parallel.ddp import unwrap
 from paceline.parallel.fsdp import track_used
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
@@ -86,10 +85,10 @@ class Engine:
         )
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
         self.telemetry.joined(self.world)
-        self.config = config = follow_wrapper(config, model, self.world.size, self.log)
+        self.model, config = take_over(model, config, self.world.size, self.log)
+        self.config = config
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
-        self.model, wrapper = unwrap(model)
         if plan.degrees.tensor > 1:
             check_plan(self.model, config.tensor, plan.degrees.tensor)
         if plan.degrees.pipeline > 1:
@@ -97,8 +96,6 @@ class Engine:
         consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         same_model.require_same_model(self.model, task.optimizer, task.criterion)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
-        if wrapper:
-            self.log.info(f"model: unwrapped from {wrapper}; the Trainer wraps it itself if the layout requires it")
         factory.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
         self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)

@@ -1,0 +1,157 @@
+"""Takes over models that arrive in a wrapper of torch, or refuses them.
+
+| wrapper                     | what happens                                                                         |
+|-----------------------------|--------------------------------------------------------------------------------------|
+| DataParallel                | removed; one process with `strategy: auto` uses the GPUs it asks for                 |
+| DistributedDataParallel     | removed; its arguments become settings, those without a setting are refused          |
+| torch.compile               | removed, as it renames parameters; its graph is kept (`compile: model`)              |
+| FSDP, fully_shard, DTensors | refused: their parameters are already shards                                         |
+| an engine of DeepSpeed      | refused: it owns the optimizer and the backward                                      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as torch_dist
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.config.recipe import Config
+from paceline.errors import LayoutError
+from paceline.log import Log
+from paceline.parallel.data_parallel import gpus
+
+_MB = 1 << 20
+_SHARDING = {
+    ShardingStrategy.FULL_SHARD: "strategy: fsdp",
+    ShardingStrategy.SHARD_GRAD_OP: "strategy: fsdp and fsdp: {reshard: false}",
+    ShardingStrategy.HYBRID_SHARD: "strategy: hsdp",
+    ShardingStrategy._HYBRID_SHARD_ZERO2: "strategy: hsdp and fsdp: {reshard: false}",
+    ShardingStrategy.NO_SHARD: "strategy: ddp",
+}
+
+
+def take_over(model: nn.Module, config: Config, ranks: int, log: Log) -> tuple[nn.Module, Config]:
+    """The model without its wrappers, and the recipe with what they ask for."""
+    while isinstance(model, (nn.DataParallel, DistributedDataParallel, OptimizedModule)):
+        name = type(model).__name__
+        changes: dict[str, Any] = {}
+        if isinstance(model, DistributedDataParallel):
+            changes = _ddp_settings(model, config)
+            inner: nn.Module = model.module
+        elif isinstance(model, nn.DataParallel):
+            changes = _data_parallel_settings(model, config, ranks, log)
+            inner = model.module
+        else:
+            inner, name = model._orig_mod, "torch.compile"
+            _compile_in_place(inner, model)
+            changes = {} if config.compile else {"compile": "model"}
+        taken = "".join(f"; {key}: {value}" for key, value in changes.items())
+        log.info(f"model: unwrapped from {name}; the Trainer wraps it itself if the layout requires it{taken}")
+        model, config = inner, config.model_copy(update=changes)
+    _require_plain(model, ranks)
+    return model, config
+
+
+def _compile_in_place(model: nn.Module, wrapper: OptimizedModule) -> None:
+    """As Module.compile(), with the backend and mode of the wrapper."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch does not compile frames of its own modules, as of nn.Sequential
+        return model._call_impl(*args, **kwargs)
+
+    model._compiled_call_impl = wrapper.dynamo_ctx(call)
+
+
+def _data_parallel_settings(model: nn.DataParallel[Any], config: Config, ranks: int, log: Log) -> dict[str, Any]:
+    wanted = list(model.device_ids)
+    if len(wanted) < 2 or ranks > 1 or config.strategy == "dp":
+        return {}
+    if config.strategy == "auto" and config.layout is None and len(wanted) == len(gpus()):
+        return {"strategy": "dp"}
+    log.warning(
+        f"the model is wrapped in DataParallel over {len(wanted)} GPUs, but this run uses one: set strategy: dp (all "
+        "visible GPUs; see CUDA_VISIBLE_DEVICES), or start one rank per GPU with paceline launch"
+    )
+    return {}
+
+
+def _ddp_settings(ddp: DistributedDataParallel, config: Config) -> dict[str, Any]:
+    """Settings for the arguments that differ from torch's defaults. `gradient_as_bucket_view` is on anyway."""
+    _require_supported(ddp)
+    section: dict[str, Any] = {}
+    if ddp.static_graph:
+        section["static_graph"] = True
+    if not getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)):  # renamed in torch 2.13
+        section["broadcast_buffers"] = False
+    if not ddp.bucket_bytes_cap_default and config.ddp.bucket_mb is None:
+        section["bucket_mb"] = ddp.bucket_bytes_cap / _MB
+    changes: dict[str, Any] = {"ddp": config.ddp.model_copy(update=section)} if section else {}
+    if ddp.find_unused_parameters:
+        changes["unused_parameters"] = "allow"
+    return changes
+
+
+def _require_supported(ddp: DistributedDataParallel) -> None:
+    group = ddp.process_group
+    found = {
+        "a communication hook": (ddp._comm_hooks, "remove it; gradients are reduced in their own dtype"),
+        "mixed_precision": (ddp.mixed_precision, "set precision: bf16 (or fp16) instead"),
+        "ignored parameters": (ddp.parameters_to_ignore, "freeze them with requires_grad_(False)"),
+        f"a process_group of {group.size()} of {torch_dist.get_world_size()} ranks": (
+            group.size() != torch_dist.get_world_size(),
+            "launch as many ranks as train this model, or describe them with layout: {replicate: …}",
+        ),
+    }
+    for what, (present, fix) in found.items():
+        if present:
+            raise LayoutError(
+                "wrapped-model",
+                f"The model is wrapped in DistributedDataParallel with {what}.",
+                why="the Trainer wraps the model itself, and has no setting for this",
+                fix=f"pass the model without the wrapper; {fix}",
+            )
+
+
+def _require_plain(model: nn.Module, ranks: int) -> None:
+    for what, why, fix in _obstacles(model, ranks):
+        raise LayoutError(
+            "wrapped-model", f"The model is already wrapped: {what}.", why=why, fix=f"pass the plain model, and {fix}"
+        )
+
+
+def _obstacles(model: nn.Module, ranks: int) -> Iterator[tuple[str, str, str]]:
+    shards = "its parameters are shards already, which the Trainer would shard or broadcast again"
+    modules = list(model.named_modules())
+    if type(model).__module__.partition(".")[0] == "deepspeed":
+        why = "an engine runs backward and optimizer itself"
+        yield (
+            f"it is a {type(model).__name__} of DeepSpeed",
+            why,
+            "set strategy: fsdp (ZeRO-3), or fsdp: {offload: true}",
+        )
+    for name, part in modules:
+        if isinstance(part, FullyShardedDataParallel):
+            settings = _SHARDING.get(part.sharding_strategy, "strategy: fsdp")
+            yield f"{_place(name)} is in FullyShardedDataParallel", shards, f"set {settings}"
+    sharded = [name for name, part in modules if isinstance(part, FSDPModule)]
+    if sharded:
+        names = ", ".join([name for name in sharded if name][:4])
+        blocks = f", and blocks: [{names}] (or a pattern) for the modules to gather" if names else ""
+        yield f"fully_shard was applied to {_place(sharded[0])}", shards, f"set strategy: fsdp{blocks}"
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            plan = "set strategy: tp, and tensor: {plan: …} or a ModelSpec with its tensor_plan"
+            yield f"parameter {name} is a DTensor (parallelize_module)", shards, plan
+    for name, part in modules:
+        if isinstance(part, DistributedDataParallel) and ranks > 1:
+            why = "DDP reduces the gradients of this part, and the Trainer would reduce them again"
+            yield f"its module {name} is in DistributedDataParallel", why, "set strategy: ddp"
+
+
+def _place(name: str) -> str:
+    return f"its module {name}" if name else "it"
