@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
+from paceline.models.blocks import find_blocks
 from paceline.parallel.shards import local_shard
 from paceline.plan.batch import BatchPlan
+from paceline.plan.layout import AXIS_NAMES, Degrees
 from paceline.text import format_bytes
 from paceline.train.engine import Engine
 
+_WORTHWHILE = 1 << 20  # bytes
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
@@ -52,7 +56,7 @@ def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> Tra
         f"tried to allocate {_size(requested.group(1) if requested else None)}; {_free(device)}.",
         why=f"parameters take {format_bytes(parameters)}, gradients {format_bytes(gradients)}, optimizer states "
         f"{format_bytes(states)}; the rest are activations of a micro-batch of {samples}",
-        fix=_advice(engine.config, plan, engine.world.size, gradients + states),
+        fix="; ".join(_advice(engine, plan, parameters + gradients + states)),
     )
 
 
@@ -77,21 +81,56 @@ def _size(text: str | None) -> str:
     return format_bytes(int(number)) if number.isdigit() else text
 
 
-def _advice(config: Config, plan: BatchPlan | None, ranks: int, shardable: int) -> str:
-    """What helps, most effective first, with computed values."""
-    advice = []
-    if plan is not None and int(plan.micro_batch.value) > 1:
-        smaller = int(plan.micro_batch.value) // 2
-        groups = -(-plan.size // (smaller * ranks))
-        advice.append(f"micro_batch: {smaller} (accumulate {groups}; same result with half the activations)")
+def _advice(engine: Engine, plan: BatchPlan | None, shardable: int) -> Iterator[str]:
+    """What helps and is not on yet, most effective first, with computed values."""
+    config, degrees = engine.config, engine.layout.degrees
+    if plan is None:
+        yield "pass smaller batches, and take the optimizer step after several of them"
+    elif int(plan.micro_batch.value) > 1:
+        yield _smaller_micro_batch(config, plan, degrees.data_ranks)
     facts = PRECISIONS.facts(config.precision)
     if facts.gather_bytes == facts.param_bytes:  # no half precision yet
-        advice.append("precision: bf16 (half the memory for activations)")
-    if ranks > 1:
-        saved = format_bytes(shardable * (ranks - 1) // ranks)
-        advice.append(
-            f"strategy: fsdp (shards gradients and optimizer states across {ranks} ranks: {saved} less on each)"
+        yield "precision: bf16 (half the memory for activations)"
+    more = degrees.replicate  # that many replicas can share what each of them holds
+    saved = shardable * (more - 1) // more
+    if saved >= _WORTHWHILE:
+        yield (
+            f"{_sharded(degrees)} (shards parameters, gradients and optimizer states over {more} times as many ranks: "
+            f"{format_bytes(saved)} less on each)"
         )
-    if config.recompute == "off":
-        advice.append("recompute: full (activation checkpointing of the model's blocks)")
-    return "; ".join(advice)
+    if degrees.shard > 1 and degrees.pipeline == 1 and not config.fsdp.reshard:
+        yield "fsdp: {reshard: true} (frees the gathered parameters of a block after its forward)"
+    if config.recompute != "full" and _can_recompute(engine):
+        yield "recompute: full (activation checkpointing of the model's blocks)"
+    if engine.world.device.type == "cuda" and not config.fsdp.offload and (degrees.is_replicated or degrees.shard > 1):
+        strategy = "strategy: fsdp with " if degrees.is_replicated else ""
+        yield f"{strategy}fsdp: {{offload: true}} (keeps parameters and optimizer states in CPU memory; slow)"
+    yield "smaller samples (image size, sequence length), a smaller model, or more ranks"
+
+
+def _smaller_micro_batch(config: Config, plan: BatchPlan, data_ranks: int) -> str:
+    """At most half of it, in as few accumulation steps as it takes: a recipe with this setting is consistent."""
+    groups = -(-plan.size // (int(plan.micro_batch.value) // 2 * data_ranks))
+    micro = -(-plan.size // (groups * data_ranks))
+    effect = f"{micro} instead of {plan.micro_batch.value} samples at a time, with the same result"
+    if isinstance(config.micro_batch, int):
+        derives_batch = config.batch is None and config.batch_per_rank is None
+        accumulate = f" and accumulate: {groups}" if config.accumulate is not None or derives_batch else ""
+        return f"micro_batch: {micro}{accumulate} ({effect})"
+    return f"accumulate: {groups} ({effect})"
+
+
+def _sharded(degrees: Degrees) -> str:
+    """The setting that shards what is replicated now."""
+    if degrees.pipeline == degrees.tensor == 1:
+        return "strategy: fsdp"
+    changed = replace(degrees, replicate=1, shard=degrees.replicate * degrees.shard)
+    parts = [f"{axis}: {changed.of(axis)}" for axis in AXIS_NAMES if changed.of(axis) > 1]
+    return f"layout: {{{', '.join(parts)}}}"
+
+
+def _can_recompute(engine: Engine) -> bool:
+    config, pipeline = engine.config, engine.layout.degrees.pipeline
+    if pipeline > 1 and config.pipeline.schedule == "zero-bubble":
+        return False
+    return bool(find_blocks(engine.model, config.blocks)) if pipeline == 1 else True

@@ -218,14 +218,16 @@ class Trainer:
         micros = engine.ready(loader.micros(0, 1))
         broadcast_buffers(self.model, engine.mesh)
         metrics = (engine.task.metrics, loader.samples, self._warn_once)
-        return evaluate.evaluate(engine.module, micros, engine.mesh, self.config.seed, *metrics)
+        with oom.explain_out_of_memory(engine, self._loaders.plan):
+            return evaluate.evaluate(engine.module, micros, engine.mesh, self.config.seed, *metrics)
 
     def predict(self, data: Any) -> Any:
         """Return the outputs for all samples, in order, on the CPU: tensors, or lists of one item per sample where
         their shapes differ. Collective: must be called on every rank."""
         micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
         broadcast_buffers(self.model, self._engine.mesh)
-        return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
+        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
+            return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 
     def training_step(self, batch: Any) -> StepResult:
         """Run a micro-batch and, after the last one of a step, step the optimizer. Returns (local loss, stepped)."""
