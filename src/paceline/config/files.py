@@ -83,8 +83,11 @@ def _parse_toml(text: str, path: Path) -> Any:
         raise ConfigError("malformed", f"Invalid TOML in {path}: {error}.") from None
 
 
-def merge(values: Mapping[str, Any], overrides: Sequence[str], origin: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values with the overrides applied, and the origin of each dotted key."""
+def merge(
+    values: Mapping[str, Any], overrides: Sequence[str], origin: str, shorthands: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values with the overrides applied, and the origin of each dotted key. `shorthands` are sections that may be
+    given as the value of one of their keys: `ema.warmup=false` completes `ema: 0.9`."""
     merged = _copy(values)
     origins = dict.fromkeys(flatten(merged, keep_empty=True), origin)
     for override in overrides:
@@ -94,6 +97,10 @@ def merge(values: Mapping[str, Any], overrides: Sequence[str], origin: str) -> t
                 "bad-override", f"Invalid override {override!r}: expected key=value.", fix="write e.g. train.epochs=3"
             )
         value = _parse_yaml(text, Path(f"override {key}"))
+        first = key.split(".")[0]
+        if first != key and first in shorthands and isinstance(merged.get(first), (int, float, str)):
+            merged[first] = {shorthands[first]: merged[first]}
+            origins[f"{first}.{shorthands[first]}"] = origins.pop(first)
         _set(merged, key.split("."), value, override)
         origins = {known: place for known, place in origins.items() if not f"{known}.".startswith(f"{key}.")}
         leaves = flatten({key: value}, keep_empty=True)

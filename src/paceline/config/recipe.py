@@ -19,6 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from paceline.config import files, validation
 from paceline.config.components import LOGGERS, PRECISIONS
 from paceline.config.sections import (
+    SHORTHANDS,
     BestSection,
     CheckpointSection,
     DataSection,
@@ -43,7 +44,8 @@ from paceline.config.sections import (
     TensorSection,
     TrainSection,
     as_list,
-    as_section,
+    expand,
+    short,
 )
 
 
@@ -57,10 +59,16 @@ class _SchemaGenerator(GenerateJsonSchema):
 class Config(Section):
     """All settings of a run. Unknown keys are errors."""
 
-    model: ModelSection | None = Field(None, description="name of the model, and its options")
-    data: DataSection | None = Field(None, description="name of the dataset, and its options")
-    optimizer: OptimizerSection = Field(OptimizerSection(), description="optimizer and learning rate")
-    schedule: ScheduleSection = Field(ScheduleSection(), description="learning rate schedule")
+    model: Annotated[ModelSection | None, short("model")] = Field(
+        None, description="name of the model, and its options"
+    )
+    data: Annotated[DataSection | None, short("data")] = Field(None, description="name of the dataset, and its options")
+    optimizer: Annotated[OptimizerSection, short("optimizer")] = Field(
+        OptimizerSection(), description="optimizer and learning rate"
+    )
+    schedule: Annotated[ScheduleSection, short("schedule")] = Field(
+        ScheduleSection(), description="learning rate schedule"
+    )
     train: TrainSection = Field(TrainSection(), description="length of training: the arguments of train()")
     launch: LaunchSection = Field(LaunchSection(), description="launch options")
     layout: LayoutSection | None = Field(None, description="number of ranks on each axis, instead of a strategy")
@@ -70,17 +78,17 @@ class Config(Section):
     pipeline: PipelineSection = Field(PipelineSection(), description="options of pipeline parallelism")
     split: SplitSection = Field(SplitSection(), description="options of strategy: split")
     scaler: ScalerSection = Field(ScalerSection(), description="loss scaling of fp16")
-    ema: Annotated[EmaSection | None, BeforeValidator(as_section("decay"))] = Field(
+    ema: Annotated[EmaSection | None, short("ema")] = Field(
         None, description="exponential moving average of the parameters: a decay, or a section"
     )
-    save_best: Annotated[BestSection | None, BeforeValidator(as_section("metric"))] = Field(
+    save_best: Annotated[BestSection | None, short("save_best")] = Field(
         None, description="keep the checkpoint with the best evaluation: the name of a metric, or a section"
     )
-    early_stop: Annotated[EarlyStopSection | None, BeforeValidator(as_section("patience"))] = Field(
+    early_stop: Annotated[EarlyStopSection | None, short("early_stop")] = Field(
         None, description="stop when evaluations no longer improve: a patience, or a section"
     )
     checkpoint: CheckpointSection = Field(CheckpointSection(), description="how checkpoints are saved")
-    profile: ProfileSection | None = Field(None, description="profile some steps")
+    profile: Annotated[ProfileSection | None, short("profile")] = Field(None, description="profile some steps")
 
     batch: PositiveInt | None = Field(None, description="samples per optimizer step, over all ranks")
     batch_per_rank: PositiveInt | None = Field(None, description="samples per step and data rank, instead of batch")
@@ -149,7 +157,11 @@ class Config(Section):
         cls, values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "the caller"
     ) -> Config:
         """Create a Config from plain values, then apply `key=value` overrides. Errors refer to `origin`."""
-        merged, origins = files.merge(values, overrides, origin)
+        merged, origins = files.merge(values, overrides, origin, SHORTHANDS)
+        for key, inner in SHORTHANDS.items():
+            expanded = expand(key, merged.get(key))
+            if isinstance(expanded, dict) and not isinstance(merged[key], Mapping):
+                merged[key], origins[f"{key}.{inner}"] = expanded, origins.pop(key)
         # `train:` without a value is an empty section.
         merged = {key: {} if value is None and key in _SECTIONS else value for key, value in merged.items()}
         config = cls.__new__(cls)

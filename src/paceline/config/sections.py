@@ -7,7 +7,7 @@ adding one requires no change in this file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -33,19 +33,33 @@ from paceline.registry import Registry
 
 
 def as_list(value: Any) -> Any:
-    """Accept tuples from Python code as lists."""
-    return list(value) if isinstance(value, tuple) else value
+    """Accept tuples from Python code as lists, and `loggers: csv` as `[csv]`."""
+    return list(value) if isinstance(value, tuple) else [value] if isinstance(value, (str, int)) else value
 
 
-def as_section(key: str) -> Callable[[Any], Any]:
-    """`ema: 0.999` is short for `ema: {decay: 0.999}`; true means the defaults, false means None."""
+# `ema: 0.999` is short for `ema: {decay: 0.999}`, in recipes, overrides and Trainer's keywords.
+SHORTHANDS = {
+    "model": "name",
+    "data": "name",
+    "optimizer": "name",
+    "schedule": "name",
+    "ema": "decay",
+    "save_best": "metric",
+    "early_stop": "patience",
+    "profile": "steps",
+}
 
-    def read(value: Any) -> Any:
-        if isinstance(value, bool):
-            return {} if value else None
-        return {key: value} if isinstance(value, (int, float, str)) else value
 
-    return read
+def expand(name: str, value: Any) -> Any:
+    """The section that a value is short for. For an optional one, true means the defaults, and false none."""
+    if isinstance(value, bool) and SHORTHANDS[name] != "name":
+        return {} if value else None
+    short = isinstance(value, (int, float, str, list, tuple)) and not isinstance(value, bool)
+    return {SHORTHANDS[name]: value} if short else value
+
+
+def short(name: str) -> BeforeValidator:
+    return BeforeValidator(partial(expand, name))
 
 
 def _steps_or_fraction(value: int | float) -> int | float:

@@ -1,17 +1,20 @@
 """The learning rate: set by the recipe's schedule, by a torch scheduler of the user, or constant.
 
-A recipe's schedule is a function of the step. A torch scheduler steps once per epoch, as in PyTorch's examples, or once
-per optimizer step (`scheduler_interval="step"`); ReduceLROnPlateau steps after each evaluation.
+A recipe's schedule is a function of the step. A torch scheduler, or an object with the same methods, steps once per
+epoch, as in PyTorch's examples, or once per optimizer step (`scheduler_interval="step"`); ReduceLROnPlateau steps after
+each evaluation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
+from paceline.guard.scheduler_check import interval_problem
 from paceline.optim.schedules import Plateau, from_plan
 from paceline.plan.derived import Derived
 from paceline.plan.schedule import SchedulePlan
@@ -41,7 +44,7 @@ class LearningRate:
                 f"Both a scheduler ({type(scheduler).__name__}) and a schedule ({settings.name}) are set.",
                 fix="remove one of them",
             )
-        if getattr(scheduler, "optimizer", None) is not self._updater.optimizer:
+        if getattr(scheduler, "optimizer", self._updater.optimizer) is not self._updater.optimizer:
             raise TrainError(
                 "other-optimizer",
                 f"The scheduler ({type(scheduler).__name__}) belongs to another optimizer.",
@@ -49,8 +52,8 @@ class LearningRate:
                 fix="create the scheduler with the optimizer that is passed to the Trainer",
             )
 
-    def begin(self, plan: SchedulePlan) -> dict[str, Derived]:
-        """Prepare a `train()` call and return the rows to print."""
+    def begin(self, plan: SchedulePlan, epochs: int | None, warn: Callable[[str], None]) -> dict[str, Derived]:
+        """Prepare a `train()` call and return the rows to print. `epochs`: of the run, if it ends after some."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
         rows = plan.rows()
         if not self._owns_optimizer:
@@ -58,6 +61,7 @@ class LearningRate:
         if self.scheduler is not None:
             rows["scheduler"] = Derived(type(self.scheduler).__name__, f"steps {self.interval}")
             self._updater.scheduler = self.scheduler if self.interval == "once per optimizer step" else None
+            self._warn_of_interval(epochs, int(plan.steps.value) or None, warn)
             return rows
         for group in optimizer.param_groups:
             if self._owns_optimizer:
@@ -66,6 +70,12 @@ class LearningRate:
         if self._owns_optimizer or settings.name != "constant" or settings.warmup:
             self._follow(plan)
         return rows
+
+    def _warn_of_interval(self, epochs: int | None, steps: int | None, warn: Callable[[str], None]) -> None:
+        if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            problem = interval_problem(self.scheduler, self._config.scheduler_interval, epochs, steps)
+            if problem:
+                warn(f"the scheduler ({type(self.scheduler).__name__}) steps {self.interval}, but {problem}")
 
     def _follow(self, plan: SchedulePlan) -> None:
         schedule = from_plan(self._config.schedule, plan)
@@ -87,7 +97,7 @@ class LearningRate:
 
     def from_scheduler(self) -> None:
         """Set the optimizer's learning rates to those of the scheduler, if there is one."""
-        if self.scheduler is not None:
+        if hasattr(self.scheduler, "get_last_lr"):
             for group, rate in zip(self._updater.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 

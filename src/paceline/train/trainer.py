@@ -25,6 +25,7 @@ from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import nonfinite, preflight
 from paceline.guard.optimizer_check import check_optimizer
+from paceline.guard.scheduler_check import check_scheduler
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
@@ -60,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+        optimizer: torch.optim.Optimizer | Mapping[str, Any] | str | None = None,
         *,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         criterion: Callable[..., Any] | None = None,
@@ -71,10 +72,10 @@ class Trainer:
         **settings: Unpack[TrainerKwargs],
     ) -> None:
         values: dict[str, Any] = dict(settings)
-        if isinstance(optimizer, Mapping):
-            values["optimizer"] = dict(optimizer)
-            optimizer = None
+        if isinstance(optimizer, (Mapping, str)):
+            values["optimizer"], optimizer = optimizer, None
         check_optimizer(optimizer)
+        check_scheduler(scheduler)
         config = Config.from_dict(values, origin="Trainer's keywords")
         require_free_names(metrics or {}, "metrics")
         task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
@@ -151,7 +152,8 @@ class Trainer:
         self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader))
         per_epoch, in_epochs = loader.lengths.per_epoch, loader.lengths.before(epochs)
         schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
-        history = History(run=self._run.create(self.config, {**batch.rows(), **self._rates.begin(schedule)}))
+        rows = {**batch.rows(), **self._rates.begin(schedule, epochs, self._engine.log.warning)}
+        history = History(run=self._run.create(self.config, rows))
         total = min((steps for steps in (in_epochs, max_steps) if steps is not None), default=None)
         if total is not None and self.step_count >= total:
             self._engine.log.info(f"nothing to do: already at step {self.step_count} of {total}")

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict
 
 
 class TrainerKwargs(TypedDict, total=False):
-    data: dict[str, Any] | None
-    schedule: dict[str, Any]
+    data: str | dict[str, Any] | None
+    schedule: str | dict[str, Any]
     layout: dict[str, Any] | None
     ddp: dict[str, Any]
     fsdp: dict[str, Any]
@@ -20,13 +20,13 @@ class TrainerKwargs(TypedDict, total=False):
     ema: float | bool | dict[str, Any] | None
     save_best: str | bool | dict[str, Any] | None
     early_stop: int | bool | dict[str, Any] | None
-    profile: dict[str, Any] | None
+    profile: bool | Sequence[int] | dict[str, Any] | None
     batch: int | None
     batch_per_rank: int | None
     micro_batch: int | Literal["auto"] | None
     accumulate: int | None
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp", "tp", "pp", "split"]
-    blocks: Sequence[str] | None
+    blocks: str | Sequence[str] | None
     recompute: str
     precision: Literal["fp32", "bf16", "fp16", "fp64"]
     tf32: bool
@@ -55,5 +55,5 @@ class TrainerKwargs(TypedDict, total=False):
     keep_best: int
     keep_every: int | None
     resume: str | None
-    loggers: Sequence[str]
+    loggers: str | Sequence[str]
     quiet: bool

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,3 +50,37 @@ def test_every_shipped_recipe_is_valid() -> None:
     for path in recipes:
         Config.from_file(path)
     Config.default()
+
+
+SHORT: list[tuple[str, Any, Any]] = [
+    ("model", "mlp", {"name": "mlp"}),
+    ("data", "shapes", {"name": "shapes"}),
+    ("optimizer", "sgd", {"name": "sgd"}),
+    ("schedule", "cosine", {"name": "cosine"}),
+    ("ema", 0.5, {"decay": 0.5}),
+    ("save_best", "accuracy", {"metric": "accuracy"}),
+    ("early_stop", 7, {"patience": 7}),
+    ("profile", [2, 4], {"steps": [2, 4]}),
+    ("loggers", "csv", ["csv"]),
+    ("blocks", "layers", ["layers"]),
+    ("launch", {"tee": 0}, {"tee": [0]}),
+]
+
+
+@pytest.mark.parametrize(("key", "short", "full"), SHORT, ids=[each[0] for each in SHORT])
+def test_a_short_form_means_the_same_in_a_recipe_an_override_and_python(
+    key: str, short: Any, full: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{key}: {short}")
+    wanted = Config.from_dict({key: full}).to_dict()
+    for made in (Config.from_file(path), Config.from_dict({}, [f"{key}={short}"]), Config(**{key: short})):
+        assert made.to_dict() == wanted
+
+
+def test_a_short_form_is_completed_by_overrides_and_has_an_origin() -> None:
+    config = Config.from_dict({"schedule": "cosine"}, ["schedule.warmup=5", "ema=0.5", "ema.warmup=false"])
+    assert (config.schedule.name, config.schedule.warmup) == ("cosine", 5)
+    assert config.ema is not None and (config.ema.decay, config.ema.warmup) == (0.5, False)
+    assert config.origin("schedule.name") == "the caller" and config.origin("ema.decay") == "override ema=0.5"
+    assert Config.from_dict({"ema": 0.5, "profile": True}, ["ema=false"]).ema is None

@@ -30,7 +30,7 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
         {"schedule": 3},
         {"schedule": {"warmup": 1.5}},
         {"optimizer": {"lr": float("inf")}},
-        {"model": "gpt"},
+        {"train": "gpt"},
         {"env": {"A": True}},
         {"port": 70000},
     ],
