@@ -71,7 +71,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        hint = import_module("paceline.config.foreign_names").find_hint("names", name)
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}" + (f"; use {hint}" if hint else ""))
     module_name, attribute = _PUBLIC[name]
     module = import_module(module_name)
     value = module if attribute is None else getattr(module, attribute)

@@ -6,7 +6,7 @@ from mistakes.mistake import PYTHON, Mistake, built, script, trainer
 
 _RECIPE = """\
 model: {name: gpt, layers: 1, width: 16, heads: 2}
-data: {name: stdlib}
+data: {name: stdlib-text}
 optimizer: {name: adamw, lr: 0.001}
 batch: 8
 train: {max_steps: 2}
@@ -41,7 +41,7 @@ ALL = (
     Mistake(
         "optimizer-key",
         built('model, {"name": "adamw", "learning_rate": 1e-3}, criterion=criterion'),
-        ("unknown-key", "'lr'"),
+        ("unknown-key", "`optimizer.lr`"),
     ),
     Mistake(
         "optimizer-class",
@@ -70,7 +70,7 @@ ALL = (
     Mistake(
         "train-keyword",
         trainer("model, sgd, criterion=criterion", "trainer.train(data, max_epochs=3)  # <-"),
-        ("max_epochs", "`epochs`"),
+        ("max_epochs",),
     ),
     Mistake(
         "lightning-fit", trainer("model, sgd, criterion=criterion", "trainer.fit(data)  # <-"), ("fit", "trainer.train")
@@ -91,10 +91,15 @@ ALL = (
     Mistake("recipe-value", recipe("lr: 0.001}", "lr: fast}  # <-"), ("bad-value", "optimizer.lr"), _TRAIN),
     Mistake("recipe-model", recipe("name: gpt,", "name: gtp,"), ("model.unknown-name", "'gpt'"), _TRAIN),
     Mistake("recipe-model-option", recipe("layers: 1", "layer: 1"), ("model.unknown-option", "'layers'"), _TRAIN),
-    Mistake("recipe-data", recipe("stdlib", "stdlb"), ("data.unknown-name", "'stdlib'"), _TRAIN),
+    Mistake("recipe-data", recipe("stdlib-text", "stdlib"), ("data.unknown-name", "'stdlib-text'"), _TRAIN),
     Mistake("recipe-indentation", recipe("batch: 8", "  batch: 8  # <-"), ("config.malformed", "line 4"), _TRAIN),
     Mistake("recipe-of-others", recipe("batch: 8", "gradient_clip_val: 1.0  # <-"), ("`clip_norm`",), _TRAIN),
-    Mistake("recipe-override", recipe("stdlib", "stdlib"), ("unknown-key", "'lr'"), f"{_TRAIN} optimizer.learning=1"),
+    Mistake(
+        "recipe-override",
+        recipe("", ""),
+        ("unknown-key", "known: betas, lr"),
+        f"{_TRAIN} optimizer.rate=1",
+    ),
     Mistake("command-typo", {}, ("trian", "train"), "paceline trian recipe.yaml"),
     Mistake("option-typo", script(""), ("--ranks",), "paceline launch --rank 2 train.py"),
     Mistake("deepspeed-option", script(""), ("--num_gpus", "--ranks"), "paceline launch --num_gpus 2 train.py"),

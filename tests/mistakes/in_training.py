@@ -169,7 +169,8 @@ ALL = (
         "lambda-in-spawned-workers",
         trainer(
             "model, sgd, criterion=criterion",
-            "loader = DataLoader(data, 16, num_workers=1, multiprocessing_context='spawn', collate_fn=lambda samples: samples)\n"
+            "collate = lambda samples: samples\n"
+            "loader = DataLoader(data, 16, num_workers=1, multiprocessing_context='spawn', collate_fn=collate)\n"
             "trainer.train(loader, epochs=1)  # <-",
         ),
         ("pickle", "lambda"),

@@ -73,7 +73,7 @@ class Mistake:
         problems += [f"says {words!r}" for words in self.unwanted if words in said]
         if (place := self.place) is not None:
             name, line = place
-            if f"{name}:{line}" not in said and not re.search(rf'File ".*{re.escape(name)}", line {line}\b', said):
+            if not re.search(rf'{re.escape(name)}(:|"?, line ){line}\b', said):
                 problems.append(f"does not name {name}:{line}")
         if status is None or bool(status) == self.succeeds:
             problems.append("did not end" if status is None else f"exited with status {status}")

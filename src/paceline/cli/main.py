@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import checkpoint, config, explain, launch, node, parity, train
+from paceline.cli import checkpoint, config, explain, launch, node, options, parity, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def options(
+def top_level(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
 ) -> None:
     if version:
@@ -32,8 +32,8 @@ def options(
         raise typer.Exit
 
 
-app.command("train", context_settings=train.CONTEXT)(train.train)
-app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
+app.command("train", cls=options.HintedCommand, context_settings=train.CONTEXT)(train.train)
+app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT)(launch.launch)
 app.command("node", hidden=True)(node.node)
 app.command("parity", context_settings=parity.CONTEXT)(parity.parity)
 app.command("explain")(explain.explain)

@@ -8,11 +8,26 @@ from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
+from paceline.config.foreign_names import find_hint
 from paceline.config.launch import LaunchSpec, Option, options_of
 from paceline.errors import LaunchError
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
+
+
+class HintedCommand(TyperCommand):
+    """Options of other launchers get a hint instead of "No such option"."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # NoSuchOption of click, or of the copy of click in newer versions of typer
+            name = getattr(error, "option_name", "")
+            if hint := find_hint("options", name):
+                raise LaunchError("bad-options", f"Unknown option {name}.", fix=hint) from None
+            raise
 
 
 def launch_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:

@@ -7,7 +7,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from paceline.errors import ConfigError, did_you_mean
+from paceline.config.foreign_names import suggest
+from paceline.errors import ConfigError
+
+KEYWORDS = "Trainer's keywords"  # the origin of settings that are not part of a recipe
 
 
 def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[str, str]) -> ConfigError:
@@ -17,7 +20,7 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[st
         place = ".".join(str(part) for part in finding["loc"] if not _is_union_branch(part, finding["loc"]))
         came_from = _origin(place, origins)
         if finding["type"] == "extra_forbidden":
-            hint = did_you_mean(place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
+            hint = suggest("settings", place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
             line = f"unknown key {place!r} ({came_from}): {hint}"
         elif finding["type"] == "model_type":
             keys = _known_keys(schema, place.split("."))
@@ -29,7 +32,7 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[st
             lines.append(line)
     return ConfigError(
         "unknown-key" if findings[0]["type"] == "extra_forbidden" else "bad-value",
-        "Invalid recipe:\n    " + "\n    ".join(lines),
+        f"Invalid {'settings' if set(origins.values()) == {KEYWORDS} else 'recipe'}:\n    " + "\n    ".join(lines),
         fix="run `paceline config schema` for a description of every key",
     )
 

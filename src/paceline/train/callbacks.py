@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.config.foreign_names import find_hint
 from paceline.errors import TrainError, did_you_mean
 
 HOOKS = ("on_start", "on_step", "on_log", "on_epoch", "on_evaluate", "on_save", "on_error", "on_end")
@@ -120,7 +121,7 @@ def _hooks_of(callback: Any) -> dict[str, Callable[[Any], Any]]:
         raise TrainError(
             "unknown-hook",
             f"{type(callback).__name__} has an unknown hook: {unknown[0]}.",
-            fix=did_you_mean(unknown[0], HOOKS),
+            fix=f"use {hint}" if (hint := find_hint("hooks", unknown[0])) else did_you_mean(unknown[0], HOOKS),
         )
     if not names and callable(callback) and not isinstance(callback, type):
         return {"on_step": callback}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.recipe import Config
+from paceline.config.validation import KEYWORDS
 from paceline.data import adopt
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
@@ -46,13 +47,14 @@ from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.history import History, Record, require_free_names
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
+from paceline.train.method_hints import MethodHints
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
 from paceline.train.trainer_kwargs import TrainerKwargs
 
 
-class Trainer:
+class Trainer(MethodHints):
     """Trains a model with the same result on any number of ranks.
 
     `settings` are the top-level keys of a recipe (`batch=512`, `precision="bf16"`); sections are dicts.
@@ -76,7 +78,7 @@ class Trainer:
             values["optimizer"], optimizer = optimizer, None
         check_optimizer(optimizer)
         check_scheduler(scheduler)
-        config = Config.from_dict(values, origin="Trainer's keywords")
+        config = Config.from_dict(values, origin=KEYWORDS)
         require_free_names(metrics or {}, "metrics")
         task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
         self._set_up(config, model, task, callbacks, device)
