@@ -35,7 +35,7 @@ STEPS = 20
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
-import tiny
+import psutil, tiny
 
 deeds = {tuple(map(int, told.split(":")[:2])): told.split(":")[2] for told in sys.argv[1:]}
 rank, world, start = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
@@ -71,10 +71,11 @@ def act(*_):
         if whom == "node":  # all that runs there
             own = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
             for pid in own:
-                if pid != os.getpid() and session(pid) == os.getsid(0):
+                if pid not in (os.getpid(), os.getppid()) and session(pid) == os.getsid(0):
                     os.kill(pid, signal.SIGKILL)
             whom = "rank"
-        os.kill(os.getpid() if whom == "rank" else os.getppid(), getattr(signal, number))
+        launcher = psutil.Process().parent().ppid()
+        os.kill(os.getpid() if whom == "rank" else launcher, getattr(signal, number))
         if number == "SIGINT":
             wait_for(signal.SIGINT)
 

@@ -124,13 +124,14 @@ def test_a_save_that_fits_into_the_grace_is_made(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys, json
 from pathlib import Path
+import psutil
 sys.path.insert(0, sys.argv[1])
 import tiny
 
 class Sends:  # to the launcher, once
     def on_step(self, record):
         if sys.argv[2] != "none" and record.step == 5 and os.environ["RANK"] == "0":
-            os.kill(os.getppid(), getattr(signal, sys.argv[2]))
+            os.kill(psutil.Process().parent().ppid(), getattr(signal, sys.argv[2]))
 
 trainer = tiny.classifier_trainer(strategy="ddp", run=os.path.abspath("r"), resume="auto", callbacks=[Sends()])
 losses = trainer.train(tiny.blobs(), max_steps=int(sys.argv[3])).losses

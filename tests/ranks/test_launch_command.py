@@ -155,14 +155,30 @@ atexit.register(dist.destroy_process_group)
     assert done.returncode == 76 and "rank 1 exited with status 0" in done.stderr
 
 
-def test_a_process_left_in_the_background_does_not_hold_the_command(tmp_path: Path) -> None:
-    script = (
-        "import subprocess, pathlib; p = subprocess.Popen(['sleep', '100']); pathlib.Path('pid').write_text(str(p.pid))"
-    )
-    try:
-        assert paceline("launch", "-n", "1", write(tmp_path, script), cwd=tmp_path).returncode == 0
-    finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+LEAVES = """
+import os, signal, subprocess, sys
+def leave(setsid):
+    if os.fork() == 0:
+        if setsid:
+            os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(f"left-{os.getpid()}", "w").close()
+        signal.pause()
+if os.environ["RANK"] == "1":
+    leave(True)
+    leave(False)
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    while len([name for name in os.listdir() if name.startswith("left-")]) < 2:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("os.kill(os.getpid(), 9)", 137)])
+def test_processes_that_ranks_left_behind_are_ended(tmp_path: Path, end: str, status: int) -> None:
+    """They hold every pipe that the rank had; one of them ignores SIGTERM."""
+    returned, said = forked(tmp_path, f"{LEAVES}    {end}")
+    assert (returned, "ended 3 processes that ranks had left running" in said) == (status, True), said
+    assert not any(psutil.pid_exists(int(path.name[5:])) for path in tmp_path.glob("left-*"))
 
 
 def test_a_killed_rank_is_named_not_those_that_missed_it(tmp_path: Path) -> None:

@@ -201,12 +201,13 @@ raise SystemExit(128 + outcome.signal)
 def test_a_save_that_fails_after_the_signal_is_shown(tmp_path: Path) -> None:
     script = """
 import os, signal, time
+import psutil
 from paceline.errors import CheckpointError
 def fail(*_):
     raise CheckpointError("no-space", "The disk is full.")
 signal.signal(signal.SIGTERM, fail)
 if os.environ["RANK"] == "0":
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(psutil.Process().parent().ppid(), signal.SIGTERM)
 time.sleep(600)
 """
     (tmp_path / "script.py").write_text(script)

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
+import psutil
 rank, task = os.environ["RANK"], sys.argv[1]
 def tell(name, **words):
     Path(f"{name}-{rank}.partial").write_text(json.dumps(words))
@@ -35,8 +36,8 @@ def interrupted(number, frame):
     tell("saved")
     sys.exit(128 + number)
 signal.signal(signal.SIGINT, interrupted)
-tell("here", pid=os.getpid(), launcher=os.getppid(), arguments=sys.argv[1:], folder=os.getcwd(),
-     world=os.environ["WORLD_SIZE"], host=os.environ["SSH_CONNECTION"].split()[2])
+tell("here", pid=os.getpid(), launcher=psutil.Process().parent().ppid(), arguments=sys.argv[1:],
+     folder=os.getcwd(), world=os.environ["WORLD_SIZE"], host=os.environ["SSH_CONNECTION"].split()[2])
 while task != "end" and not (task == "fail" and rank == "1" and os.path.exists("here-0")):
     time.sleep(0.01)
 if task == "fail":

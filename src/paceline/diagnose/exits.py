@@ -62,6 +62,7 @@ _PHASES = {  # of a heartbeat
     "saving": "while saving",
     "evaluating": "while evaluating",
     "done": "after training",
+    "returned": "after its code returned",
 }
 POLL_SECONDS = 0.1  # how late a launcher may notice an exit; a failure record holds the exact time
 _SHELL_SIGNALS = {128 + number for number in (2, 6, 9, 11, 15)}  # how a shell reports a signal
@@ -120,7 +121,7 @@ class RankExit:
     @property
     def where(self) -> str:
         """What it was doing, according to its heartbeat; with a leading space, or empty."""
-        in_step = self.step is not None and self.phase not in ("first step", "done")
+        in_step = self.step is not None and self.phase not in ("first step", "done", "returned")
         places = [f"in step {self.step}" if in_step else "", _PHASES.get(self.phase, "")]
         return f" {words}" if (words := ", ".join(filter(None, places))) else ""
 

@@ -50,7 +50,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     found = found or node_env.first_rank_environment(os.environ, number)
     with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         result = Path(scratch)
-        workload = Workload(lambda: _call(fn, kwargs, result))
+        workload = Workload(lambda: _call(fn, kwargs, result), name=getattr(fn, "__name__", ""))
         if found is None or found.nodes.most == 1:
             _run_here(workload, LocalStart(LaunchSpec(), logs, NodeAssignment(number, world=number)))
         else:

@@ -21,6 +21,10 @@ class Target:
     args: tuple[str, ...] = ()
     local_rank: bool = False  # pass --local_rank=N first, as torch.distributed.launch did
 
+    @property
+    def title(self) -> str:
+        return Path(self.name).name
+
     def check(self) -> None:
         """Detect a missing script before any rank starts."""
         if self.kind == "script" and not Path(self.name).exists():
@@ -83,6 +87,7 @@ class Workload:
     prepare: Callable[[int], None] = _nothing  # called with the world size before ranks are forked
     target: Target | None = None
     recipe: Mapping[str, Any] | None = None  # of `paceline train`
+    name: str = ""  # in process titles
 
     @property
     def script_arguments(self) -> int:

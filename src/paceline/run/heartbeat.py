@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from paceline.run.folder import RunFolder
 
-Phase = Literal["start", "rendezvous", "load", "first step", "training", "saving", "evaluating", "done"]
+Phase = Literal["start", "rendezvous", "load", "first step", "training", "saving", "evaluating", "done", "returned"]
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _TRAINING = _PHASES.index("training")
@@ -95,6 +95,15 @@ def open_writer(path: Path | None) -> HeartbeatWriter:
         with suppress(OSError):
             return HeartbeatWriter(_map(path))
     return HeartbeatWriter(bytearray(_SIZE))
+
+
+def mark_returned(path: Path) -> None:
+    """Note that the function or script of a rank has returned, unless its page tells that training is done."""
+    with suppress(OSError, struct.error, IndexError):
+        content = path.read_bytes() if path.exists() else b""
+        phase, step, _ = _BODY.unpack_from(content, _BODY_AT) if content else (0, 0, 0.0)
+        if _PHASES[phase] != "done":
+            open_writer(path).enter("returned", step)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -17,7 +17,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from paceline import log
@@ -146,6 +146,8 @@ def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Finge
     try:
         yield
     finally:
+        with suppress(BrokenPipeError):
+            os.write(ours, b".")  # closing it is not enough: forked processes hold copies
         os.close(ours)
         os.waitpid(process, 0)
 

@@ -24,7 +24,7 @@ from paceline.launcher.local import interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.reaper import kill_orphans, start_time
-from paceline.launcher.local.start import LocalStart, NodeAssignment
+from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment
 from paceline.launcher.network import interface_of
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
@@ -43,7 +43,7 @@ _LEAVE_SECONDS = 4.0  # for ranks to exit when the coordinator is lost
 _ORPHAN_SECONDS = 60.0  # for which ranks keep running without a launcher if another one may take over
 
 
-class Node:
+class Node(AgentObserver):
     """`addresses`: of the coordinator; `number`: of this node, None to get one assigned. `orders`: standard input of a
     launcher started by a front end; when it is closed, the launcher exits."""
 

@@ -1,72 +1,39 @@
-"""Runs the ranks of one node, once, under torch's elastic agent.
+"""Runs the ranks of one node, once.
 
-The agent starts the ranks, sets torchrun's environment variables and monitors the processes. Ranks are forked from this
-process, so that torch is imported once. When a rank fails, the others get a moment to exit on their own and are then
-stopped; only ranks that exited before that are considered as the cause.
+Ranks get torchrun's environment variables and are forked, so that torch is imported once. When a rank fails, the others
+get a moment to exit on their own and are then stopped; only ranks that exited before that are considered as the cause.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SubprocessContext
-
+from paceline import log
 from paceline.diagnose.exits import RankExit
 from paceline.diagnose.oom_killer import OomKillDetector
 from paceline.errors import LaunchError
-from paceline.launcher.local import interrupts, reaper, rendezvous
+from paceline.launcher.local import interrupts, rendezvous
 from paceline.launcher.local.rank_env import rank_environment
 from paceline.launcher.local.rank_main import run_rank
-from paceline.launcher.local.start import LocalStart
+from paceline.launcher.local.rank_parent import RankProcesses
+from paceline.launcher.local.start import AgentObserver, LocalStart
 from paceline.launcher.workload import Workload
 from paceline.run import failures, heartbeat
 
 _SETTLING = 0.5  # seconds for ranks to exit on their own after another one failed
 _AFTER_TERM = 5.0  # seconds between SIGTERM and SIGKILL
 _BLOCKED_SAVE = 1.0  # the same, for ranks blocked in a save that cannot complete
-_AGENT_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "torchelastic-events-null")
-
-
-class AgentObserver(Protocol):
-    """Connects the agent to whoever coordinates the ranks of other nodes."""
-
-    def started(self, pids: Collection[int]) -> None:
-        """The ranks are running."""
-
-    def failing(self) -> None:
-        """A rank of this node failed; the others get a moment to exit."""
-
-    def interrupted(self, number: int) -> None:
-        """This launcher received a signal that ends the run."""
-
-    def order(self) -> int | None:
-        """A signal to send to the ranks; 0 if ranks of another node failed; None to continue."""
-
-
-class NullObserver:
-    def started(self, pids: Collection[int]) -> None:
-        pass
-
-    def failing(self) -> None:
-        pass
-
-    def interrupted(self, number: int) -> None:
-        pass
-
-    def order(self) -> int | None:
-        return None
+_AFTER_KILL = 10.0  # seconds for killed ranks to disappear; one blocked in the kernel is left behind
+_POLL_SECONDS = 0.05
+_NOBODY = AgentObserver()
 
 
 @dataclass(frozen=True)
@@ -82,24 +49,47 @@ class LocalResult:
         return self.signal is None and all(end.code == 0 for end in self.ends)
 
 
-def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
+def run(workload: Workload, start: LocalStart, watch: AgentObserver = _NOBODY) -> LocalResult:
     """Start the ranks and wait until all have exited."""
-    watch = watch or NullObserver()
     logs, ranks, target = start.logs.folder, start.node.rank_range, workload.target
     failures.clear(logs, ranks, everything=0 in ranks)
     workload.prepare(start.node.world)
-    if target is not None and (start.spec.fresh or target.kind == "program"):
+    is_fresh = target is not None and (start.spec.fresh or target.kind == "program")
+    if target is not None and is_fresh:
         logs.target.write_text(json.dumps({**target.to_json(), "folder": str(logs)}))
-        args = ("-u", "-P", "-m", "paceline.launcher.local.rank_main", str(logs.target))
-        return _supervise(sys.executable, args, start, watch)
-    _require_forkable()
-    # multiprocessing closes the standard input of forked processes; rank 0 restores it from a copy.
-    stdin = _copy_of_stdin()
-    try:
-        return _supervise(lambda: run_rank(workload.body, logs, stdin), (), start, watch)
-    finally:
-        if stdin is not None:
-            os.close(stdin)
+    else:
+        _require_forkable()
+    with ExitStack() as stack:
+        # From here on signals are noted, and no exception interrupts the start or the end of the ranks.
+        stack.enter_context(interrupts.restored())
+        heard = interrupts.Interrupts(start.spec.grace)
+        heard.install()
+        monitor = _Monitor(heard, watch, start)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-agent-"))
+        # The store is local to this call: the traceback of an error raised later must not keep it, and its port, alive.
+        node = start.node
+        store = rendezvous.one_node(start.spec.port) if node.store is None else rendezvous.one_of_several(node.store)
+        variables = rank_environment(start, store, scratch)
+        # multiprocessing closes the standard input of forked processes; it is restored from a copy.
+        if (stdin := _copy_of_stdin()) is not None:
+            stack.callback(os.close, stdin)
+
+        def entry(local: int) -> None:
+            os.environ.update(variables[local])
+            if is_fresh:
+                _become_fresh(str(logs.target), stdin)
+            run_rank(workload.body, logs, workload.name or start.spec.run or "", stdin)
+
+        if heard.ending is None:
+            monitor.run(entry)
+        return monitor.outcome()
+
+
+def _become_fresh(target: str, stdin: int | None) -> None:
+    os.setsid()
+    if stdin is not None:
+        os.dup2(stdin, 0)
+    os.execv(sys.executable, [sys.executable, "-u", "-P", "-m", "paceline.launcher.local.rank_main", target])
 
 
 def _copy_of_stdin() -> int | None:
@@ -129,74 +119,33 @@ def _require_forkable() -> None:
         )
 
 
-def _supervise(
-    entry: Callable[[], None] | str, args: tuple[str, ...], start: LocalStart, watch: AgentObserver
-) -> LocalResult:
-    # The store is local to this call: the traceback of an error raised later must not keep it, and its port, alive.
-    node = start.node
-    if node.store is None:
-        handler = rendezvous.one_node(start.spec.port)
-    else:
-        handler = rendezvous.one_of_several(node.store, node.number, node.nodes)
-    workers = WorkerSpec(
-        role="rank",
-        local_world_size=node.ranks,
-        rdzv_handler=handler,
-        entrypoint=entry,
-        args=args,
-        max_restarts=max(start.spec.max_restarts, start.generation),
-        monitor_interval=0.05,
-        master_addr=handler.host,
-        master_port=handler.port,
-        local_addr=handler.host,
-    )
-    memory = OomKillDetector()
-    with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-agent-"))
-        stack.enter_context(rank_environment(start))
-        stack.enter_context(_quiet_agent())
-        stack.enter_context(interrupts.restored())
-        heard = interrupts.Interrupts(stack.enter_context(interrupts.listening()), start.spec.grace)
-        agent = _Agent(workers, logs_specs=DefaultLogsSpecs(log_dir=scratch), start_method="fork")
-        # Restarts involve all nodes and are decided elsewhere; the agent only needs to know their number.
-        agent._remaining_restarts = workers.max_restarts - start.generation
-        agent.begin(heard, watch, start)
-        agent.run_once(stack)
-        return agent.outcome(memory)
+class _Monitor:
+    """Records when and how each rank exited, and lets ranks save before it stops them."""
 
-
-class _Finished(Exception):
-    """All ranks have exited, some of them with a failure."""
-
-
-class _Agent(LocalElasticAgent):
-    """torch's agent, which also records when and how each rank exited, and lets ranks save before it stops them.
-
-    torch's own result names the lowest failed rank only: a killed rank 1 would be reported as the lost connection of
-    rank 0. Its signal handling forwards every signal, even to ranks that already received it, and kills after 30 s.
-    """
-
-    def begin(self, heard: interrupts.Interrupts, watch: AgentObserver, start: LocalStart) -> None:
+    def __init__(self, heard: interrupts.Interrupts, watch: AgentObserver, start: LocalStart) -> None:
         self._heard, self._watch, self._start = heard, watch, start
-        self._ended: dict[int, tuple[int, float]] = {}  # by local rank: exit code and the time it was observed
+        self._memory = OomKillDetector()
+        self._log_sizes = failures.log_sizes(start.logs.folder)  # output of earlier starts is not part of this one
+        self._ended: dict[int, tuple[int, float]] = {}  # by local rank: exit code and time
         self._own_exit: set[int] = set()  # local ranks that exited before they were told to
         self._settling_since: float | None = None
         self._sigterm_at: float | None = None
-        self._has_reported_signal = False
-        self._log_sizes = failures.log_sizes(start.logs.folder)  # output of earlier starts is not part of this one
-        self._stack: ExitStack | None = None
+        self._has_reported_start = self._has_reported_signal = False
+        self._pids: dict[int, int] = {}
 
-    def run_once(self, stack: ExitStack) -> None:
-        self._stack = stack
-        try:
-            super().run()
-        except _Finished:
-            return
-        finally:
-            self._stack = None
+    def run(self, entry: Callable[[int], None]) -> None:
+        node = self._start.node
+        with RankProcesses(node.ranks, entry, self._start.spec.grace, node.orphan_seconds) as self._ranks:
+            self._heard.attach(self._ranks)
+            while self._ranks.running and not self._is_given_up():
+                self._ranks.receive(_POLL_SECONDS)
+                self._note()
+                self._step()
         self._note()
+        if number := self._ranks.ended_leftovers:
+            log.info(f"ended {number} process{'es' * (number > 1)} that ranks had left running")
 
-    def outcome(self, memory: OomKillDetector) -> LocalResult:
+    def outcome(self) -> LocalResult:
         first, logs = self._start.node.first_rank, self._start.logs.folder
         pages, records = heartbeat.read(logs), failures.read(logs)
         ends = []
@@ -217,61 +166,40 @@ class _Agent(LocalElasticAgent):
                     tail=failures.tail(logs, rank, since=self._log_sizes.get(rank, 0)),
                 )
             )
-        killed = memory.killed([self._pids[end.rank - first] for end in ends if end.code == -signal.SIGKILL])
+        killed = self._memory.killed([self._pids[end.rank - first] for end in ends if end.code == -signal.SIGKILL])
         ranks = tuple(first + local for local, pid in self._pids.items() if pid in killed)
         ended_by = self._heard.ending
         if ended_by and all(end.code in (None, 0, -ended_by, 128 + ended_by) for end in ends):
             return LocalResult(tuple(ends), ranks, int(ended_by))
         return LocalResult(tuple(ends), ranks)
 
-    def _exit_barrier(self) -> None:
-        """Not needed: the coordinator knows when all nodes are done."""
-
-    def _start_workers(self, worker_group: Any) -> Any:
-        self._heard.install()
-        pids = super()._start_workers(worker_group)
-        self._pids: dict[int, int] = dict(pids)
-        assert self._stack is not None
-        kept = reaper.reaping(list(pids.values()), self._start.spec.grace, self._start.node.orphan_seconds)
-        self._stack.enter_context(kept)
-        context = self._pcontext  # not self: a reference cycle would keep the agent and the store's port alive
-        self._heard.watch(lambda: _running(context))
-        self._watch.started(list(pids.values()))
-        return pids
-
-    def _monitor_workers(self, worker_group: Any) -> Any:
-        self._note()
+    def _step(self) -> None:
+        if self._ranks.have_started and not self._has_reported_start:
+            self._has_reported_start = True
+            self._watch.started(list(self._ranks.pids.values()))
         self._obey(self._watch.order())
         if self._heard.ending:
             if not self._has_reported_signal:
                 self._has_reported_signal = True
                 self._watch.interrupted(self._heard.ending)
-            if self._heard.is_over or not _busy(self._pcontext):
-                self._kill_the_rest()
-            return RunResult(state=WorkerState.HEALTHY)
+            if self._heard.is_over:
+                self._heard.kill()
+            return
         if self._settling_since is None and any(code for code, _ in self._ended.values()):
             self._watch.failing()
             self._settling_since = time.monotonic()
         if self._settling_since is not None:
-            self._settle()
-            return RunResult(state=WorkerState.HEALTHY)
-        if not _busy(self._pcontext) and 0 in _exit_codes(self._pcontext).values() and self._is_forked:
-            self._kill_the_rest()  # one called os._exit(0): torch would wait for its result forever
-        result = super()._monitor_workers(worker_group)
-        # A rank that failed just now is recorded in the next iteration; torch may have sent SIGTERM to the others.
-        return RunResult(state=WorkerState.HEALTHY) if result.is_failed() else result
+            self._settle(self._settling_since)
 
-    @property
-    def _is_forked(self) -> bool:
-        return isinstance(self._pcontext, MultiprocessContext)
+    def _is_given_up(self) -> bool:
+        return self._heard.killed_at is not None and time.monotonic() > self._heard.killed_at + _AFTER_KILL
 
     def _note(self) -> None:
-        now = time.time()
-        done = set(_exit_codes(self._pcontext)) - set(_busy(self._pcontext))
-        for local, code in _exit_codes(self._pcontext).items():
-            if local not in self._ended and (code is not None or local in done):
-                self._ended[local] = (code or 0, now)
-                if self._sigterm_at is None and not self._heard.ending:
+        self._pids = self._ranks.pids
+        for local, ended in self._ranks.exits.items():
+            if local not in self._ended:
+                self._ended[local] = ended
+                if self._sigterm_at is None and self._heard.killed_at is None and not self._heard.ending:
                     self._own_exit.add(local)
 
     def _obey(self, order: int | None) -> None:
@@ -280,74 +208,30 @@ class _Agent(LocalElasticAgent):
         elif order is not None:
             self._heard.forward(order)
 
-    def _settle(self) -> None:
+    def _settle(self, since: float) -> None:
         """A rank has failed. The others notice it themselves, or get SIGTERM, or are killed."""
-        assert self._settling_since is not None
         now = time.monotonic()
-        if not _busy(self._pcontext):
-            self._kill_the_rest()
-        elif self._sigterm_at is None and now > self._settling_since + _SETTLING:
-            self._note()
+        if self._sigterm_at is None and now > since + _SETTLING:
             self._sigterm_at = now
             self._heard.send(signal.SIGTERM)
         elif self._sigterm_at is not None and now > self._sigterm_at + self._patience():
-            self._kill_the_rest()
+            self._heard.kill()
 
     def _patience(self) -> float:
         """Seconds after SIGTERM. Only rank 0 can still complete a save, with its own data; other ranks that are saving
         wait for it, or for the failed rank, and cannot finish."""
         pages = heartbeat.read(self._start.logs.folder)
-        busy = [self._start.node.first_rank + local for local in _busy(self._pcontext)]
+        busy = [self._start.node.first_rank + local for local in self._ranks.running]
         saving = [rank for rank in busy if rank in pages and pages[rank].phase == "saving"]
         if 0 in saving:
             return self._start.spec.grace
         return _BLOCKED_SAVE if saving == busy else _AFTER_TERM
-
-    def _kill_the_rest(self) -> None:
-        self._note()
-        self._heard.kill()  # a forked rank that is done still waits for its result to be read
-        raise _Finished
 
 
 def _step(page: heartbeat.Heartbeat | None) -> int | None:
     """The current step of a rank, or its last completed one."""
     if page is None or page.phase in ("start", "rendezvous", "load"):
         return None
+    if page.phase == "returned":
+        return page.step or None
     return page.step if page.trained is None else page.trained
-
-
-def _exit_codes(context: Any) -> dict[int, int | None]:
-    """The exit code of each rank; None while it is running."""
-    if isinstance(context, MultiprocessContext) and context._pc is not None:
-        return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
-    if isinstance(context, SubprocessContext):
-        return {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
-    return {}
-
-
-def _running(context: Any) -> list[int]:
-    """The processes of running ranks."""
-    pids = context.pids()
-    return [pids[rank] for rank, code in _exit_codes(context).items() if code is None]
-
-
-def _busy(context: Any) -> list[int]:
-    """Ranks that are not done. A forked rank that is done stays alive until its result is read."""
-    ranks = [rank for rank, code in _exit_codes(context).items() if code is None]
-    if isinstance(context, MultiprocessContext):
-        return [rank for rank in ranks if rank not in context._return_values and context._ret_vals[rank].empty()]
-    return ranks
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Silence the agent's log lines about every process it stops; only the first failure is shown."""
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT_LOGGERS)]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)

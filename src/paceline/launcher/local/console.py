@@ -18,8 +18,11 @@ import sys
 import termios
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+from paceline.launcher.local.titles import set_title
 
 _DRAIN_SECONDS = 2.0
 _LOOK_SECONDS = 0.1  # between polls of followed logs
@@ -41,12 +44,16 @@ class Console:
         stop_reader, self._stop = os.pipe()
         self._copier = os.fork()
         if self._copier == 0:
-            for descriptor in {*writers, self._stop}:
-                os.close(descriptor)
-            routes = dict(zip(readers, self._screen, strict=False))
-            followed = [_Followed(rank, path) for rank, path in self._shown.items() if rank or self._log is None]
-            prefix = _prefix(0) if 0 in self._shown else b""
-            _copy(routes, stop_reader, self._log, prefix, followed, terminal=len(readers) == 1)
+            try:
+                set_title("paceline: console", "pl-console")
+                for descriptor in {*writers, self._stop}:
+                    os.close(descriptor)
+                routes = dict(zip(readers, self._screen, strict=False))
+                followed = [_Followed(rank, path) for rank, path in self._shown.items() if rank or self._log is None]
+                prefix = _prefix(0) if 0 in self._shown else b""
+                _copy(routes, stop_reader, self._log, prefix, followed, terminal=len(readers) == 1)
+            finally:
+                os._exit(0)
         os.close(stop_reader)
         for descriptor in readers:
             os.close(descriptor)
@@ -62,9 +69,16 @@ class Console:
         for number, descriptor in enumerate(self._screen, start=1):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        # Do not wait for all writers: a background process left by a rank may hold a descriptor forever.
+        # Tell the copier to stop. It does not wait for the end of any pipe: a process left by a rank may hold them.
+        with suppress(BrokenPipeError):
+            os.write(self._stop, b".")
         os.close(self._stop)
-        os.waitpid(self._copier, 0)
+        try:
+            os.waitpid(self._copier, 0)
+        except BaseException:  # a signal, while the copier cannot write to the screen
+            os.kill(self._copier, signal.SIGKILL)
+            os.waitpid(self._copier, 0)
+            raise
 
 
 def _flush() -> None:
@@ -99,7 +113,8 @@ class _Followed:
         self._prefix, self._path, self._rest = _prefix(rank), path, b""
         self._at = path.stat().st_size if path.exists() else 0  # existing output is from an earlier start
 
-    def new_lines(self) -> bytes:
+    def new_lines(self, *, is_last: bool = False) -> bytes:
+        """Complete lines; at the end also the last one if nothing ended it."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -108,6 +123,8 @@ class _Followed:
             return b""  # not created yet
         self._at += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if is_last and self._rest:
+            lines.append(self._rest)
         return b"".join(self._prefix + line + b"\n" for line in lines)
 
 
@@ -120,7 +137,7 @@ def _prefix(rank: int) -> bytes:
 def _copy(
     routes: dict[int, int], stop: int, log: Path | None, prefix: bytes, followed: Sequence[_Followed], *, terminal: bool
 ) -> None:
-    """Copy until told to stop, then drain. Runs in the helper process and never returns."""
+    """Copy until told to stop, then drain. Runs in the helper process."""
     # Ctrl-C is handled by ranks and the launcher, whose remaining output must still be copied.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -144,7 +161,7 @@ def _copy(
                 data = _read(key.fd)
                 if key.fd == stop:
                     patience, end = 0.0, time.monotonic() + _DRAIN_SECONDS
-                if not data:
+                if key.fd == stop or not data:
                     selector.unregister(key.fd)
                     continue
                 outputs[key.fd].write(data)
@@ -157,9 +174,10 @@ def _copy(
                     file.write(data)
         if pending:
             file.write(_plain(pending) + b"\n")
+    for output in outputs.values():
+        output.finish()
     for each in followed:
-        _write(screen, each.new_lines())
-    os._exit(0)
+        _write(screen, each.new_lines(is_last=True))
 
 
 class _Output:
@@ -173,6 +191,11 @@ class _Output:
             *lines, self._rest = (self._rest + data).split(b"\n")
             data = b"".join(self._prefix + _plain(line) + b"\n" for line in lines)
         _write(self._target, data)
+
+    def finish(self) -> None:
+        """Show the last line, which nothing ended."""
+        if self._rest:
+            _write(self._target, self._prefix + _plain(self._rest) + b"\n")
 
 
 def _read(descriptor: int) -> bytes:

@@ -6,8 +6,8 @@
 
 Ctrl-C in a terminal reaches the whole process group of the launcher, including forked ranks. `kill -INT` reaches only
 the launcher and must be forwarded; but a rank that receives it twice would treat it as a second Ctrl-C. Since the
-recipients of a signal cannot be observed, a helper process in the same group listens for it too. Ranks in fresh
-interpreters have process groups of their own and only receive forwarded signals.
+recipients of a signal cannot be observed, the parent of the ranks, which is in the same group, tells whether it got it
+too. Ranks in fresh interpreters have process groups of their own and only receive forwarded signals.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.launcher.local.rank_parent import RankProcesses
 
 _INTERRUPTED = b"\ninterrupted: waiting for ranks to save; press Ctrl-C again to kill them\n"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-TORCHS_OWN = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # signals handled by torch's agent
-_LISTENER_SECONDS = 1.0  # for the listener to report a signal
+_GROUP_SECONDS = 1.0  # for the parent of the ranks to tell that it received a signal
 
 
 class Interrupts:
     """Signal handlers of the launcher while it has ranks."""
 
-    def __init__(self, listener: int, grace: float) -> None:
-        self._listener, self._grace = listener, grace
-        self._pids: Callable[[], Collection[int]] = tuple
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._ranks: RankProcesses | None = None
         self._deadline: float | None = None
         self._process = os.getpid()
         self.ending: signal.Signals | None = None  # the first signal that ends the run
+        self.killed_at: float | None = None  # when the ranks were killed
 
     def install(self) -> None:
         """Call before ranks are started. Python allows signal handlers in the main thread only."""
@@ -44,9 +48,9 @@ class Interrupts:
                 if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
                     signal.signal(number, self._heard)
 
-    def watch(self, pids: Callable[[], Collection[int]]) -> None:
-        """`pids` returns the running processes, to which signals received during their start are forwarded."""
-        self._pids = pids
+    def attach(self, ranks: RankProcesses) -> None:
+        """Signals go to these ranks, also one received while they were started."""
+        self._ranks = ranks
         if self.ending:
             self.send(self.ending)
 
@@ -56,20 +60,22 @@ class Interrupts:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def kill(self) -> None:
+        self.killed_at = self.killed_at or time.monotonic()
         self.send(signal.SIGKILL)
 
     def forward(self, number: int) -> None:
         """Handle a signal that another launcher of this job received."""
-        if number in (signal.SIGUSR1, signal.SIGKILL):
+        if number == signal.SIGKILL:
+            self.kill()
+        elif number == signal.SIGUSR1:
             self.send(number)
-            return
-        if self.ending is None or number != self.ending:
+        elif self.ending is None or number != self.ending:
             self.ending = signal.Signals(number)
             self._set_deadline(number)
             self.send(number)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a rank that was just forked and has no handlers of its own yet
+        if os.getpid() != self._process:  # a process forked by another thread meanwhile
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -82,7 +88,7 @@ class Interrupts:
             self.kill()
         elif number == signal.SIGINT:
             _write(_INTERRUPTED)
-            self.send(number, except_group=os.getpgrp() if self._group_heard() else None)
+            self.send(number, except_group=os.getpgrp() if self._group_heard() else -1)
         else:
             self._set_deadline(number)
             self.send(number)
@@ -93,16 +99,14 @@ class Interrupts:
             self._deadline = self._deadline or time.monotonic() + self._grace
 
     def _group_heard(self) -> bool:
-        ready, _, _ = select.select([self._listener], [], [], _LISTENER_SECONDS)
-        return bool(ready) and os.read(self._listener, 1) != b""
+        if self._ranks is None:
+            return False
+        ready, _, _ = select.select([self._ranks.interrupted], [], [], _GROUP_SECONDS)
+        return bool(ready) and os.read(self._ranks.interrupted, 1) != b""
 
-    def send(self, number: int, except_group: int | None = None) -> None:
-        for pid in self._pids():
-            try:
-                if os.getpgid(pid) != except_group:
-                    os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+    def send(self, number: int, except_group: int = -1) -> None:
+        if self._ranks is not None:
+            self._ranks.send(number, except_group)
 
 
 def _write(text: bytes) -> None:
@@ -111,41 +115,6 @@ def _write(text: bytes) -> None:
         os.write(2, text)
     except OSError:
         return  # the screen is gone
-
-
-@contextmanager
-def listening() -> Iterator[int]:
-    """A descriptor that becomes readable when this process group receives SIGINT."""
-    heard, tell = os.pipe()
-    alive, hold = os.pipe()
-    process = os.fork()
-    if process == 0:
-        try:
-            os.close(hold)
-            _listen(tell, alive)
-        finally:
-            os._exit(0)
-    os.close(tell)
-    os.close(alive)
-    try:
-        yield heard
-    finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        os.close(heard)
-        os.close(hold)
-
-
-def _listen(tell: int, alive: int) -> None:
-    """Until the launcher and its ranks, which hold the other end of `alive`, have exited."""
-
-    def heard(number: int, frame: FrameType | None) -> None:
-        os.write(tell, b"!")
-
-    signal.signal(signal.SIGINT, heard)
-    for number in HANDLED[1:]:
-        signal.signal(number, signal.SIG_IGN)
-    os.read(alive, 1)
 
 
 @contextmanager
@@ -183,7 +152,7 @@ def _handled(handler: Callable[[int, FrameType | None], None], numbers: Collecti
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restore signal handlers after the block, in which the agent and `Interrupts` set theirs."""
+    """Restore signal handlers after the block, in which `Interrupts` sets its own."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         yield
@@ -194,4 +163,4 @@ def restored() -> Iterator[None]:
             try:
                 signal.signal(number, handler)
             except ValueError:
-                return  # not the main thread: the agent could not set them either
+                return  # not the main thread, so they were not changed

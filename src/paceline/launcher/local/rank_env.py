@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import uuid
+from typing import TYPE_CHECKING
 
 from paceline.config.launch import LaunchSpec
-from paceline.launcher.local import interrupts
 from paceline.launcher.local.start import LocalStart
 from paceline.runtime import environment
+
+if TYPE_CHECKING:
+    from paceline.launcher.local.rendezvous import Rendezvous
 
 
 def prepare_environment(spec: LaunchSpec) -> None:
@@ -21,30 +23,34 @@ def prepare_environment(spec: LaunchSpec) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (spec.ranks or spec.default_cpu_ranks))))
 
 
-@contextmanager
-def rank_environment(start: LocalStart) -> Iterator[None]:
-    """Set the variables of ranks, besides those of torchrun, during the block."""
-    node = start.node
-    wanted = {environment.LAUNCHED: "1", **start.logs.environment, **start.env}
-    wanted[interrupts.TORCHS_OWN] = "none"
+def rank_environment(start: LocalStart, rendezvous: Rendezvous, error_folder: str) -> list[dict[str, str]]:
+    """The variables of each rank of this node: torchrun's, and ours."""
+    node, spec, run_id = start.node, start.spec, uuid.uuid4().hex
+    common = {
+        environment.LAUNCHED: "1",
+        **start.logs.environment,
+        **start.env,
+        "GROUP_RANK": str(node.number),
+        "GROUP_WORLD_SIZE": str(node.nodes),
+        "ROLE_NAME": "rank",
+        "ROLE_WORLD_SIZE": str(node.world),
+        "MASTER_ADDR": rendezvous.host,
+        "MASTER_PORT": str(rendezvous.port),
+        environment.RESTART_COUNT: str(start.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(max(spec.max_restarts, start.generation)),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
     if sys.platform == "linux" and (interface := node.interface or ("lo" if node.nodes == 1 else None)):
         # A value set by the user takes precedence.
-        wanted["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+        common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
         if node.nodes > 1:
-            wanted["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")
-    with _set(wanted):
-        yield
-
-
-@contextmanager
-def _set(wanted: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            common["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")
+    each = []
+    for local, rank in enumerate(node.rank_range):
+        own = environment.variables(environment.RankInfo(rank, node.world, local, node.ranks))
+        # Where torch's @record, which many scripts use, writes an exception.
+        error_file = f"{error_folder}/{local}.json"
+        each.append({**common, **own, "ROLE_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file})
+    return each

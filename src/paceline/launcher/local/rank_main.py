@@ -7,7 +7,7 @@ the same in a new interpreter and does not import torch itself.
 from __future__ import annotations
 
 import atexit
-import ctypes
+import faulthandler
 import gc
 import io
 import json
@@ -21,34 +21,40 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.launcher.local import interrupts
+from paceline.launcher.local.titles import set_title
 from paceline.launcher.workload import Target
+from paceline.run import heartbeat
 from paceline.run.failures import describe
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment, gloo_threads
 
-_PR_SET_PDEATHSIG = 1  # Linux prctl: signal sent when the parent exits
 _EXIT_SECONDS = 10.0
 
 
-def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None) -> None:
-    """Run the body of a rank with its output redirected. A failure is recorded and ends the process."""
+def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | None = None) -> None:
+    """Run the body of a rank with its output redirected. A failure is recorded and ends the process. `name`: of the
+    function or script, for the title of the process."""
     rank_info = environment.read_rank_info() or environment.RankInfo()
     log = logs.rank_log(rank_info.rank)
+    set_title(f"rank {rank_info.rank}/{rank_info.world} {name} (paceline)", f"pl-rank-{rank_info.rank}")
     _reset_inherited_state()
     _direct_streams(log if rank_info.rank else None, stdin if rank_info.rank == 0 else None)
+    faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
     code = 0
     try:
-        body()
+        try:
+            body()
+        except SystemExit as request:
+            if code := _exit_code(request):
+                words = f": {request.code}" if isinstance(request.code, str) else ""
+                text = f"rank {rank_info.rank} called sys.exit({code}){words}\n"
+                replace(describe(request, rank_info.rank), exit_code=code, text=text).write(logs)
+        if not code:
+            heartbeat.mark_returned(logs.heartbeat(rank_info.rank))
+            _finish()
     except KeyboardInterrupt:
         os._exit(130)  # the launcher ends the run
-    except SystemExit as request:
-        code = _exit_code(request)
-        if code:
-            words = f": {request.code}" if isinstance(request.code, str) else ""
-            text = f"rank {rank_info.rank} called sys.exit({code}){words}\n"
-            replace(describe(request, rank_info.rank), exit_code=code, text=text).write(logs)
     except BaseException as error:
         failure = describe(error, rank_info.rank)
         failure.write(logs)  # first, so that it is earlier than the failures it causes on other ranks
@@ -57,7 +63,6 @@ def run_rank(body: Callable[[], None], logs: RunFolder, stdin: int | None = None
         code = failure.exit_code
     if code:
         _fail(code)
-    _finish()
 
 
 def _fail(code: int) -> None:
@@ -71,8 +76,8 @@ def _fail(code: int) -> None:
 
 
 def _finish() -> None:
-    """Shut down like the interpreter does: threads, exit handlers, streams. The process stays alive until the launcher
-    has read its result, so connections are closed here for ranks that would otherwise wait for this one."""
+    """Shut down like the interpreter does: threads, exit handlers, streams. Connections are closed before, because
+    children of this process may hold copies of them, and other ranks would wait for this one."""
     threading._shutdown()  # type: ignore[attr-defined]
     # Ranks that still need this one fail as soon as its connections are closed, and the launcher then sends SIGTERM. It
     # must not turn a clean exit into a kill, or the wrong rank is reported.
@@ -95,13 +100,7 @@ def _reseed(rank: int) -> None:
 
 
 def _reset_inherited_state() -> None:
-    """A forked rank must not run the signal and exit handlers of its parent."""
-    os.environ.pop(interrupts.TORCHS_OWN, None)
-    if sys.platform == "linux":  # torch requests SIGINT here; the reaper handles this instead
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
-        if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    """A forked rank must not run the exit handlers of its parent."""
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -146,7 +145,7 @@ def main() -> None:
     """Entry point of a rank in a fresh interpreter."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     target = Target.from_json(spec)
-    run_rank(target.run, RunFolder(Path(spec["folder"])))
+    run_rank(target.run, RunFolder(Path(spec["folder"])), target.title)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from paceline.config.launch import Endpoint, LaunchSpec
@@ -34,3 +34,20 @@ class LocalStart(NamedTuple):
     node: NodeAssignment
     generation: int = 0  # number of earlier starts
     env: Mapping[str, str] = {}  # additional variables of every rank
+
+
+class AgentObserver:
+    """Connects the agent to whoever coordinates the ranks of other nodes; this one to nobody."""
+
+    def started(self, pids: Collection[int]) -> None:
+        """The ranks are running."""
+
+    def failing(self) -> None:
+        """A rank of this node failed; the others get a moment to exit."""
+
+    def interrupted(self, number: int) -> None:
+        """This launcher received a signal that ends the run."""
+
+    def order(self) -> int | None:
+        """A signal to send to the ranks; 0 if ranks of another node failed; None to continue."""
+        return None

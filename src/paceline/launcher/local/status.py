@@ -13,14 +13,14 @@ from paceline.diagnose.signatures import has_traceback
 from paceline.errors import PacelineError
 from paceline.launcher.local.console import Console
 from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.start import LocalStart
+from paceline.launcher.local.start import AgentObserver, LocalStart
 from paceline.launcher.workload import Workload
 from paceline.run import goodput, heartbeat
 from paceline.run.ledger import Ledger
 from paceline.runtime import environment
 
 if TYPE_CHECKING:
-    from paceline.launcher.local.agent import AgentObserver, LocalResult
+    from paceline.launcher.local.agent import LocalResult
 
 
 def run_shown(workload: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
@@ -33,7 +33,7 @@ def run_shown(workload: Workload, start: LocalStart, watch: AgentObserver | None
         if 0 in ranks or shown:
             first = logs.rank_log(0) if 0 in ranks else None
             stack.enter_context(Console(first, shown))
-        return agent.run(workload, start, watch)
+        return agent.run(workload, start, watch or AgentObserver())
 
 
 def show_cause(cause: Cause, logs: RankLogs | None) -> None:

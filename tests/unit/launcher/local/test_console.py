@@ -37,5 +37,6 @@ def test_lines_of_shown_ranks_have_a_prefix(tmp_path: Path) -> None:
         more="Path('rank-1').write_text('of an earlier start\\nhello\\nand half a line')",
     )
     done = in_a_fresh_process(script, cwd=tmp_path)
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] line 1", "[rank 1] hello", "after", "before"]
+    shown = ["[rank 0] half a line", "[rank 0] line 1", "[rank 1] and half a line", "[rank 1] hello"]
+    assert sorted(done.stdout.splitlines()) == [*shown, "after", "before"]
     assert done.stderr == "[rank 0] problem\n"

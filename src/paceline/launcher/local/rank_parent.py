@@ -1,0 +1,302 @@
+"""The parent of the ranks of one node: a process between the launcher and its ranks.
+
+It starts the ranks, reports how each of them exited, and passes signals on to them. Whatever ranks leave running
+becomes its child (PR_SET_CHILD_SUBREAPER) and is ended when the ranks are done. If the launcher is killed, it ends the
+ranks.
+
+That a process has exited is known from waitpid, never from the end of a pipe: a process that a rank forked holds all
+pipes of the rank. Signals are blocked from each fork until the handlers of the new process are set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from paceline.errors import LaunchError
+from paceline.launcher.local.interrupts import HANDLED
+from paceline.launcher.local.titles import set_title
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux prctl
+_BLOCKED = {*HANDLED, signal.SIGUSR2, signal.SIGCHLD}
+_POLL_SECONDS = 0.1
+# What ranks left running may exit by itself, then gets SIGTERM, then SIGKILL; after the last limit it is given up.
+_LEFTOVER_TERM, _LEFTOVER_KILL, _LEFTOVER_LIMIT = 0.3, 1.5, 6.0
+_ABANDONED_SECONDS = 2.0  # for this process to exit after it was told to kill the ranks and should be done
+_REPORT = struct.Struct("=cqqd")  # kind, local rank, value, time
+_COMMAND = struct.Struct("=qq")  # signal, process group that has received it already or -1
+
+
+class RankProcesses:
+    """The ranks of this node, as seen by the launcher. `entry(local_rank)` runs in each of them."""
+
+    def __init__(self, number: int, entry: Callable[[int], None], grace: float, orphan_seconds: float) -> None:
+        self._number, self._entry, self._grace, self._orphan_seconds = number, entry, grace, orphan_seconds
+        self._unread = b""
+        self._is_gone, self._error_number = False, 0
+        self.pids: dict[int, int] = {}  # by local rank
+        self.exits: dict[int, tuple[int, float]] = {}  # by local rank: exit code, and when
+        self.ended_leftovers = 0
+
+    def __enter__(self) -> RankProcesses:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # closed
+                stream.flush()  # or both processes would write what is buffered
+        self._reports, reports = os.pipe()
+        commands, self._commands = os.pipe()
+        self.interrupted, interrupted = os.pipe()  # readable when the process group received SIGINT
+        launcher = os.getpid()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        self._parent = os.fork()
+        if self._parent == 0:
+            status = 1
+            try:
+                for descriptor in (self._reports, self._commands, self.interrupted):
+                    os.close(descriptor)
+                _Parent(self, launcher, reports, commands, interrupted, mask).run()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for descriptor in (reports, commands, interrupted):
+            os.close(descriptor)
+        os.set_blocking(self._reports, False)
+        os.set_blocking(self._commands, False)
+        return self
+
+    @property
+    def running(self) -> list[int]:
+        """Local ranks that have not exited."""
+        return [local for local in range(self._number) if local not in self.exits]
+
+    @property
+    def have_started(self) -> bool:
+        return len(self.pids) == self._number
+
+    def send(self, number: int, except_group: int = -1) -> None:
+        """Send a signal to the running ranks. May be called by a signal handler."""
+        with suppress(OSError):  # all have exited
+            os.write(self._commands, _COMMAND.pack(number, except_group))
+
+    def receive(self, seconds: float) -> None:
+        """Wait for reports, for at most `seconds`."""
+        self._collect(seconds)
+        if self._is_gone and not self.have_started:
+            raise _fork_failed(len(self.pids), self._error_number)
+        for local in self.running if self._is_gone else ():  # the kernel killed them together with their parent
+            self.exits[local] = (-signal.SIGKILL, time.time())
+
+    def _collect(self, seconds: float) -> None:
+        if not self._is_gone:
+            select.select([self._reports], [], [], seconds)
+        self._is_gone = self._is_gone or self._has_exited()  # before the last reports are read
+        with suppress(BlockingIOError):
+            while data := os.read(self._reports, 65536):
+                self._unread += data
+        while len(self._unread) >= _REPORT.size:
+            self._note(*_REPORT.unpack_from(self._unread))
+            self._unread = self._unread[_REPORT.size :]
+
+    def __exit__(self, *exc: object) -> None:
+        """End the ranks, if any are left, and everything that they left running."""
+        if self.running:
+            self.send(signal.SIGKILL)
+        end = time.monotonic() + _LEFTOVER_LIMIT + _ABANDONED_SECONDS
+        while not self._is_gone and time.monotonic() < end:
+            self._collect(_POLL_SECONDS)
+        if not self._is_gone:
+            os.kill(self._parent, signal.SIGKILL)
+            os.waitpid(self._parent, 0)
+        for descriptor in (self._reports, self._commands, self.interrupted):
+            os.close(descriptor)
+
+    def _has_exited(self) -> bool:
+        try:
+            return os.waitpid(self._parent, os.WNOHANG)[0] != 0
+        except ChildProcessError:  # SIGCHLD is ignored here, or other code of this process waits for any child
+            return True
+
+    def _note(self, kind: bytes, local: int, value: int, when: float) -> None:
+        if kind == b"s":
+            self.pids[local] = value
+        elif kind == b"x":
+            self.exits[local] = (value, when)
+        elif kind == b"l":
+            self.ended_leftovers = value
+        else:
+            self._error_number = value
+
+
+class _Parent:
+    def __init__(
+        self,
+        ranks: RankProcesses,
+        launcher: int,
+        reports: int,
+        commands: int,
+        interrupted: int,
+        mask: set[signal.Signals | int],
+    ) -> None:
+        self._ranks, self._launcher, self._mask = ranks, launcher, mask
+        self._reports, self._commands, self._interrupted = reports, commands, interrupted
+        self._running: dict[int, int] = {}  # local rank by process
+        self._gone_at: float | None = None  # when the launcher was found to be gone
+        self._sent = 0  # the last signal that was sent for lack of a launcher
+
+    def run(self) -> None:
+        set_title("paceline: parent of ranks", "pl-parent")
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._handle_signals()
+        for local in range(self._ranks._number):
+            self._start(local)
+        if signal.SIGINT in signal.sigpending():
+            signal.sigwait({signal.SIGINT})  # not all ranks received it: the launcher has to forward it
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        while self._running:
+            self._wait()
+            self._reap()
+            self._obey()
+            self._check_launcher()
+        self._end_leftovers()
+
+    def _handle_signals(self) -> None:
+        self._wake, wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in _BLOCKED - {signal.SIGCHLD}:
+            if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
+                signal.signal(number, self._heard)
+        self._child_handler = signal.signal(signal.SIGCHLD, self._heard)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            os.write(self._interrupted, b"!")
+
+    def _start(self, local: int) -> None:
+        # multiprocessing resets what a forked process must not inherit: its children, finalizers and random state.
+        process = multiprocessing.get_context("fork").Process(target=self._become_rank, args=(local, os.getpid()))
+        try:
+            process.start()
+        except OSError as error:
+            self._report(b"f", local, error.errno or 0)
+            for pid in self._running:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(1)
+        assert process.pid is not None
+        self._running[process.pid] = local
+        self._report(b"s", local, process.pid)
+
+    def _become_rank(self, local: int, parent: int) -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for descriptor in (self._reports, self._commands, self._interrupted, self._wake):
+            os.close(descriptor)
+        for number in _BLOCKED - {signal.SIGCHLD}:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, self._child_handler or signal.SIG_DFL)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            self._ranks._entry(local)
+        except KeyboardInterrupt:
+            os._exit(130)  # the launcher ends the run
+
+    def _report(self, kind: bytes, local: int, value: int) -> None:
+        with suppress(OSError):  # the launcher is gone
+            os.write(self._reports, _REPORT.pack(kind, local, value, time.time()))
+
+    def _wait(self, seconds: float = _POLL_SECONDS) -> None:
+        """Until a signal or a command arrives."""
+        ready, _, _ = select.select([self._wake] if self._gone_at else [self._wake, self._commands], [], [], seconds)
+        if self._wake in ready:
+            os.read(self._wake, 4096)
+
+    def _reap(self) -> bool:
+        """Report exits of ranks; returns whether this process still has children."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                local = self._running.pop(found[0], None)
+                if local is not None:
+                    self._report(b"x", local, os.waitstatus_to_exitcode(found[1]))
+        except ChildProcessError:
+            return False
+        return True
+
+    def _obey(self) -> None:
+        if self._gone_at is not None or not select.select([self._commands], [], [], 0)[0]:
+            return
+        data = os.read(self._commands, 256 * _COMMAND.size)  # writes of this size are atomic
+        if not data:
+            self._gone_at = time.monotonic()
+        for number, except_group in _COMMAND.iter_unpack(data):
+            self._send(number, except_group)
+
+    def _send(self, number: int, except_group: int = -1) -> None:
+        for pid in self._running:  # not waited for, so each is still the number of a rank
+            if os.getpgid(pid) != except_group:
+                os.kill(pid, number)
+
+    def _check_launcher(self) -> None:
+        """If the launcher is gone, ranks may continue for a while, then get SIGTERM, on which training saves."""
+        if self._gone_at is None and os.getppid() != self._launcher:
+            self._gone_at = time.monotonic()
+        if self._gone_at is None:
+            return
+        without = time.monotonic() - self._gone_at - self._ranks._orphan_seconds
+        number = 0 if without < 0 else signal.SIGTERM if without < self._ranks._grace else signal.SIGKILL
+        if number != self._sent:
+            self._sent = number
+            self._send(number)
+
+    def _end_leftovers(self) -> None:
+        begin, told = time.monotonic(), dict[int, int]()
+        while self._reap() and (waited := time.monotonic() - begin) < _LEFTOVER_LIMIT:
+            number = signal.SIGTERM if waited < _LEFTOVER_KILL else signal.SIGKILL
+            for pid in _children() if waited > _LEFTOVER_TERM else ():
+                if told.get(pid) != number:
+                    told[pid] = number
+                    with suppress(OSError):  # another user's
+                        os.kill(pid, number)
+            self._gone_at = self._gone_at or begin  # commands are no longer read
+            self._wait(0.02)
+        if told:
+            self._report(b"l", 0, len(told))
+
+
+def _children() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":  # elsewhere, what ranks leave running stays
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _fork_failed(local: int, number: int) -> LaunchError:
+    return LaunchError(
+        "fork-failed",
+        f"Cannot start local rank {local}: {os.strerror(number) if number else 'its parent process was killed'}.",
+        why="the system refused a new process, or ended the one that starts the ranks",
+        fix="check free memory and the limits on processes (ulimit -u, the pids limit of the container)",
+    )
