@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.errors import PacelineError, TrainError
 from paceline.testing import ranks
 
 SAMPLES, BATCH, STEPS, CLASSES = 48, 8, 5, 4
@@ -116,3 +117,47 @@ def test_means_over_some_targets_are_weighted_by_them_on_ranks() -> None:
 
 def test_means_over_some_targets_are_weighted_by_them_over_micro_batches() -> None:
     require_equal_to_plain_loop(accumulate=3)
+
+
+class OfTwoKinds:
+    """Returns a mean, or a sum with its weight where `is_sum` says so for a call."""
+
+    def __init__(self, is_sum: Callable[[int], bool]) -> None:
+        self.is_sum, self.calls = is_sum, 0
+
+    def __call__(self, net: nn.Module, batch: list[Tensor]) -> Any:
+        self.calls += 1
+        mean = functional.cross_entropy(net(batch[0]), batch[1].clamp(0))
+        return paceline.Loss(mean * len(batch[0]), len(batch[0])) if self.is_sum(self.calls) else mean
+
+
+def train_of_two_kinds(is_sum: Callable[[int], bool], **settings: Any) -> list[float]:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loss_fn = OfTwoKinds(is_sum)
+    settings = {"batch": BATCH, "run": False, "quiet": True, "precision": "fp64", "timeout": 30.0, **settings}
+    return paceline.Trainer(net, optimizer, loss_fn=loss_fn, **settings).train(data(), max_steps=STEPS).losses
+
+
+def test_losses_of_two_kinds_are_refused_within_a_step_on_one_rank() -> None:
+    assert train_of_two_kinds(lambda call: call % 2 == 0) == pytest.approx(train_of_two_kinds(lambda call: True))
+    with pytest.raises(TrainError, match=r"loss-changed-kind.*is paceline\.Loss\(sum, weight\).*was a mean"):
+        train_of_two_kinds(lambda call: call > 5, accumulate=4)
+
+
+@ranks(2)
+def test_losses_of_two_kinds_are_refused_on_ranks() -> None:
+    for strategy in ("ddp", "fsdp"):
+        with pytest.raises(TrainError, match=r"loss-changed-kind.*is paceline\.Loss\(sum, weight\).*was a mean"):
+            train_of_two_kinds(lambda call: call > 3, strategy=strategy)
+    with pytest.raises(TrainError, match=r"(?s)loss-changed-kind.*rank 0: a mean.*rank 1: paceline\.Loss"):
+        train_of_two_kinds(lambda call: paceline.dist.rank() == 1)
+
+
+def one_rank_changes_its_kind() -> None:
+    train_of_two_kinds(lambda call: paceline.dist.rank() == 1 and call > 3)
+
+
+def test_a_rank_that_changes_the_kind_of_its_loss_is_the_one_that_failed() -> None:
+    with pytest.raises(PacelineError, match=r"train\.loss-changed-kind"):
+        paceline.launch(one_rank_changes_its_kind, ranks=2)

@@ -88,12 +88,12 @@ def check(
     if unused and ranks > 1 and not allow_unused:
         raise unused_parameters_error(module.model, unused)
     counts = micro.samples > 0 and mesh.reports_loss
-    weight = weight.weight if isinstance(weight, Divisor) else weight
-    local_weight = float(micro.samples if weight is None else weight) if counts else 0.0
+    kind, number = _read_weight(weight, micro.samples)
     compare = ranks > 1 and mesh.degrees.is_replicated  # sharded weights are broadcast from rank 0
     facts = {
-        "weight": local_weight,
+        "weight": number if counts else 0.0,
         "divides": module.divides is not False,
+        "kind": kind if run_zero_weight is None else "",  # one rank of a pipeline has the loss
         "versions": versions(),
         "weights": {name: checksum(parameter) for name, parameter in module.model.named_parameters() if compare},
         "data": fingerprint,
@@ -104,6 +104,7 @@ def check(
     gathered = collectives.all_gather_object(facts)
     if mesh.repeats_loss:
         _require_one_loss([rank["loss"] for rank in gathered])
+    _require_one_kind([rank["kind"] for rank in gathered])
     if not all(rank["divides"] for rank in gathered):  # ranks must weight losses in the same way
         module.divides = False
     consistency.require_same_versions([rank["versions"] for rank in gathered])
@@ -217,6 +218,23 @@ def _require_one_loss(losses: list[tuple[int, float | None]]) -> None:
                 fix="add the row layer that follows each column layer to the plan, or remove the column layer; "
                 "verify with `paceline parity`",
             )
+
+
+def _read_weight(weight: Any, samples: int) -> tuple[str, float]:
+    """The kind of a loss, and its weight."""
+    if weight is None or isinstance(weight, Divisor):
+        return "a mean", float(samples if weight is None else weight.weight)
+    return "paceline.Loss(sum, weight)", float(weight)
+
+
+def _require_one_kind(kinds: list[str]) -> None:
+    if len(set(kinds)) > 1:
+        raise TrainError(
+            "loss-changed-kind",
+            f"The losses of ranks are of different kinds:\n{consistency.by_rank(kinds)}",
+            why="losses are averaged over ranks and micro-batches, with one kind of weight",
+            fix="return paceline.Loss(sum, weight) for every batch",
+        )
 
 
 def nominal(weight: float, groups: int) -> float:

@@ -60,12 +60,22 @@ class LossModule(nn.Module):
             self.proportions.add(divisors)
         count = divisors[0] if divisors else None
         if count is None and self.divides:
-            raise TrainError(
-                "loss-changed-kind",
-                "The first losses were means with a known divisor (cross-entropy, sum / count), but not this one.",
-                why="the losses of a step are averaged over ranks and micro-batches, with one kind of weight",
-                fix="return paceline.Loss(sum, weight) for every batch",
-            )
+            raise _changed_kind("a mean that does not show its divisor", "means that show it (cross-entropy)")
         if self.divides is None:
             self.divides = count is not None
         return None if count is None else Divisor(count)
+
+
+def changed_kind(*, sums: bool) -> TrainError:
+    """The error for a loss that is a sum with a weight (or, a mean) while the earlier ones were not."""
+    kinds = ["a mean", "paceline.Loss(sum, weight)"]
+    return _changed_kind(kinds[sums], kinds[not sums])
+
+
+def _changed_kind(this: str, others: str) -> TrainError:
+    return TrainError(
+        "loss-changed-kind",
+        f"The loss of this batch is {this}, but that of other batches was {others}.",
+        why="losses are averaged over ranks and micro-batches, with one kind of weight",
+        fix="return paceline.Loss(sum, weight) for every batch",
+    )

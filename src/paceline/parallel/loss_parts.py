@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from paceline.models.divisor import Divisor
+from paceline.models.loss_module import changed_kind
 
 LossPart = tuple[Tensor, Tensor | float | Divisor | None]  # (mean, None), (mean, divisor) or (sum, weight)
 
 
 def combine_losses(parts: Sequence[LossPart], samples: Sequence[int]) -> LossPart:
     """`samples` holds the number of samples of each slice; all values are on one device."""
+    means = [weight is None or isinstance(weight, Divisor) for _, weight in parts]
+    if any(means) and not all(means):
+        raise changed_kind(sums=True)
     if parts[0][1] is None:
         total = sum(samples)
         shares = [value * (count / total) for (value, _), count in zip(parts, samples, strict=True)]

@@ -175,6 +175,7 @@ class PipelineStepper(Stepper):
         value, weight, metrics = read_loss(
             self._loss_module.result_of(outputs[: stop - start], part, self._module.call.loss)
         )
+        self.note_kind(sums=weight is not None)
         divisor = self._loss_module.divisor(value) if weight is None else None
         self._last_is_mean, self._divides = weight is None and divisor is None, divisor is not None
         part_weight: Tensor | float = stop - start if weight is None else weight

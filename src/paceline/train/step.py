@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.data.loader import MicroBatch
 from paceline.guard.nonfinite import NonfiniteGuard
 from paceline.models.divisor import Divisor
-from paceline.models.loss_module import LossModule
+from paceline.models.loss_module import LossModule, changed_kind
 from paceline.parallel.compose import Wrapped
 from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
@@ -57,6 +57,7 @@ class Stepper:
         self.per_sample = 1.0  # a power of two near the weight of a sample, for means
         self.before_micro: Callable[[bool], None] | None = None  # called with whether it is the first one of a step
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
+        self._sums: bool | None = None  # whether losses are sums with weights; None: not known yet
         self.reset()
 
     def reset(self) -> None:
@@ -101,6 +102,9 @@ class Stepper:
     def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
         """Keep the loss of the micro-batch and run its backward, seeded with its share of the step."""
         loss = value.detach()
+        is_mean = weight is None or type(weight) is Divisor
+        if is_mean is self._sums or self._sums is None:
+            self.note_kind(sums=not is_mean)
         if weight is None:
             self.data_weighted |= not micro.exact
             self.losses.append((loss, micro.samples))
@@ -108,7 +112,6 @@ class Stepper:
             seed = None if factor == 1.0 and self._scaler is None else self._seed(factor, value)
         else:
             self.data_weighted, self.means = True, False
-            is_mean = type(weight) is Divisor
             weight = weight.weight if isinstance(weight, Divisor) else weight
             if isinstance(weight, Tensor) and weight.device.type == "cpu":
                 weight = weight.item()  # Python arithmetic is cheaper than tensor operations
@@ -131,6 +134,12 @@ class Stepper:
             self._watch.check_loss(loss, micro.step)
         value.backward(seed)
         return loss
+
+    def note_kind(self, *, sums: bool) -> None:
+        """Raise if losses of another kind were seen: in this step, or on several ranks in any."""
+        if self._sums not in (None, sums) and (self.losses or self._world > 1):
+            raise changed_kind(sums=sums)
+        self._sums = sums
 
     def _share(self, micro: MicroBatch, weight: Tensor | float, mean: Tensor) -> Tensor | None:
         """The gradient that the backward of a mean starts from: its weight, relative to the nominal one."""
