@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs
+SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches
 
 .PHONY: help train test lint suite hooks system gpu docs parity bench bench-compare soak $(SOAK) clean
 
@@ -116,6 +116,9 @@ soak-recovery: $(READY)
 
 soak-programs: $(READY)
 	$(BIN)/python benchmarks/random_programs.py
+
+soak-launches: $(READY)
+	$(BIN)/python benchmarks/launches.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache

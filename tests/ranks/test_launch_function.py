@@ -104,6 +104,24 @@ def test_an_invalid_call_fails_before_ranks_start() -> None:
         paceline.launch(total, ranks=2, scales=3)
 
 
+def test_a_function_for_spawn_gets_its_rank_and_world_size() -> None:
+    def told(rank: int, world_size: int, scale: int, *rest: int, local_rank: int, offset: int = 1) -> list[int]:
+        assert rank == int(os.environ["RANK"]) == local_rank and not rest
+        return [rank, world_size, scale, offset]
+
+    assert paceline.launch(told, ranks=2, scale=3) == [0, 2, 3, 1]
+    assert paceline.launch(lambda rank, world_size=5: world_size, ranks=1, rank=7) == 5
+
+
+def test_a_missing_argument_is_named_before_ranks_start() -> None:
+    def train(rank: int, learning_rate: float, *, data: str) -> None: ...
+
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(train, ranks=2)
+    assert caught.value.code == "launch.missing-argument"
+    assert "'learning_rate', 'data'" in str(caught.value) and "learning_rate=..., data=..." in str(caught.value)
+
+
 def test_every_rank_is_a_child_also_when_there_is_one() -> None:
     assert paceline.launch(os.getpid, ranks=1) != os.getpid()
 

@@ -12,7 +12,7 @@ import inspect
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from paceline.runtime import environment
 # Objects that a result may contain, with the module of each.
 _OBJECTS = {"History": "paceline.train.history"}
 
+# Parameters of functions written for torch.multiprocessing.spawn, and the attribute of a rank that each gets.
+_FILLED = {"rank": "rank", "local_rank": "local_rank", "world_size": "world"}
+
 _log = Log(stream="stdout")  # interleaves with the output of the caller
 
 
@@ -39,9 +42,10 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     """Run `fn(**kwargs)` on `ranks` ranks and return the result of rank 0.
 
     The default is one rank per GPU, or one rank without GPUs. The output of rank 0 is shown; that of others only if
-    they fail. An error on any rank stops all of them and is raised here.
+    they fail. An error on any rank stops all of them and is raised here. Parameters of `fn` called `rank`, `local_rank`
+    or `world_size` are filled in if they have no value.
     """
-    inspect.signature(fn).bind(**kwargs)  # raise for invalid arguments here, not on every rank
+    filled = _filled_parameters(fn, kwargs)
     found = node_env.read_node_environment(os.environ)
     asked = found.ranks if ranks is None and found is not None else ranks
     number, reason = choose_ranks(asked, device=None, on_cpu=1)
@@ -50,12 +54,29 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     found = found or node_env.first_rank_environment(os.environ, number)
     with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         result = Path(scratch)
-        workload = Workload(lambda: _call(fn, kwargs, result), name=getattr(fn, "__name__", ""))
+        workload = Workload(lambda: _call(fn, kwargs, filled, result), name=getattr(fn, "__name__", ""))
         if found is None or found.nodes.most == 1:
             _run_here(workload, LocalStart(LaunchSpec(), logs, NodeAssignment(number, world=number)))
         else:
             _run_among_several(workload, number, found)
         return _load(result)
+
+
+def _filled_parameters(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The parameters to fill in on each rank. Invalid arguments are an error here, not on every rank."""
+    signature = inspect.signature(fn)
+    bound = signature.bind_partial(**kwargs).arguments
+    required = [name for name, each in signature.parameters.items() if each.default is each.empty]
+    missing = [name for name in required if name not in bound and not str(signature.parameters[name]).startswith("*")]
+    if unknown := [name for name in missing if name not in _FILLED]:
+        name, call = getattr(fn, "__name__", "fn"), ", ".join(f"{each}=..." for each in unknown)
+        raise LaunchError(
+            "missing-argument",
+            f"{name}() has no value for {', '.join(map(repr, unknown))}.",
+            why=f"launch passes keyword arguments only, and fills in {', '.join(_FILLED)}",
+            fix=f"call paceline.launch({name}, ranks=2, {call})",
+        )
+    return missing
 
 
 def _run_here(workload: Workload, start: LocalStart) -> None:
@@ -81,14 +102,14 @@ def _run_among_several(workload: Workload, ranks: int, found: node_env.NodeEnvir
         raise LaunchError("rank-failed", f"Ranks exited with status {status}; the cause is shown above.")
 
 
-def _call(fn: Callable[..., Any], kwargs: dict[str, Any], result: Path) -> None:
+def _call(fn: Callable[..., Any], kwargs: dict[str, Any], filled: Sequence[str], result: Path) -> None:
     import torch
 
     # The thread pool of the parent does not exist in a forked process, and using it would deadlock.
     torch.set_num_threads(1)
-    value = fn(**kwargs)
-    rank_info = environment.read_rank_info()
-    if rank_info is None or rank_info.is_main:
+    rank_info = environment.read_rank_info() or environment.RankInfo()
+    value = fn(**kwargs, **{name: getattr(rank_info, _FILLED[name]) for name in filled})
+    if rank_info.is_main:
         from paceline.runtime import serialization
 
         serialization.save_result(value, result, _OBJECTS)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from paceline import log
@@ -71,7 +71,9 @@ def run(workload: Workload, start: LocalStart, watch: AgentObserver = _NOBODY) -
         store = rendezvous.one_node(start.spec.port) if node.store is None else rendezvous.one_of_several(node.store)
         variables = rank_environment(start, store, scratch)
         # multiprocessing closes the standard input of forked processes; it is restored from a copy.
-        if (stdin := _copy_of_stdin()) is not None:
+        stdin = None
+        with suppress(OSError):  # it is closed
+            stdin = os.dup(0)
             stack.callback(os.close, stdin)
 
         def entry(local: int) -> None:
@@ -90,13 +92,6 @@ def _become_fresh(target: str, stdin: int | None) -> None:
     if stdin is not None:
         os.dup2(stdin, 0)
     os.execv(sys.executable, [sys.executable, "-u", "-P", "-m", "paceline.launcher.local.rank_main", target])
-
-
-def _copy_of_stdin() -> int | None:
-    try:
-        return os.dup(0)
-    except OSError:
-        return None  # it was closed
 
 
 def _require_forkable() -> None:

@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -56,6 +56,7 @@ class RankProcesses:
         self._reports, reports = os.pipe()
         commands, self._commands = os.pipe()
         self.interrupted, interrupted = os.pipe()  # readable when the process group received SIGINT
+        pipes = (reports, commands, interrupted)
         launcher = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         self._parent = os.fork()
@@ -64,14 +65,14 @@ class RankProcesses:
             try:
                 for descriptor in (self._reports, self._commands, self.interrupted):
                     os.close(descriptor)
-                _Parent(self, launcher, reports, commands, interrupted, mask).run()
+                _Parent(self, launcher, pipes, mask).run()
                 status = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for descriptor in (reports, commands, interrupted):
+        for descriptor in pipes:
             os.close(descriptor)
         os.set_blocking(self._reports, False)
         os.set_blocking(self._commands, False)
@@ -141,17 +142,9 @@ class RankProcesses:
 
 
 class _Parent:
-    def __init__(
-        self,
-        ranks: RankProcesses,
-        launcher: int,
-        reports: int,
-        commands: int,
-        interrupted: int,
-        mask: set[signal.Signals | int],
-    ) -> None:
+    def __init__(self, ranks: RankProcesses, launcher: int, pipes: Sequence[int], mask: Collection[int]) -> None:
         self._ranks, self._launcher, self._mask = ranks, launcher, mask
-        self._reports, self._commands, self._interrupted = reports, commands, interrupted
+        self._reports, self._commands, self._interrupted = pipes
         self._running: dict[int, int] = {}  # local rank by process
         self._gone_at: float | None = None  # when the launcher was found to be gone
         self._sent = 0  # the last signal that was sent for lack of a launcher

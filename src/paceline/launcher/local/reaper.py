@@ -14,24 +14,14 @@ _EXIT_SECONDS = 10.0  # seconds after a SIGKILL
 
 
 def kill_orphans(started: Mapping[int, str | None]) -> None:
-    """Kill ranks that outlived their launcher, identified by pid and start time."""
-    _wait(_send(started, signal.SIGKILL), _EXIT_SECONDS)
-
-
-def _send(started: Mapping[int, str | None], number: int) -> list[int]:
-    """Send a signal; returns handles of the processes that received it."""
+    """Kill ranks that outlived their launcher, identified by pid and start time, and wait until they are gone."""
     handles = []
     for pid, at in started.items():
         if at is not None and start_time(pid) == at:  # the pid may have been reused
             with suppress(ProcessLookupError):
                 handles.append(os.pidfd_open(pid))
-                signal.pidfd_send_signal(handles[-1], number)
-    return handles
-
-
-def _wait(handles: list[int], seconds: float) -> None:
-    """Wait until the processes exit, or for `seconds`."""
-    end = time.monotonic() + seconds
+                signal.pidfd_send_signal(handles[-1], signal.SIGKILL)
+    end = time.monotonic() + _EXIT_SECONDS
     for handle in handles:
         select.select([handle], [], [], max(0.0, end - time.monotonic()))
         os.close(handle)
