@@ -11,7 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches
+SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
+	soak-folders soak-recipes
 
 .PHONY: help train test lint suite hooks system gpu docs parity bench bench-compare soak $(SOAK) clean
 
@@ -119,6 +120,12 @@ soak-programs: $(READY)
 
 soak-launches: $(READY)
 	$(BIN)/python benchmarks/launches.py
+
+soak-folders: $(READY)
+	$(BIN)/python benchmarks/hostile_folders.py
+
+soak-recipes: $(READY)
+	$(BIN)/python benchmarks/hostile_recipes.py 10000
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache

@@ -17,7 +17,8 @@ import pytest
 
 import tiny
 from faults import worlds
-from paceline.run import failures, goodput, heartbeat
+from paceline.diagnose import goodput
+from paceline.run import failures, heartbeat
 from paceline.run.folder import RunFolder, short
 from paceline.run.ledger import Ledger
 from paceline.runtime import environment

@@ -12,6 +12,7 @@ so at any time, even after a power failure, the folder contains either the old s
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from paceline.checkpoint.filesystem import Filesystem, write_new
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint, verify
 from paceline.errors import CheckpointError
+from paceline.run import regular_files
 from paceline.run.folder import BEST, LATEST
 
 _HEADROOM = 1.05  # required free space, as a multiple of the bytes to write
@@ -38,7 +40,7 @@ def step_name(step: int) -> str:
 def unused_name(folder: Path) -> Path:
     """`folder`, with a number appended if it exists, as after resuming from an earlier step."""
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
-    return next(name for name in names if not name.exists())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def create_partial(disk: Filesystem, target: Path, size: int, *, overwrite: bool = False) -> Path:
@@ -152,7 +154,7 @@ def creation_time(folder: Path) -> str:
 
 def read_pointer(folder: Path, pointer: str) -> list[str]:
     try:
-        return (folder / pointer).read_text().split()
+        return regular_files.read_text(folder / pointer).split()
     except (OSError, ValueError):
         return []
 

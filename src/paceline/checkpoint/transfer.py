@@ -29,6 +29,7 @@ from paceline.checkpoint.filesystem import Filesystem, write_all
 from paceline.checkpoint.planner import Group
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.errors import CheckpointError
+from paceline.run import regular_files
 from paceline.runtime import objects
 from paceline.runtime.rank_errors import Report, capture_error, raise_first_error
 
@@ -179,7 +180,7 @@ def _send_all(folder: Path, names: list[str], group: Group, without_access: Coll
 
 
 def _copy(path: Path, disk: Filesystem) -> None:
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(regular_files.open_descriptor(path), "rb", buffering=0) as file:
         while data := os.read(file.fileno(), 1 << 20):
             write_all(disk, -1, memoryview(data))
 

@@ -1,10 +1,17 @@
-"""Read recipes from YAML or TOML files, and apply `dotted.key=value` overrides."""
+"""Read recipes from YAML or TOML files, and apply `dotted.key=value` overrides.
+
+Whatever a recipe from somebody else contains, reading it takes little time and memory.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +19,10 @@ import yaml
 
 from paceline.errors import ConfigError
 from paceline.text import flatten
+
+_MAX_BYTES = 1 << 17  # PyYAML parses about 100 kB per second
+_MAX_VALUES, _MAX_DEPTH = 20_000, 32
+_MAX_SHOWN = 200  # characters in a message
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,16 +52,17 @@ for _kind in (_Loader, Dumper):
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a recipe file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read_small(path).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             "missing-file",
             f"Recipe not found: {path}.",
             fix="check the path; `paceline train` without a recipe runs the default one",
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError("unreadable", f"Cannot read recipe {path}: {error}.") from None
     values = _parse_toml(text, path) if path.suffix == ".toml" else _parse_yaml(text, path)
+    _require_plain(values, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = "an empty file" if values is None else type(values).__name__
         raise ConfigError(
@@ -61,25 +73,84 @@ def read(path: Path) -> dict[str, Any]:
     return values
 
 
+def _read_small(path: Path) -> bytes:
+    """The contents of a regular file; a pipe could block, and a device never end."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_size > _MAX_BYTES:
+            raise ValueError(f"it has {found.st_size} bytes, the limit is {_MAX_BYTES}")
+        return file.read(_MAX_BYTES)
+
+
 def _parse_yaml(text: str, path: Path) -> Any:
-    loader = _Loader(text)
+    loader = None
+    if len(text) > _MAX_BYTES:
+        raise ConfigError("malformed", f"{path} has {len(text)} characters, the limit is {_MAX_BYTES}.")
     try:
-        return loader.get_single_data()
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        deque(_every_value(node, str(path)), maxlen=0)  # before aliases are expanded, also by `<<`
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise _too_large(str(path)) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
+        problem = (getattr(error, "problem", None) or str(error))[:_MAX_SHOWN]
         raise ConfigError("malformed", f"Invalid YAML in {path}{where}: {problem}.") from None
-    except ValueError as error:  # e.g. an invalid date
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:  # PyYAML's, for some tags
         raise ConfigError("malformed", f"Invalid value in {path}: {error}.") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+def _every_value(value: Any, place: str) -> Iterator[Any]:
+    """A value and all values in it, or a YAML node and all nodes in it, with aliases expanded."""
+    waiting, seen = [(value, 1)], 0
+    while waiting:
+        each, depth = waiting.pop()
+        seen += 1
+        if depth > _MAX_DEPTH or seen > _MAX_VALUES:
+            raise _too_large(place)
+        yield each
+        inner = each.value if isinstance(each, yaml.CollectionNode) else each
+        if isinstance(each, (dict, yaml.MappingNode)):
+            inner = list(chain.from_iterable(each.items() if isinstance(each, dict) else each.value))
+        waiting += [(part, depth + 1) for part in inner] if isinstance(inner, list) else []
+
+
+def _require_plain(values: Any, place: str) -> None:
+    """Sections, lists, text, numbers, true, false and null: what is stored with a checkpoint, as JSON."""
+    for each in _every_value(values, place):
+        what, fix = "", "put it in quotes to make it text"
+        if isinstance(each, str) and each.encode(errors="replace").decode() != each:
+            what, fix = f"{each[:40]!r}, which is not valid Unicode", "remove the surrogates"
+        elif isinstance(each, int) and each.bit_length() > 64:
+            what = f"a number of {each.bit_length()} bits"
+        elif each is not None and not isinstance(each, (dict, list, str, int, float)):
+            what = f"{each} ({type(each).__name__})"[:_MAX_SHOWN]
+        if what:
+            raise ConfigError("malformed", f"Unsupported value in {place[:_MAX_SHOWN]!r}: {what}.", fix=fix)
+
+
+def _too_large(place: str) -> ConfigError:
+    return ConfigError(
+        "malformed",
+        f"{place} has more than {_MAX_VALUES} values, or values nested more than {_MAX_DEPTH} levels deep.",
+        why="aliases count as often as they are used; an anchor that contains its own alias has no end",
+        fix="read long lists from a file in the code of the model or dataset",
+    )
 
 
 def _parse_toml(text: str, path: Path) -> Any:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise _too_large(str(path)) from None
+    except ValueError as error:  # a TOMLDecodeError, or a number with too many digits
         raise ConfigError("malformed", f"Invalid TOML in {path}: {error}.") from None
 
 
@@ -92,11 +163,15 @@ def merge(
     origins = dict.fromkeys(flatten(merged, keep_empty=True), origin)
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key or not all(key.split(".")):
+        if not equals or not key or not all(key.split(".")) or key.count(".") > _MAX_DEPTH:
             raise ConfigError(
-                "bad-override", f"Invalid override {override!r}: expected key=value.", fix="write e.g. train.epochs=3"
+                "bad-override",
+                f"Invalid override {override[:80]!r}: expected key=value.",
+                fix="write e.g. train.epochs=3",
             )
+        _require_plain(key, "an override")
         value = _parse_yaml(text, Path(f"override {key}"))
+        _require_plain(value, f"override {key}")
         first = key.split(".")[0]
         if first != key and first in shorthands and isinstance(merged.get(first), (int, float, str)):
             merged[first] = {shorthands[first]: merged[first]}

@@ -11,30 +11,39 @@ from paceline.config.foreign_names import suggest
 from paceline.errors import ConfigError
 
 KEYWORDS = "Trainer's keywords"  # the origin of settings that are not part of a recipe
+_SHOWN = 20  # findings
+_WIDTH = 200  # of a value
 
 
 def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[str, str]) -> ConfigError:
     """One error for all findings, with the code of the first one."""
     findings, lines = error.errors(include_url=False), list[str]()
-    for finding in findings:
+    for finding in findings[:_SHOWN]:
         place = ".".join(str(part) for part in finding["loc"] if not _is_union_branch(part, finding["loc"]))
-        came_from = _origin(place, origins)
+        shown, came_from = _shown(place), _origin(place, origins)[:_WIDTH]
         if finding["type"] == "extra_forbidden":
             hint = suggest("settings", place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
-            line = f"unknown key {place!r} ({came_from}): {hint}"
+            line = f"unknown key {shown} ({came_from}): {hint}"
         elif finding["type"] == "model_type":
             keys = _known_keys(schema, place.split("."))
-            line = f"{place!r} is {finding['input']!r} ({came_from}): expected a section, e.g. {place}.{keys[0]}"
+            line = f"{shown} is {_shown(finding['input'])} ({came_from}): expected a section, e.g. {place}.{keys[0]}"
         else:
             message = finding["msg"][:1].lower() + finding["msg"][1:]
-            line = f"{place!r} is {finding['input']!r} ({came_from}): {message}"
+            line = f"{shown} is {_shown(finding['input'])} ({came_from}): {message}"
         if line not in lines:
             lines.append(line)
+    if len(findings) > _SHOWN:
+        lines.append(f"and {len(findings) - _SHOWN} others")
     return ConfigError(
         "unknown-key" if findings[0]["type"] == "extra_forbidden" else "bad-value",
         f"Invalid {'settings' if set(origins.values()) == {KEYWORDS} else 'recipe'}:\n    " + "\n    ".join(lines),
         fix="run `paceline config schema` for a description of every key",
     )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
 def _is_union_branch(part: Any, location: tuple[Any, ...]) -> bool:

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from paceline.errors import LaunchError
+from paceline.run import failures
 from paceline.run.failures import FailureRecord
+from paceline.run.folder import RunFolder
 
 FailureKind = Literal[
     "exception", "gpu-memory", "oom-killer", "signal", "lost-connection", "port-in-use", "timeout",
@@ -137,3 +140,16 @@ class RankExit:
         if exited.record and exited.record.error is not None:
             exited.record.as_error()  # KeyError: it lacks a part
         return replace(exited, node=node, time=exited.time + clock_offset)
+
+
+def unrecorded(folder: RunFolder, rank: int, code: int | None, when: float) -> FailureRecord | None:
+    """A record for a rank that could not write its own; None if it could have."""
+    reason = failures.reserve(folder, rank) if code is not None and code > 0 else ""
+    if not reason:
+        return None
+    full = LaunchError(
+        "disk-full",
+        f"Rank {rank} exited with status {code} and could not write why to {folder.logs}: {reason}.",
+        fix="free some space on that disk, or raise the quota, and start again; earlier checkpoints are intact",
+    )
+    return FailureRecord(rank, when, code or 1, str(full), full.to_dict())

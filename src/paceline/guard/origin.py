@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from paceline.run import regular_files
 from paceline.run.folder import RunFolder, existing_runs
 
 _FIRST_MODELS: dict[str, str] = {}  # script → the class of the first model that it trains
@@ -31,7 +32,7 @@ def default_name(model: str) -> str:
 def script_of(folder: RunFolder) -> str | None:
     """The script that last trained in a folder, relative to its parent, with which it may be moved; None if unknown."""
     try:
-        return str(json.loads(folder.derived.read_text())["script"]["value"])
+        return str(json.loads(regular_files.read_bytes(folder.derived))["script"]["value"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

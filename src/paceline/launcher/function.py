@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose.cause import Cause, find_cause
+from paceline.diagnose.exits import unrecorded
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import manual, node_env
 from paceline.launcher.local import rank_logs
@@ -124,10 +125,10 @@ def _load(result: Path) -> Any:
 
 def _error(cause: Cause, logs: RunFolder) -> PacelineError:
     """The error of the rank, or one that describes its exit; with its output if that was not on screen."""
-    record = failures.read(logs).get(-1 if cause.rank is None else cause.rank)
+    rank = -1 if cause.rank is None else cause.rank
+    record = failures.read(logs).get(rank) or unrecorded(logs, rank, cause.status, 0.0)
     error = LaunchError("rank-failed", f"{cause.what}.", fix=cause.fix) if record is None else record.as_error()
-    log = logs.rank_log(cause.rank or 0)
-    printed = log.read_text(errors="replace").strip() if log.exists() else ""
+    printed = failures.tail(logs, cause.rank or 0, lines=1000).strip()
     if record is not None:
         printed = printed.replace(record.log_text.strip(), "").strip()
     if printed and cause.rank:

@@ -25,7 +25,7 @@ from typing import Any, Protocol, TextIO, TypeVar
 from paceline.config.components import LOGGERS, LoggerFacts
 from paceline.errors import PacelineError, TrainError
 from paceline.log import rank_log
-from paceline.run import jsonl
+from paceline.run import jsonl, regular_files
 from paceline.run.folder import METRICS, RunFolder
 from paceline.text import flatten
 
@@ -158,18 +158,16 @@ class CsvFile:
     def _rows(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
-        with self._path.open(newline="", encoding="utf-8") as file:
+        with os.fdopen(regular_files.open_descriptor(self._path), newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         self.close()
         self._columns = [name for name in columns if name]  # a partial line may have had extra cells
-        new = self._path.with_suffix(".csv.new")
-        with new.open("w", newline="", encoding="utf-8") as file:
+        with regular_files.replacing(self._path) as new, new.open("w", newline="", encoding="utf-8") as file:
             writer = self._writer(file)
             writer.writeheader()
             writer.writerows(rows)
-        new.replace(self._path)
 
     def _writer(self, file: TextIO) -> csv.DictWriter[str]:
         # extrasaction: an interrupted writer may have left a line with extra cells.
@@ -189,15 +187,11 @@ def _identity(row: Mapping[str, Any]) -> tuple[str, bool]:
 
 def open_to_append(path: Path) -> TextIO:
     """Open a file of lines. A partial line of a killed writer is terminated, so that it does not corrupt the next."""
-    torn = False
-    if path.exists() and path.stat().st_size:
-        with path.open("rb") as file:
-            file.seek(-1, 2)
-            torn = file.read(1) != b"\n"
-    lines = path.open("a", encoding="utf-8", newline="")
-    if torn:
-        lines.write("\n")
-    return lines
+    descriptor = regular_files.open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return os.fdopen(descriptor, "a", encoding="utf-8", newline="")
 
 
 @LOGGERS.implement("tensorboard")
@@ -230,14 +224,14 @@ class WeightsAndBiases:
         wandb = _module("wandb", "wandb")
         noted = run.wandb_id
         resumed = noted.exists()
-        identity = noted.read_text().strip() if resumed else uuid.uuid4().hex[:8]
+        identity = regular_files.read_text(noted).strip() if resumed else uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=_project(settings), name=run.path.name, id=identity, resume="allow" if resumed else None,
             dir=str(run), config=dict(settings),
             # Otherwise every refresh of the progress bar would be logged as a line.
             settings=wandb.Settings(console="off"),
         )  # fmt: skip
-        noted.write_text(identity + "\n")
+        regular_files.replace(noted, f"{identity}\n".encode())
         # W&B drops records whose step is lower than its own counter; a custom step metric has no such restriction.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -266,11 +260,11 @@ class Mlflow:
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         noted = run.mlflow_id
         if noted.exists():
-            self._run_id = noted.read_text().strip()
+            self._run_id = regular_files.read_text(noted).strip()
             self._client.update_run(self._run_id, status="RUNNING")
             return
         self._run_id = self._create(run, settings)
-        noted.write_text(self._run_id + "\n")
+        regular_files.replace(noted, f"{self._run_id}\n".encode())
 
     def write(self, records: Sequence[Record]) -> None:
         metrics = []

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.config.sections import ProfileSection
 from paceline.monitor import trace as monitor_trace
+from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 
 _ROWS = 12
@@ -67,7 +68,8 @@ class Profiler:
             return None
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(self._path))
+            with regular_files.replacing(self._path) as partial:
+                trace.export_chrome_trace(str(partial))
         self.split = monitor_trace.split(monitor_trace.spans(trace.events()))
         return self._text(trace, self.split, steps)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from paceline import errors
 from paceline.errors import LaunchError, PacelineError
+from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.user_frame import UserFrame, find_user_frame
 
 _TAIL_BYTES = 1 << 16
+_RESERVED_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,17 @@ class FailureRecord:
     code_line: str = ""
 
     def write(self, folder: RunFolder) -> None:
-        path = folder.failure(self.rank)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.rename(path)
+        """On a full disk, uses the space that `reserve` kept for it."""
+        try:
+            regular_files.replace(folder.failure(self.rank), json.dumps(asdict(self)).encode())
+        except OSError:
+            space = folder.failure_space(self.rank)
+            short = replace(self, text=self.text[-_RESERVED_BYTES // 8 :])  # JSON has up to six bytes per character
+            with os.fdopen(regular_files.open_descriptor(space, os.O_WRONLY), "wb") as file:
+                file.write(json.dumps(asdict(short)).encode())
+                file.truncate()
+            space.replace(folder.failure(self.rank))
+        release(folder, self.rank)
 
     @property
     def place(self) -> str:
@@ -62,6 +73,34 @@ class FailureRecord:
         return again
 
 
+def write(record: FailureRecord, folder: RunFolder, *, to_log: bool = False) -> None:
+    """Write a record and, after it, the text in the rank's log: the record must be earlier than the failures that this
+    one causes on other ranks. If that fails, write it to the screen, which is not on that disk."""
+    try:
+        record.write(folder)
+        if to_log:
+            log = regular_files.open_descriptor(folder.rank_log(record.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(log, "w") as file:
+                file.write(record.log_text)
+    except OSError as error:
+        with suppress(OSError):
+            sys.stderr.write(f"{record.log_text}This could not be written to {folder.logs}: {error.strerror}.\n")
+
+
+def reserve(folder: RunFolder, rank: int) -> str:
+    """Keep disk space for the record of a rank. Returns why that failed, or an empty string."""
+    try:
+        regular_files.replace(folder.failure_space(rank), b" " * _RESERVED_BYTES)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def release(folder: RunFolder, rank: int) -> None:
+    with suppress(OSError):
+        folder.failure_space(rank).unlink(missing_ok=True)
+
+
 def describe(error: BaseException, rank: int) -> FailureRecord:
     """The failure record for an exception that a rank raised."""
     now, frame = time.time(), find_user_frame(error)
@@ -82,9 +121,11 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
 
 def read(folder: RunFolder) -> dict[int, FailureRecord]:
     """All failure records, by rank."""
-    paths = folder.failure.existing().values()
-    records = [FailureRecord(**json.loads(path.read_text())) for path in paths]
-    return {record.rank: record for record in records}
+    found = {}
+    for rank, path in folder.failure.existing().items():
+        with suppress(OSError, ValueError, TypeError):
+            found[rank] = FailureRecord(**json.loads(regular_files.read_bytes(path)))
+    return found
 
 
 def first_coded(folder: RunFolder) -> FailureRecord | None:
@@ -95,7 +136,7 @@ def first_coded(folder: RunFolder) -> FailureRecord | None:
 def clear(folder: RunFolder, ranks: Sequence[int], *, everything: bool) -> None:
     """Remove what an earlier start of these ranks left. Other nodes may write to the same folder at the same time, so
     their ranks' files stay; with `everything`, files of higher ranks, left by a larger world, are removed too."""
-    for files in (folder.failure, folder.heartbeat, folder.suspects):
+    for files in (folder.failure, folder.failure_space, folder.heartbeat, folder.suspects):
         for rank, path in files.existing().items():
             if rank in ranks or (everything and rank > max(ranks)):
                 path.unlink(missing_ok=True)
@@ -103,13 +144,13 @@ def clear(folder: RunFolder, ranks: Sequence[int], *, everything: bool) -> None:
 
 def log_sizes(folder: RunFolder) -> dict[int, int]:
     """The size of each rank's log in bytes."""
-    return {rank: path.stat().st_size for rank, path in folder.rank_log.existing().items()}
+    return {rank: path.lstat().st_size for rank, path in folder.rank_log.existing().items()}
 
 
 def tail(folder: RunFolder, rank: int, lines: int = 20, since: int = 0) -> str:
     """The last lines of a rank's log, after the first `since` bytes."""
     try:
-        with folder.rank_log(rank).open("rb") as file:
+        with os.fdopen(regular_files.open_descriptor(folder.rank_log(rank)), "rb") as file:
             file.seek(max(since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:

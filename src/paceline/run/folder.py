@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,7 @@ from paceline.errors import CheckpointError, LaunchError, did_you_mean
 ROOT = Path("runs")
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # also named in messages
 LATEST, BEST = "latest", "best"  # in any folder of checkpoints
-_CHECKPOINTS, _LOGS = "checkpoints", "logs"
+_CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD = "checkpoints", "logs", "events", "profile", "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -76,24 +77,38 @@ class RunFolder:
     checkpoints = _File(_CHECKPOINTS)  # one folder per checkpoint
     latest = _File(_CHECKPOINTS, LATEST)  # the name of the newest checkpoint
     best = _File(_CHECKPOINTS, BEST)  # the names of the best ones
-    rank_stats = _FilePerRank("events", "rank-{:05d}.jsonl")  # throughput and memory
-    trace = _FilePerRank("profile", "rank-{:05d}.json")  # of the profiler
+    rank_stats = _FilePerRank(_EVENTS, "rank-{:05d}.jsonl")  # throughput and memory
+    trace = _FilePerRank(_PROFILE, "rank-{:05d}.json")  # of the profiler
 
     logs = _File(_LOGS)
     rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output
     heartbeat = _FilePerRank(_LOGS, "progress-{}")  # what the rank is doing (heartbeat.py)
     suspects = _FilePerRank(_LOGS, "suspects-{}.json")  # its samples in a suspect step (heartbeat.py)
     failure = _FilePerRank(_LOGS, "failure-{}.json")  # why it exited (failures.py)
+    failure_space = _FilePerRank(_LOGS, "failure-{}.reserved")  # disk space for that file
     target = _File(_LOGS, "target.json")  # the program that ranks run in a new interpreter
 
     csv = _File("metrics.csv")  # from here on, files of the loggers
-    tensorboard = _File("tensorboard")
+    tensorboard = _File(_TENSORBOARD)
     wandb_id = _File("wandb.id")
     mlflow_id = _File("mlflow.id")
     mlflow_database = _File("mlflow.db")
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders in it that a run writes to."""
+        return [self.path / name for name in (_CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD)]
+
+    def files(self) -> Iterator[Path]:
+        """The files that a run writes, whether or not they exist; of those of ranks, only existing ones."""
+        for name, declared in vars(RunFolder).items():
+            if isinstance(declared, _File):
+                yield from {getattr(self, name)}.difference(self.folders)
+            elif isinstance(declared, _FilePerRank):
+                yield from getattr(self, name).existing().values()
 
     @property
     def has_run(self) -> bool:

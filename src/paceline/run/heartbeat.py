@@ -27,6 +27,7 @@ from pathlib import Path
 from time import time
 from typing import Any, Literal, NamedTuple, get_args
 
+from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 
 Phase = Literal["start", "rendezvous", "load", "first step", "training", "saving", "evaluating", "done", "returned"]
@@ -107,7 +108,7 @@ def mark_returned(path: Path) -> None:
 
 
 def _map(path: Path) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = regular_files.open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         # Not just truncated to size: on a full disk a hole in a mapped file would cause a SIGBUS in some later step.
         os.pwrite(descriptor, bytes(_SIZE), 0)
@@ -121,7 +122,7 @@ def read(folder: RunFolder) -> dict[int, Heartbeat]:
     found = {}
     for rank, path in folder.heartbeat.existing().items():
         with suppress(OSError, struct.error, IndexError):
-            content = path.read_bytes()
+            content = regular_files.read_bytes(path)
             phase, step, when = _BODY.unpack_from(content, _BODY_AT)
             if content.startswith(_HEAD):
                 found[rank] = Heartbeat(_PHASES[phase], step, when)
@@ -140,7 +141,7 @@ class Suspects:
 def write_suspects(path: Path, suspects: Suspects) -> None:
     """Write the samples to a file; they survive if the process is killed right after this returns."""
     with suppress(OSError):
-        path.write_text(json.dumps(asdict(suspects), default=_plain))
+        regular_files.replace(path, json.dumps(asdict(suspects), default=_plain).encode())
 
 
 def _plain(value: Any) -> int | str:
@@ -152,5 +153,5 @@ def read_suspects(folder: RunFolder) -> dict[int, Suspects]:
     found = {}
     for rank, path in folder.suspects.existing().items():
         with suppress(OSError, ValueError, TypeError):
-            found[rank] = Suspects(**json.loads(path.read_text()))
+            found[rank] = Suspects(**json.loads(regular_files.read_bytes(path)))
     return found

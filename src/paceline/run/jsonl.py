@@ -17,6 +17,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
+from paceline.run import regular_files
 from paceline.run.folder import not_usable
 
 # Raises on NaN, so that only records that contain one pay for the search.
@@ -94,7 +95,7 @@ class JsonlWriter:
 
 
 def _open(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    file = regular_files.open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":  # a partial line of a killed writer must not corrupt the next
         os.write(file, b"\n")
@@ -103,7 +104,7 @@ def _open(path: Path) -> int:
 
 def _is_at(file: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
+        return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
         return False
 
@@ -128,12 +129,10 @@ def truncate_after(path: Path, step: int) -> int:
         return 0
     lines = list(_readable(path))
     kept = [line for line, record in lines if record.get("step", 0) <= step]
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with regular_files.replacing(path) as partial, partial.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
     return len(lines) - len(kept)
 
 
@@ -143,7 +142,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _readable(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    with path.open("rb") as file:
+    with os.fdopen(regular_files.open_descriptor(path), "rb") as file:
         for line in file:
             with suppress(ValueError):
                 record = json.loads(line)

@@ -1,4 +1,4 @@
-"""The ledger of a run: events from which goodput.py computes where the time went.
+"""The ledger of a run: events from which diagnose/goodput.py computes where the time went.
 
     Ledger(folder).note("saved", step=200, seconds=0.04)
     events(folder)               # [{"time": 1763220000.1, "event": "saved", "step": 200, "seconds": 0.04}]
@@ -21,7 +21,8 @@ seconds, an event and its values:
     evaluated {seconds}
     finished {step}
 
-`step` is the number of completed steps. Readers ignore unknown events.
+`step` is the number of completed steps. Events of rank 0 have a `trainer`: 0 for its first Trainer, 1 for its second.
+Readers ignore unknown events.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 
 
@@ -50,7 +52,7 @@ class Ledger:
         when = round(time.time() if at is None else at, 4)
         line = json.dumps({"time": when, "event": event, **values}) + "\n"
         with suppress(OSError):
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            descriptor = regular_files.open_descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 os.write(descriptor, line.encode())  # a single write, because other processes append as well
             finally:
@@ -60,7 +62,7 @@ class Ledger:
 def events(folder: RunFolder) -> list[dict[str, Any]]:
     """All events, sorted by time."""
     try:
-        lines = folder.ledger.read_text(errors="replace").splitlines()
+        lines = regular_files.read_text(folder.ledger).splitlines()
     except OSError:
         return []
     return sorted(_parsed(lines), key=lambda event: float(event["time"]))

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.log import rank_log
+from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -43,8 +44,10 @@ class RunLock:
         mark = (os.getpid(), self._folder.path)
         if mark in _held:
             raise _in_use(self._folder, _here(), "another Trainer in this process")
+        regular_files.require_regular(self._folder)
         try:
             descriptor = _lock(self._folder)
+            regular_files.unlink_copies(self._folder)
         except OSError as error:
             raise CheckpointError(
                 "no-lock",
@@ -53,9 +56,7 @@ class RunLock:
                 fix=f"check the permissions of the folder and of {self._folder.lock.name} in it",
             ) from None
         if descriptor is not None:
-            text = json.dumps(_here()).encode()
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text, 0)
+            _describe(descriptor, json.dumps(_here()).encode())
             self._descriptor = descriptor
             _held.add(mark)
 
@@ -63,7 +64,7 @@ class RunLock:
         """Release the lock if this process holds it. Does nothing in a forked process: its parent holds the lock."""
         mark = (os.getpid(), self._folder.path)
         if self._descriptor is not None and mark in _held:
-            os.ftruncate(self._descriptor, 0)
+            _describe(self._descriptor, b"")
             os.close(self._descriptor)
             self._descriptor = None
             _held.remove(mark)
@@ -78,7 +79,7 @@ def require_free(folder: RunFolder) -> None:
 
 def _lock(folder: RunFolder) -> int | None:
     """A descriptor that holds the lock; None, with a warning, on a filesystem without locks."""
-    descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = regular_files.open_descriptor(folder.lock, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return descriptor
@@ -93,6 +94,13 @@ def _lock(folder: RunFolder) -> int | None:
             f"the filesystem of {folder} does not support locks ({error.strerror}): make sure no other job uses it"
         )
         return None
+
+
+def _describe(descriptor: int, text: bytes) -> None:
+    """Write the holder's description, unless the file is also somebody else's: a hard link can still be locked."""
+    if os.fstat(descriptor).st_nlink == 1:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text, 0)
 
 
 def _here() -> dict[str, object]:

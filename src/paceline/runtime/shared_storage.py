@@ -7,6 +7,7 @@ import secrets
 import time
 from pathlib import Path
 
+from paceline.run import regular_files
 from paceline.run.folder import not_usable
 from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_first_rank
@@ -30,7 +31,7 @@ def ranks_without_access(folder: Path) -> list[int]:
 def _write(folder: Path) -> dict[str, str]:
     token = secrets.token_hex(16)
     path = folder / f".probe-{token[:8]}"
-    path.write_text(token)
+    regular_files.replace(path, token.encode())
     return {"path": str(path), "token": token}
 
 
@@ -39,7 +40,7 @@ def _has_access(path: Path, token: str) -> bool:
         if attempt:
             time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         try:
-            if path.read_text() == token:
+            if regular_files.read_text(path) == token:
                 return os.access(path.parent, os.W_OK)
         except OSError:
             continue

@@ -36,6 +36,7 @@ from paceline.plan.memory import MachineFacts
 from paceline.plan.passes import require_allowed
 from paceline.plan.schedule import derive_schedule
 from paceline.precision import policies
+from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives, environment, rng
@@ -161,11 +162,11 @@ def _launch_folder(name: str | None) -> RunFolder | None:
 
 
 def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> None:
-    run.config.write_text(show.effective(config) + "\n")
+    regular_files.replace(run.config, f"{show.effective(config)}\n".encode())
     script = origin.main_script()
     if script is not None:
         rows = {**rows, "script": Derived(os.path.relpath(script, run.path.parent), "trains in this folder")}
-    run.derived.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))
+    regular_files.replace(run.derived, json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1).encode())
 
 
 def set_torch_flags(config: Config, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from paceline.train.checkpointing.run_handle import TrainProgress
 # Seconds between two events of a step: a thousandth of the time so far, within these bounds. A week is 10,000 lines.
 _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 60.0
 
+_NUMBERS = count()  # of the trainers of this process
+
 
 class Telemetry:
     """Created right before this rank joins the process group."""
@@ -33,6 +36,7 @@ class Telemetry:
     def __init__(self) -> None:
         page, self._suspect = _watched_by_launcher()
         self.heartbeat = heartbeat.open_writer(page)
+        self._number = next(_NUMBERS)
         self._created, self._clock = time.time(), time.perf_counter()
         self._ledger: Ledger | None = None  # None: not known yet
         self._pending: list[tuple[str, float, dict[str, Any]]] = []
@@ -68,6 +72,7 @@ class Telemetry:
 
     def _note(self, event: str, **values: Any) -> None:
         rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
+        rounded["trainer"] = self._number
         if self._ledger is None:
             self._pending.append((event, time.time(), rounded))
         else:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from paceline import log
-from paceline.diagnose.exits import RankExit
+from paceline.diagnose.exits import RankExit, unrecorded
 from paceline.diagnose.oom_killer import OomKillDetector
 from paceline.errors import LaunchError
 from paceline.launcher.local import interrupts, rendezvous
@@ -26,7 +26,7 @@ from paceline.launcher.local.rank_main import run_rank
 from paceline.launcher.local.rank_parent import RankProcesses
 from paceline.launcher.local.start import AgentObserver, LocalStart
 from paceline.launcher.workload import Workload
-from paceline.run import failures, heartbeat
+from paceline.run import failures, heartbeat, regular_files
 
 _SETTLING = 0.5  # seconds for ranks to exit on their own after another one failed
 _AFTER_TERM = 5.0  # seconds between SIGTERM and SIGKILL
@@ -56,7 +56,7 @@ def run(workload: Workload, start: LocalStart, watch: AgentObserver = _NOBODY) -
     workload.prepare(start.node.world)
     is_fresh = target is not None and (start.spec.fresh or target.kind == "program")
     if target is not None and is_fresh:
-        logs.target.write_text(json.dumps({**target.to_json(), "folder": str(logs)}))
+        regular_files.replace(logs.target, json.dumps({**target.to_json(), "folder": str(logs)}).encode())
     else:
         _require_forkable()
     with ExitStack() as stack:
@@ -147,8 +147,9 @@ class _Monitor:
         for local in range(self._start.node.ranks):
             code, when = self._ended.get(local, (None, time.time()))
             rank, page = first + local, pages.get(first + local)
-            record = records.get(rank)
             own_code = code if local in self._own_exit or code == 0 else None
+            record = records.get(rank) or unrecorded(logs, rank, own_code, when)
+            failures.release(logs, rank)
             ends.append(
                 RankExit(
                     rank=rank,

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.launcher.local.titles import set_title
+from paceline.run import regular_files
 
 _DRAIN_SECONDS = 2.0
 _LOOK_SECONDS = 0.1  # between polls of followed logs
@@ -111,12 +112,12 @@ class _Followed:
 
     def __init__(self, rank: int, path: Path) -> None:
         self._prefix, self._path, self._rest = _prefix(rank), path, b""
-        self._at = path.stat().st_size if path.exists() else 0  # existing output is from an earlier start
+        self._at = path.lstat().st_size if path.exists() else 0  # existing output is from an earlier start
 
     def new_lines(self, *, is_last: bool = False) -> bytes:
         """Complete lines; at the end also the last one if nothing ended it."""
         try:
-            with self._path.open("rb") as file:
+            with os.fdopen(regular_files.open_descriptor(self._path), "rb") as file:
                 file.seek(self._at)
                 data = file.read()
         except OSError:
@@ -150,7 +151,8 @@ def _copy(
 
         signal.signal(signal.SIGWINCH, resized)
     outputs = {reader: _Output(target, prefix) for reader, target in routes.items()}
-    with (log or Path(os.devnull)).open("ab", buffering=0) as file, selectors.DefaultSelector() as selector:
+    file = regular_files.open_log(log)
+    with selectors.DefaultSelector() as selector:
         for reader in (*routes, stop):
             selector.register(reader, selectors.EVENT_READ)
         pending, patience, end = b"", _LOOK_SECONDS if followed else None, math.inf
@@ -169,11 +171,10 @@ def _copy(
                     *lines, pending = (pending + data).split(b"\n")
                     # A progress bar redraws its line without ending it: keep only the last state.
                     pending = pending[pending.rstrip(b"\r").rfind(b"\r") + 1 :]
-                    file.write(b"".join(_plain(line) + b"\n" for line in lines))
-                else:
-                    file.write(data)
+                    data = b"".join(_plain(line) + b"\n" for line in lines)
+                _write(file, data)
         if pending:
-            file.write(_plain(pending) + b"\n")
+            _write(file, _plain(pending) + b"\n")
     for output in outputs.values():
         output.finish()
     for each in followed:
@@ -210,7 +211,7 @@ def _write(descriptor: int, data: bytes) -> None:
         while data:
             data = data[os.write(descriptor, data) :]
     except OSError:
-        pass  # the screen is gone (a closed pipe); keep writing the log
+        pass  # the screen is gone (a closed pipe), or the disk of the log is full; keep writing the other
 
 
 def _plain(line: bytes) -> bytes:

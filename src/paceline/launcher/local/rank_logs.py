@@ -73,8 +73,7 @@ def temporary() -> Iterator[RankLogs]:
 
 @contextmanager
 def shared(run: str | None) -> Iterator[RankLogs]:
-    """The logs of another node than the first, which opened the run folder: in the same folder or, if this node does
-    not share it, under the same path here."""
+    """The logs of another node than the first: in the run folder, or in a temporary one if it can't write there."""
     shared_run = None if run is None else RunFolder(Path(run))
     if shared_run is not None and _can_log_to(shared_run):
         yield RankLogs(shared_run, shared_run)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from paceline.launcher.local.titles import set_title
 from paceline.launcher.workload import Target
-from paceline.run import heartbeat
-from paceline.run.failures import describe
+from paceline.run import failures, heartbeat, regular_files
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment, gloo_threads
 
@@ -41,7 +40,8 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     _direct_streams(log if rank_info.rank else None, stdin if rank_info.rank == 0 else None)
     faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
-    code = 0
+    failures.reserve(logs, rank_info.rank)
+    failure = None
     try:
         try:
             body()
@@ -49,20 +49,18 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
             if code := _exit_code(request):
                 words = f": {request.code}" if isinstance(request.code, str) else ""
                 text = f"rank {rank_info.rank} called sys.exit({code}){words}\n"
-                replace(describe(request, rank_info.rank), exit_code=code, text=text).write(logs)
-        if not code:
+                failure = replace(failures.describe(request, rank_info.rank), exit_code=code, text=text)
+                failures.write(failure, logs)
+        if failure is None:
             heartbeat.mark_returned(logs.heartbeat(rank_info.rank))
             _finish()
     except KeyboardInterrupt:
         os._exit(130)  # the launcher ends the run
     except BaseException as error:
-        failure = describe(error, rank_info.rank)
-        failure.write(logs)  # first, so that it is earlier than the failures it causes on other ranks
-        with log.open("a") as file:
-            file.write(failure.log_text)
-        code = failure.exit_code
-    if code:
-        _fail(code)
+        failure = failures.describe(error, rank_info.rank)
+        failures.write(failure, logs, to_log=True)
+    if failure is not None:
+        _fail(failure.exit_code)
 
 
 def _fail(code: int) -> None:
@@ -112,7 +110,7 @@ def _direct_streams(log: Path | None, stdin: int | None) -> None:
     """Rank 0 keeps the terminal; other ranks write to their log. Python's streams are recreated on the descriptors,
     because those of the parent may belong to a notebook or a test runner."""
     if log is not None:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = regular_files.open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from paceline import log
+from paceline.diagnose import goodput
 from paceline.diagnose.cause import Cause
 from paceline.diagnose.signatures import has_traceback
 from paceline.errors import PacelineError
@@ -15,7 +16,7 @@ from paceline.launcher.local.console import Console
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.start import AgentObserver, LocalStart
 from paceline.launcher.workload import Workload
-from paceline.run import goodput, heartbeat
+from paceline.run import heartbeat
 from paceline.run.ledger import Ledger
 from paceline.runtime import environment
 

@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.guard import origin
 from paceline.log import Log
 from paceline.plan.derived import Derived, table
-from paceline.run import jsonl, ledger
+from paceline.run import jsonl, ledger, regular_files
 from paceline.run.folder import RunFolder, not_usable
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
@@ -141,8 +141,11 @@ class RunHandle:
     def sync_records(self) -> None:
         """Called right before a checkpoint is committed, which must not survive a power failure without them."""
         if self.folder is not None and self.folder.metrics.exists():
-            with self.folder.metrics.open("rb") as file:
-                os.fsync(file.fileno())
+            descriptor = regular_files.open_descriptor(self.folder.metrics)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def _recreate(self) -> None:
         """The folder was deleted or moved while training: create it again, on rank 0."""

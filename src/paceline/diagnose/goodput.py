@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -98,7 +99,9 @@ class _Accumulator:
     def __init__(self) -> None:
         self._sums = Goodput()
         self._segments: list[_Segment] = []
-        self._final = 0  # segments that no later failure can discard
+        self._open: dict[int, list[_Segment]] = defaultdict(list)  # by trainer: those that a later failure may discard
+        self._paused: dict[int, tuple[int, int]] = {}  # `_step` and `_saved` of the other trainers of the process
+        self._trainer = 0
         self._state = "start"
         self._last: float | None = None
         self._step = 0
@@ -113,6 +116,7 @@ class _Accumulator:
         new_run = event == "launched" and (not values.get("generation") or bool(values.get("resumed")))
         elapsed = 0.0 if self._last is None or new_run else max(0.0, now - self._last)
         self._last = now
+        self._switch(int(_number({"trainer": self._trainer, **values}, "trainer")))
         if event in _SECONDS_OF:
             elapsed = self._spend(_SECONDS_OF[event], _number(values, "seconds"), elapsed)
         elif event == "first-step":
@@ -126,6 +130,14 @@ class _Accumulator:
             self._saved = max(self._saved, int(_number(values, "step")))
         elif event in ("stepped", "finished", "failed", "ended"):
             self._reach(event, values)
+
+    def _switch(self, trainer: int) -> None:
+        """Several trainers of one process may take turns. Each has its own steps."""
+        if trainer != self._trainer:
+            self._close_segment(self._saved, lost=False)
+            self._paused[self._trainer] = (self._step, self._saved)
+            self._trainer = trainer
+            self._step, self._saved = self._paused.get(trainer, (0, 0))
 
     def _pass(self, seconds: float) -> None:
         if self._state == "training":
@@ -148,14 +160,14 @@ class _Accumulator:
         """The first steps of a call to train(). Steps after its start that were completed earlier are lost."""
         step, seconds = int(_number(values, "step")), min(_number(values, "seconds"), elapsed)
         self._pass(elapsed - seconds)
-        self._close_segment(self._saved, lost=True)
+        self._close_segment(self._saved, lost=bool(self._open[self._trainer]))
         self._rewind(step - int(_number(values, "steps") or 1))
-        self._segments.append(_Segment(self._step, step, seconds, is_first=True))
+        self._append(_Segment(self._step, step, seconds, is_first=True))
         self._state, self._step = "training", step
         return 0.0
 
     def _rewind(self, step: int) -> None:
-        for segment in self._segments[self._final :]:
+        for segment in self._open[self._trainer]:
             segment.lost_steps = max(segment.lost_steps, min(segment.steps, segment.last - step))
         self._step = self._saved = step
 
@@ -165,12 +177,12 @@ class _Accumulator:
             self._close_segment(max(step, self._saved), lost=event == "failed")
         elif event == "stepped":  # there was no event at its beginning
             self._state, self._step = "training", step
+        if event == "finished":
+            self._open[self._trainer].clear()
         if event == "failed":
             self._state = "down"
-        elif event in ("finished", "ended"):
+        elif event == "ended" or (event == "finished" and not any(self._open.values())):
             self._state = "end"
-        if event == "finished":
-            self._final = len(self._segments)
 
     def _close_segment(self, step: int, *, lost: bool) -> None:
         """Close the segment since the last known step. Without a complete step, it was part of one."""
@@ -179,8 +191,12 @@ class _Accumulator:
         self._other = max(0.0, -seconds)
         if seconds > 0 or step > self._step:
             is_lost = lost and step == self._step
-            self._segments.append(_Segment(self._step, step, max(0.0, seconds), is_lost=is_lost))
+            self._append(_Segment(self._step, step, max(0.0, seconds), is_lost=is_lost))
         self._window, self._step = 0.0, step
+
+    def _append(self, segment: _Segment) -> None:
+        self._segments.append(segment)
+        self._open[self._trainer].append(segment)
 
     def result(self) -> Goodput:
         self._close_segment(self._saved, lost=False)

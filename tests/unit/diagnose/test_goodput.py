@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from paceline.diagnose.goodput import Goodput, summarize
 from paceline.run.folder import RunFolder
-from paceline.run.goodput import Goodput, summarize
 from paceline.run.ledger import Ledger
 
 Line = tuple[float, str, dict[str, Any]]
@@ -122,6 +122,38 @@ def test_a_second_training_of_a_script_undoes_nothing_of_the_first(tmp_path: Pat
     found = summarize(written(tmp_path, *UNBROKEN[:-1], *second))
     assert (found.lost_steps, found.steps) == (0, 25)
     assert found.total == pytest.approx(39.0)
+
+
+def test_trainers_that_take_turns_lose_no_steps(tmp_path: Path) -> None:
+    """A generator and a discriminator, of which one is further ahead."""
+    lines: list[Line] = [(0, "launched", {"generation": 0})]
+    for step in range(1, 6):
+        event = "first-step" if step == 1 else "stepped"
+        lines.append((2 * step, event, {"step": 3 * step, "steps": 3, "seconds": 1.0, "trainer": 0}))
+        lines.append((2 * step + 1, event, {"step": step, "steps": 1, "seconds": 1.0, "trainer": 1}))
+    lines += [(12, "finished", {"step": 15, "trainer": 0}), (13, "finished", {"step": 5, "trainer": 1})]
+    found = summarize(written(tmp_path, *lines))
+    assert (found.lost_steps, found.lost, found.steps) == (0, 0.0, 20)
+    assert found.total == pytest.approx(13.0)
+
+
+def test_a_failure_discards_steps_of_each_trainer(tmp_path: Path) -> None:
+    lines: list[Line] = [
+        (0, "launched", {"generation": 0}),
+        (1, "first-step", {"step": 1, "steps": 1, "seconds": 1.0, "trainer": 0}),
+        (2, "first-step", {"step": 1, "steps": 1, "seconds": 1.0, "trainer": 1}),
+        (8, "stepped", {"step": 10, "trainer": 0}),
+        (9, "stepped", {"step": 4, "trainer": 1}),
+        (10, "failed", {"step": 4}),
+        (11, "launched", {"generation": 1}),
+        (12, "first-step", {"step": 7, "steps": 1, "seconds": 1.0, "trainer": 0}),
+        (13, "first-step", {"step": 3, "steps": 1, "seconds": 1.0, "trainer": 1}),
+        (18, "finished", {"step": 12, "trainer": 0}),
+        (19, "finished", {"step": 6, "trainer": 1}),
+    ]
+    found = summarize(written(tmp_path, *lines))
+    assert (found.lost_steps, found.steps) == ((10 - 6) + (4 - 2), 12 + 6)
+    assert found.total == pytest.approx(19.0)
 
 
 def test_a_background_save_does_not_count_as_training(tmp_path: Path) -> None:
