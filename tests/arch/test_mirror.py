@@ -22,6 +22,7 @@ ELSEWHERE = {
     "data/same_reading": ["ranks/test_data_on_ranks"],
     "guard/preflight": ["ranks/test_preflight"],
     "guard/replica_checksum": ["ranks/test_replicas"],
+    "parallel/same_call": ["faults/test_different_calls"],
     "guard/same_model": ["ranks/test_preflight"],
     "launcher/backends/ray": ["system/test_ray"],
     "launcher/cluster/frontend": ["system/test_ssh_launch", "system/test_slurm"],
@@ -40,6 +41,7 @@ ELSEWHERE = {
     "parallel/sync_batchnorm": ["ranks/test_batchnorm"],
     "parallel/tensor/layers": ["ranks/test_tensor"],
     "runtime/objects": ["ranks/test_collectives"],
+    "runtime/whereabouts": ["faults/test_different_calls", "faults/test_standstill"],
     "runtime/process_group": ["ranks/test_adoption", "ranks/test_first_rank"],
     "train/custom_loop_setup": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],
     "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
@@ -50,6 +52,7 @@ ELSEWHERE = {
     "train/optimizer_step": ["unit/guard/test_nonfinite", "unit/precision/test_scaler", "unit/optim/test_clip"],
     "train/pipeline_step": ["ranks/test_pipeline"],
     "train/rank_poll": ["faults/test_signals_in_training"],
+    "train/standstill": ["faults/test_standstill"],
     "train/step": ["ranks/test_parity", "unit/train/test_custom_loop"],
     "train/telemetry": ["ranks/test_restarts_resume", "contract/test_run_files"],
 }

@@ -1,7 +1,7 @@
 """Worlds that end badly: ranks as forked processes, of which some are killed, and what each of them came to.
 
     ended = run(2, body)
-    ended[0].code, ended[0].error        # "checkpoint.ranks-missing", its text; or ended[0].value, what body returned
+    ended[0].code, ended[0].error        # "world.different-calls", its text; or ended[0].value, what body returned
     ended[1].status                      # -9
 
 Unlike `paceline.testing`, a rank that fails is no failed test, and the others are not ended for it: they have the whole

@@ -127,3 +127,19 @@ def test_a_synchronized_batch_norm_that_only_one_rank_runs_is_an_error() -> None
     trainer = tiny.classifier_trainer(model, strategy="ddp", unused_parameters="allow")
     code, text = code_of(lambda: trainer.train(tiny.blobs(), max_steps=2))
     assert code == "layout.different-modules" and "rank 1: experts.1.1" in text
+
+
+def by_size(model: Experts, inputs: Tensor) -> list[int]:
+    """Rank 1 runs a part of a batch in another order, as the pre-flight does."""
+    return [1, 0] if dist.rank() == 1 and len(inputs) < 4 else [0, 1]
+
+
+@ranks(2)
+def test_an_order_that_differs_in_the_preflight_is_an_error() -> None:
+    trainer = tiny.classifier_trainer(Experts(by_size), strategy="fsdp", blocks=["experts.*"], batch=8, timeout=8.0)
+    if dist.rank() == 1:
+        code, _ = code_of(lambda: trainer.train(tiny.blobs(), max_steps=2))
+        assert code == "layout.different-modules"
+    else:
+        with pytest.raises(Exception, match=r"(?i)connection|closed|timed out"):
+            trainer.train(tiny.blobs(), max_steps=2)

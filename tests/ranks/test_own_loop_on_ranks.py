@@ -328,3 +328,33 @@ def test_settings_that_a_custom_loop_cannot_honour_are_named(
     said = capsys.readouterr().out
     assert said.count("no effect in a custom loop: eval_every") == 1 and "save_best (evaluations are yours" in said
     assert said.count("no effect without a run folder (run: false): save_every, save_best") == 1
+
+
+class Branching(nn.Module):
+    """On rank 1, later batches do not use the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.forwards = nn.Linear(8, 2), nn.Linear(8, 2), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        first: torch.Tensor = self.first(inputs)
+        return first if self.forwards > 4 and dist.rank() == 1 else first + self.second(inputs)
+
+
+@ranks(2)
+def test_a_layer_that_a_rank_stops_using_is_named_before_the_step() -> None:
+    trainer = tiny.classifier_trainer(Branching(), strategy="ddp", batch=8)
+    code, text = "", ""
+    try:
+        for batch in trainer.loader(tiny.blobs()):
+            trainer.backward(trainer.forward(batch))
+            trainer.step()
+    except TrainError as error:
+        code, text = error.code, str(error)
+    except RuntimeError:  # rank 0, whose reduction waits for the gradients of rank 1
+        assert dist.rank() == 0
+    if dist.rank() == 1:
+        assert code == "train.unused-parameters" and "second.weight, second.bias" in text

@@ -40,7 +40,7 @@ def classify(text: str, code: str) -> Signature | None:
         return "port-in-use"
     if code == "train.out-of-memory" or _GPU_MEMORY.search(text):
         return "gpu-memory"
-    if code.endswith(".ranks-missing") or _TIMEOUT.search(text):
+    if _TIMEOUT.search(text):
         return "timeout"
     if _LOST.search(text):
         return "lost-connection"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import MicroBatch
+from paceline.errors import LayoutError
 from paceline.guard import snapshot
 from paceline.guard.forward_state import instance_statistics
 from paceline.models.loss_module import LossModule
@@ -68,6 +69,8 @@ def _loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> f
         with preserve_rng_state():
             value = float(read_loss(run(snapshot.copied(micro.batch)))[0])
         return 0.0 if isnan(value) else value
+    except LayoutError:  # as in loss_halves
+        raise
     except Exception as error:  # training reports it
         logging.getLogger(__name__).debug("attributes were not compared: %r", error)
         return 0.0

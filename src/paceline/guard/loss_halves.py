@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data.batches import apply, layout_of, rows_of
 from paceline.data.loader import MicroBatch
+from paceline.errors import LayoutError
 from paceline.guard import snapshot
 from paceline.models.divisor import LossGraph, divisor_of, weighted_mean
 from paceline.models.loss_module import LossModule
@@ -124,6 +125,8 @@ def _loss(
                 return None
             value, weight = weighted_mean(value, stop - start, divides=module.divides)
         return float(value), float(weight)
+    except LayoutError:  # ranks ran different modules, and do not wait for each other in the same places
+        raise
     except Exception as error:
         logging.getLogger(__name__).debug("the loss of samples %d to %d was not compared: %r", start, stop, error)
         return None

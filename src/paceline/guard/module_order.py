@@ -130,7 +130,7 @@ class ModuleOrder:
             usual = self._name(self._expected[place] if place < len(self._expected) else _END)
             raise _error(
                 f"This rank called {self._name(number)} after {place} other modules, where the first forward called "
-                f"{usual}; {agreed} of {world} ranks did the same within {self._agreement.seconds:g} s."
+                f"{usual}; {agreed} of {world} ranks did the same."
             )
         self._compares = True
 

@@ -12,16 +12,17 @@ import time
 
 import torch.distributed as torch_dist
 
-from paceline.runtime import collectives
+from paceline.runtime import collectives, whereabouts
 
 _POLLS_AT_FIRST, _SHORT, _LONG = 50, 0.0002, 0.005
+_LOOK_EVERY, _LOOKS = 200, 4  # polls; looks in a row with the same result, because a post may be old
 
 
 class Agreement:
     """Collective: must be created on every rank."""
 
     def __init__(self, timeout: float) -> None:
-        self.seconds = timeout / 2  # before a collective that waits for this rank times out
+        self._seconds = timeout / 2  # before a collective that waits for this rank times out
         self._name = collectives.broadcast_object(secrets.token_hex(4))  # separates this training from others
         self._number = 0
 
@@ -31,16 +32,18 @@ class Agreement:
         store = torch_dist.distributed_c10d._get_default_store()
         key = f"paceline/{self._name}/{self._number}/{hashlib.sha256(value.encode()).hexdigest()[:16]}"
         self._number += 1
-        world, deadline, polls = torch_dist.get_world_size(), time.monotonic() + self.seconds, 0
+        world, deadline, polls, looks = torch_dist.get_world_size(), time.monotonic() + self._seconds, 0, 0
         try:
             if store.add(key, 1) == world:
                 store.set(f"{key}/all", "")
                 return world
             # A blocking wait would hold the lock of the store's client, which background threads use as well.
             while not store.check([f"{key}/all"]):
-                if time.monotonic() > deadline:
-                    return int(store.add(key, 0))
                 polls += 1
+                if polls % _LOOK_EVERY == 0:
+                    looks = looks + 1 if whereabouts.board().all_others_wait() else 0
+                if looks == _LOOKS or time.monotonic() > deadline:
+                    return int(store.add(key, -1)) + 1  # for ranks that come later, this one has left
                 time.sleep(_SHORT if polls < _POLLS_AT_FIRST else _LONG)
         except RuntimeError:  # the rank that hosts the store has exited
             return 0

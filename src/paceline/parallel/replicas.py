@@ -119,7 +119,7 @@ class Replicas:
             raise TrainError(
                 "requires-grad-differs",
                 f"This rank changed requires_grad of {plural(len(changed), 'parameter')} ({states}); "
-                f"{agreed} of {collectives.world()} ranks made the same change within {self._agreement.seconds:g} s.",
+                f"{agreed} of {collectives.world()} ranks made the same change.",
                 why="DDP reduces the parameters that require gradients, which must be the same on every rank",
                 fix="change requires_grad on every rank and before the same step; not inside "
                 "`if trainer.is_main_process:`",

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.parallel.same_call import meet
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 
@@ -68,6 +69,7 @@ def as_dtensor_like(parameter: Tensor, own: Tensor) -> Tensor:
 def gather_full_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Full tensors of all stages, on the CPU of rank 0; empty on other ranks. Collective: must be called on every rank,
     with the same names along every axis but `pipeline`."""
+    meet()
     is_primary = not any(mesh.coords_in_stage.values())
     own: dict[str, Tensor] = {}
     with _without_gather_warning():

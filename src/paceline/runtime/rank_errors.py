@@ -1,9 +1,7 @@
-"""An error on one rank is raised on all of them, and a barrier names the ranks that did not reach it."""
+"""An error on one rank is raised on all of them."""
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,61 +9,9 @@ import torch.distributed as torch_dist
 
 from paceline.errors import CheckpointError, PacelineError
 from paceline.runtime import collectives, objects
-from paceline.text import numbered
 
 T = TypeVar("T")
 Report = dict[str, Any]  # plain values; after a failure, the error under "error"
-_POLL_SECONDS = 0.005
-
-
-class StoreBarrier:
-    """Barriers over the store of the process group. Collective: must be created on every rank.
-
-    torch's monitored_barrier names missing ranks too, but has a timeout on rank 0 only.
-    """
-
-    def __init__(self) -> None:
-        self._name = collectives.broadcast_object(secrets.token_hex(4))  # separates this training from others
-        self._passed = 0  # barriers that all ranks reached
-        self._last_key = ""
-
-    def require(self, seconds: float, call: str, why: str) -> None:
-        """Raise unless all ranks make the same call within `seconds`."""
-        if collectives.world() == 1:
-            return
-        # There is no public way to it, and the user may have initialized the group.
-        store = torch_dist.distributed_c10d._get_default_store()
-        rank = torch_dist.get_rank()
-        keys = [f"paceline/{self._name}/{self._passed}/{call}/{each}" for each in range(torch_dist.get_world_size())]
-        missing = _missing(store, keys, rank, seconds)
-        if missing:
-            raise CheckpointError(
-                "ranks-missing",
-                f"{numbered('Rank', missing)} did not call {call} within {seconds:g} s of rank {rank}.",
-                why=why,
-                fix="call it on every rank, not inside `if trainer.is_main_process:`",
-            )
-        if self._last_key:  # all ranks have left the previous barrier, so none reads its keys
-            store.delete_key(self._last_key)
-        self._last_key = keys[rank]
-        self._passed += 1
-
-
-def _missing(store: Any, keys: list[str], rank: int, seconds: float) -> list[int]:
-    """Set this rank's key and wait for the others; the ranks whose key is missing after `seconds`. Then this rank's
-    key is deleted: for later ranks it is missing."""
-    deadline = time.monotonic() + seconds
-    try:
-        store.set(keys[rank], "reached")
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [each for each, key in enumerate(keys) if not store.check([key])]
-                store.delete_key(keys[rank])
-                return missing
-            time.sleep(_POLL_SECONDS)
-    except RuntimeError:  # rank 0, which hosts the store, has exited
-        return [0]
-    return []
 
 
 def capture_error(work: Callable[[], Report], wrap: Callable[[str], PacelineError]) -> Report:

@@ -29,6 +29,7 @@ from paceline.guard.own_step import GradientWatch
 from paceline.models.divisor import Divisor
 from paceline.parallel.fsdp import discard_gradients
 from paceline.runtime import collectives
+from paceline.runtime.whereabouts import progress
 from paceline.train import loop
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.recorder import Recorder, Sinks
@@ -65,6 +66,7 @@ class EpochLoader:
             for micro in engine.telemetry.record_suspects(engine.ready(self._loader.micros(step, epoch + 1))):
                 self._loop.expect(micro, self._loader, self._groups)
                 final = micro.step + 1
+                progress.read += 1
                 yield micro.batch
         self._loop.exhausted(ReadEpoch(epoch, step, final))
         if final > step and engine.position.step == step and not self._warned:
@@ -207,6 +209,8 @@ class CustomLoop:
         engine, micro = self.engine, self._added
         self._begin_micro(first=False, may_change=True)
         self._added = None
+        if engine.updater.require_gradients is not None:  # before ranks exchange anything else
+            engine.updater.require_gradients()
         engine.stepper.reduce_weight(micro)
         self._gradients.inspect(
             engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=engine.mesh.degrees.is_replicated

@@ -48,7 +48,7 @@ from paceline.runtime import collectives, consistency, process_group, rng
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.text import plural
-from paceline.train import factory, resolve_layout
+from paceline.train import factory, resolve_layout, standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.evaluate import run_loss
 from paceline.train.optimizer_step import Updater
@@ -84,6 +84,7 @@ class Engine:
             device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
         )
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
+        standstill.watch(self.world.size)
         self.telemetry.joined(self.world)
         self.model, config = take_over(model, config, self.world.size, self.log)
         self.config = config
@@ -307,7 +308,7 @@ class Engine:
         self._compare_halves(micro, groups)
         several = groups > 1 or self.mesh.degrees.pipeline > 1
         forward_state.warn_of_buffers(own, counted, self.log.warning, several=several)
-        process_group.shorten_timeout(self.config.timeout)  # compilation is done
+        standstill.shorten_timeout(self.config.timeout)  # compilation is done
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
 
     def _compare_halves(self, micro: MicroBatch, groups: int) -> None:

@@ -30,6 +30,7 @@ from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import derive_seed
+from paceline.runtime.whereabouts import progress
 from paceline.train.metric_functions import MetricFunctions
 from paceline.train.pipeline_step import PipelineLossModule
 
@@ -76,6 +77,7 @@ def evaluate(
     needs_every_rank, seen = _needs_every_rank(module, mesh), 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
+            progress.read += 1
             draw.samples, draw.draws = micro, 0
             if micro.samples and mesh.reports_loss:
                 outputs = _add_loss(sums, module, micro, want_outputs=bool(metrics))
@@ -239,6 +241,7 @@ def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: 
     seen = 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
+            progress.read += 1
             if not micro.samples and not _needs_every_rank(module, mesh):
                 seen += micro.step_samples * micro.last
                 continue

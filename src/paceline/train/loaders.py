@@ -9,6 +9,7 @@ from paceline.data.epoch_reader import preserve_generators
 from paceline.data.loader import DataShard, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
 from paceline.guard import run_setup
+from paceline.parallel.same_call import meet
 from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
 from paceline.train.batch_size_finder import BatchSizeFinder
@@ -28,7 +29,8 @@ class Loaders:
         return self.plan.size if self.plan else self._engine.config.batch or DEFAULT_BATCH
 
     def training(self, data: Any) -> tuple[Loader, BatchPlan]:
-        """Return the loader of training data and its batch plan."""
+        """Return the loader of training data and its batch plan. Collective."""
+        meet()
         mesh = self._engine.mesh
         adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data, mesh.data_rank)), mesh.data_ranks)
         batch = self._batch_plan(data)
@@ -57,7 +59,8 @@ class Loaders:
         return run_setup.data_facts(data, loader.fingerprint(), described)
 
     def evaluation(self, data: Any, *, ordered: bool = False) -> Loader:
-        """Return a loader over `data`, once, in micro-batches no larger than in training."""
+        """Return a loader over `data`, once, in micro-batches no larger than in training. Collective."""
+        meet()
         data = adopt.look_at(data, self._engine.config.seed)
         ranks = self._engine.mesh.data_ranks
         batch = self._batch_of(data) or derive_batch(self._engine.config, self._engine.layout).size

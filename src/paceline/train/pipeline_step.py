@@ -27,6 +27,7 @@ from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.tensor.apply import full_logits
 from paceline.plan.pipeline_schedule import choose_microbatches
 from paceline.runtime import collectives
+from paceline.runtime.whereabouts import progress
 from paceline.train.step import Stepper
 
 
@@ -125,6 +126,7 @@ class PipelineStepper(Stepper):
         """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
         if self.before_micro is not None:
             self.before_micro(not micro.group)
+        progress.micros += 1
         with nullcontext() if micro.last or self._no_sync is None else self._no_sync():
             self._run(micro)
         self.means = bool(self._counts_samples)

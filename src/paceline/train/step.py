@@ -31,6 +31,7 @@ from paceline.parallel.compose import Wrapped
 from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
+from paceline.runtime.whereabouts import progress
 
 
 class Stepper:
@@ -83,6 +84,7 @@ class Stepper:
             self.before_micro(not micro.group)
         self.weigh(several=micro.group > 0 or not micro.last)
         draw.samples, draw.draws = micro, 0
+        progress.micros += 1
         if micro.last or self._no_sync is None:
             loss = self.backward(micro, *self._forward(micro.batch))
         else:
@@ -95,6 +97,7 @@ class Stepper:
         if self.before_micro is not None:
             self.before_micro(not micro.group)
         self._draw.samples, self._draw.draws = micro, 0
+        progress.micros += 1
         self.weigh(several=True)  # more micro-batches may follow
         result: tuple[Tensor, Tensor | float | Divisor | None] = self._forward(micro.batch)
         return result

@@ -47,7 +47,6 @@ def test_errors_of_torch_are_recognized_and_others_left_alone(last: str, signatu
         ("world.port-in-use", "port-in-use"),
         ("world.different-versions", "version-mismatch"),
         ("launch.node-differs", "version-mismatch"),
-        ("world.ranks-missing", "timeout"),
         ("data.no-such-file", None),
     ],
 )

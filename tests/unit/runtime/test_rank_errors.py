@@ -1,4 +1,4 @@
-"""An error of one rank is raised on every rank. (The StoreBarrier is tested through saves and loads.)"""
+"""An error of one rank is raised on every rank."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from paceline.checkpoint.transfer import fetch
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.guard.run_setup import COUNTERS
 from paceline.optim.optimizers import reset_state
+from paceline.parallel.same_call import meet
 from paceline.parallel.shards import copy_shard_, local_shard
 from paceline.run.folder import CONFIG, RunFolder, short
 from paceline.run.jsonl import truncate_after
@@ -33,7 +34,6 @@ from paceline.train.lr import LearningRate
 
 # Keys that do not affect training.
 _NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers"}
-_ALL_LOAD = "every rank must load the same state"
 
 
 class Restorer:
@@ -53,8 +53,7 @@ class Restorer:
         require_own_weights(self._engine)
         self._saver.wait_for_copy()
         self._saver.finish()
-        # The full timeout, because rank 0 may still be writing it.
-        self._saver.barrier.require(self._engine.config.timeout, "load_checkpoint", _ALL_LOAD)
+        meet()  # rank 0 may still be writing it
         kind = collectives.broadcast_object(_kind(path))
         if kind == "file":
             return self._load_file(path)

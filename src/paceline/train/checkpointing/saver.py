@@ -18,15 +18,16 @@ from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Wri
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.guard.preflight import versions
+from paceline.parallel.agreement import Agreement
+from paceline.parallel.same_call import meet
 from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
-from paceline.runtime.rank_errors import StoreBarrier, run_on_all_ranks
+from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle
 from paceline.train.engine import Engine
 
 _TOLERATED_FAILURES = 2
-_SHARDED = "parameters are sharded across ranks, so every rank must save its shards"
 
 
 class Saver:
@@ -42,7 +43,7 @@ class Saver:
         self._saved: int | None = None  # the last step saved or being saved
         self._failures = 0
         self.last_cost: SaveResult | None = None
-        self.barrier = StoreBarrier()
+        self._final = Agreement(2 * _ON_ERROR_SECONDS)
         if engine.sharded is not None:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
 
@@ -196,7 +197,7 @@ class Saver:
         if engine.sharded is None and not engine.world.is_main:
             return
         if engine.sharded is not None:
-            self.barrier.require(self._config.checkpoint.wait, "save_checkpoint", _SHARDED)
+            meet(self._config.checkpoint.wait)
             self.finish()  # concurrent saves would mix up their messages
         writer = Writer(self._group if engine.sharded is not None else None)
         with engine.telemetry.saving():
@@ -234,11 +235,9 @@ class Saver:
                 return outcome
         if self._saved == step or (engine.sharded is None and not engine.world.is_main):
             return None
-        if engine.sharded is not None:
-            try:
-                self.barrier.require(_ON_ERROR_SECONDS, f"the final save of step {step}", _SHARDED)
-            except CheckpointError:
-                return f"step {step} was not saved: parameters are sharded, and not all ranks reached the save"
+        shared = engine.sharded is not None and engine.world.size > 1
+        if shared and self._final.reached_by(str(step)) < engine.world.size:
+            return f"step {step} was not saved: parameters are sharded, and not all ranks reached the save"
         target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
         since = step - (self._run.began_at if last is None else last)
         spare = not recorded and self._run.parent is not None and since <= few_steps(self._config)

@@ -1,0 +1,100 @@
+"""Requires that all ranks make the same calls of the Trainer.
+
+`if trainer.is_main_process: trainer.evaluate(data)` makes one rank wait for the others, which have gone on, or takes
+their messages for answers. So before methods that are collective and not part of a step communicate, ranks meet in the
+store. A rank that waits there looks where the others are (runtime/whereabouts.py), and reports it as soon as it is
+certain that they will not come:
+
+    another method           a rank waits in one with the same number in the order of calls
+    a later step             a rank is idle in a micro-batch that comes after this call
+    nobody moves             every other rank is idle in a collective
+    the end                  a rank has ended its script
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch.distributed as torch_dist
+
+from paceline.diagnose.place import place_of
+from paceline.errors import WorldError
+from paceline.runtime import whereabouts
+from paceline.runtime.consistency import by_rank
+from paceline.runtime.whereabouts import Board, Post, progress
+
+_POLLS_AT_FIRST, _SHORT, _LONG = 50, 0.0002, 0.005
+_LOOK_EVERY = 0.5  # seconds
+_LOOKS = 4  # in a row with the same result: a post may be older than the call
+
+
+def meet(timeout: float | None = None) -> None:
+    """Wait until every rank makes the same call of the Trainer as this one. Raise if a rank does not in time, by
+    default that of collectives."""
+    if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
+        return
+    board = whereabouts.board()
+    own = place_of(sys._getframe(1)).text
+    call = own.partition(" at ")[0]
+    number = board.calls + 1
+    reached = board.key("call", number, call)
+    try:
+        board.store.set(board.key("call", number, board.rank), own)
+        if board.store.add(reached, 1) == board.world:
+            board.store.set(f"{reached}/all", "")
+        elsewhere = _wait(board, number, f"{reached}/all", call, board.timeout if timeout is None else timeout)
+        if elsewhere:
+            board.store.add(reached, -1)
+        else:  # all ranks have left the previous meeting, so none reads its keys
+            board.store.delete_key(board.key("call", number - 1, board.rank))
+    except RuntimeError:
+        elsewhere = {0: "has ended"}  # and with it the store
+    if elsewhere:
+        raise _error(call, board, {**elsewhere, board.rank: own})
+    board.calls, board.micros = number, progress.micros
+
+
+def _wait(board: Board, number: int, reached: str, own_call: str, timeout: float) -> dict[int, str]:
+    """Where the other ranks are, if they will not come; empty if all have come."""
+    began, polls, looks = time.monotonic(), 0, 0
+    look_at = began + min(_LOOK_EVERY, timeout / 20)
+    # A blocking wait would hold the lock of the store's client, which other threads use as well.
+    while not board.store.check([reached]):
+        now = time.monotonic()
+        if now > look_at:
+            look_at = now + min(_LOOK_EVERY, timeout / 20)
+            certain, elsewhere = _look(board, number, own_call)
+            looks = looks + 1 if certain else 0
+            if looks == _LOOKS or now > began + timeout:
+                return elsewhere or {board.rank: ""}
+        polls += 1
+        time.sleep(_SHORT if polls < _POLLS_AT_FIRST else _LONG)
+    return {}
+
+
+def _look(board: Board, number: int, own_call: str) -> tuple[bool, dict[int, str]]:
+    """Whether it is certain that a rank will not come; and where the ranks are that have not come."""
+    elsewhere: dict[int, str] = {}
+    certain, mine = False, progress.micros - board.micros
+    posts: list[Post | None] = []
+    for rank in (rank for rank in range(board.world) if rank != board.rank):
+        call, post = board.read_text("call", number, rank), board.read(rank)
+        if call is not None and call.startswith(own_call):
+            continue
+        posts.append(post)
+        elsewhere[rank] = call or ("has not called it" if post is None else post.place)
+        passed = post is not None and post.waits and (post.calls, post.micros) > (number - 1, mine)
+        certain |= call is not None or passed or (post is not None and post.ended)
+    return certain or all(post is not None and post.waits for post in posts), elsewhere
+
+
+def _error(call: str, board: Board, places: dict[int, str]) -> WorldError:
+    lines = [places.get(rank, f"{call} as well") for rank in range(board.world)]
+    return WorldError(
+        "different-calls",
+        f"Rank {board.rank} called {call}, and not every rank does:\n{by_rank(lines)}",
+        why=f"{call} is collective: it waits until every rank has called it",
+        fix=f"call {call} on every rank, not inside `if trainer.is_main_process:` (print its result there), and take "
+        "the same number of steps on every rank",
+    )

@@ -1,0 +1,127 @@
+"""Watches whether this rank makes progress, in a thread that looks at the main thread once a second.
+
+    stands still     post where it stands, for ranks that wait (runtime/whereabouts.py)
+    half of `timeout`, in the Trainer's data
+                     warn, with the line of the user's code
+    0.8 × `timeout`, in the Trainer's data
+                     end this rank with `data.stands-still`, before ranks that wait for it time out
+
+Collectives have their own timeout. Nothing else ends a run: a long callback, an evaluation or a compilation is slow on
+every rank alike, and a debugger may stop anywhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from paceline.diagnose.place import StackPlace, main_place
+from paceline.errors import DataError
+from paceline.log import Log
+from paceline.run.failures import describe
+from paceline.runtime import environment, process_group, whereabouts
+from paceline.runtime.consistency import by_rank
+from paceline.runtime.whereabouts import Board, progress
+
+_INTERVAL = 1.0
+_WARN, _END = 0.5, 0.8  # of the timeout
+_IDLE = 0.05  # seconds of CPU time in an interval, of all threads
+
+
+class StandstillWatch:
+    """The thread of this process."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-standstill", daemon=True)
+        self._log = Log(board.rank, every_rank=True)
+        self._posted = False
+        atexit.register(self.end)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Called when the process exits: a thread in the store's client would be killed in the middle of it."""
+        self._stop.set()
+        self._thread.join(_INTERVAL)
+        with suppress(Exception):  # the group is destroyed, or the rank with the store has ended
+            self.board.post("has ended", ended=True)
+
+    def _run(self) -> None:
+        before, place, cpu, stood, warned = None, StackPlace("", ""), 0.0, 0.0, False
+        while not self._stop.wait(min(_INTERVAL, self.board.timeout / 20)):
+            now = (self.board.calls, progress.micros, progress.read)
+            interval, used = min(_INTERVAL, self.board.timeout / 20), time.process_time()
+            # Of this thread's own intervals, not of a clock: the process may have been suspended.
+            stood = stood + interval if now == before else 0.0
+            last, place = place, main_place()
+            idle = used - cpu < _IDLE * interval and place == last
+            before, cpu = now, used
+            try:
+                self._post(place, stands=stood > 0, waits=idle and place.activity == "collective")
+            except RuntimeError:  # the group is destroyed, or the rank with the store has ended
+                return
+            if place.activity != "data" or stood == 0:
+                warned = False
+            elif stood >= _END * self.board.timeout:
+                self._fail(place)
+            elif stood >= _WARN * self.board.timeout and not warned:
+                warned = True
+                self._log.warning(f"rank {self.board.rank} has waited {stood:.0f} s for its next batch: {place.text}")
+
+    def _post(self, place: StackPlace, *, stands: bool, waits: bool) -> None:
+        if stands or self._posted:
+            self._posted = stands
+            self.board.post(place.text, waits=stands and waits)
+
+    def _fail(self, place: StackPlace) -> None:
+        """End the process: no exception can be raised in a thread that waits for a lock or a file."""
+        board = self.board
+        posts = [board.read(rank) for rank in range(board.world)]
+        lines = [
+            place.text if rank == board.rank else "not known" if post is None else post.place
+            for rank, post in enumerate(posts)
+        ]
+        failure = describe(stands_still(board.rank, lines, _END * self.board.timeout), board.rank)
+        logs = environment.log_folder()
+        if logs is not None:
+            with suppress(OSError):
+                failure.write(logs)
+        print(failure.text, file=sys.stderr, flush=True)  # noqa: T201
+        for child in multiprocessing.active_children():  # workers of a DataLoader
+            child.kill()
+        os._exit(failure.exit_code)
+
+
+def stands_still(rank: int, places: list[str], seconds: float) -> DataError:
+    return DataError(
+        "stands-still",
+        f"Rank {rank} has waited {seconds:g} s for its next batch. Where ranks stand:\n{by_rank(places)}",
+        why="a dataset, or a worker of its DataLoader, waits for a lock, a file or the network",
+        fix="look at the line above, and at workers if the DataLoader has any (workers: 0 shows their lines); if the "
+        "data is only slow, raise timeout",
+    )
+
+
+_watch: StandstillWatch | None = None
+
+
+def watch(world: int) -> None:
+    """Watch this rank. One thread serves all Trainers of a process group. Collective on first use."""
+    global _watch
+    if world == 1:
+        return
+    board = whereabouts.board()
+    if _watch is None or _watch.board is not board:
+        _watch = StandstillWatch(board)
+
+
+def shorten_timeout(seconds: float) -> None:
+    """Call once the first step has shown that all ranks are ready."""
+    process_group.shorten_timeout(seconds)
+    whereabouts.board().timeout = seconds

@@ -1,0 +1,70 @@
+"""What a stack says about where a rank stands."""
+
+from __future__ import annotations
+
+import pdb  # noqa: T100
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import paceline
+from paceline.diagnose.place import StackPlace, place_of
+
+SEEN: list[StackPlace] = []
+
+
+def look(frame: FrameType) -> None:
+    SEEN.append(place_of(frame))
+
+
+class Looking(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        look(sys._getframe())
+        return torch.zeros(2), torch.zeros(1)
+
+
+class Model(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        look(sys._getframe())
+        return super().forward(inputs)
+
+
+def trainer() -> paceline.Trainer:
+    torch.manual_seed(0)
+    return paceline.Trainer(Model(2, 1), criterion=nn.MSELoss(), batch=4, run=False, quiet=True)
+
+
+def test_reading_data_names_the_line_of_the_dataset() -> None:
+    SEEN.clear()
+    trainer().evaluate(Looking())
+    assert SEEN[0].activity == "data"
+    assert SEEN[0].text.startswith("trainer.evaluate() at test_place.py:")
+    assert ", in __getitem__() at test_place.py:" in SEEN[0].text
+
+
+def test_a_model_is_no_data() -> None:
+    SEEN.clear()
+    trainer().train([(torch.zeros(4, 2), torch.zeros(4, 1))], epochs=1)
+    assert SEEN[-1].activity == ""
+    assert SEEN[-1].text.startswith("trainer.train() at test_place.py:")
+    assert ", in forward() at test_place.py:" in SEEN[-1].text
+
+
+def test_code_outside_the_trainer_is_named_by_its_own_line() -> None:
+    place = place_of(sys._getframe())
+    assert place.activity == ""
+    assert place.text.startswith("test_place.py:")
+
+
+def test_a_debugger_is_recognized(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pdb.Pdb, "interaction", lambda self, frame, *others: SEEN.append(place_of(sys._getframe(1))))
+    SEEN.clear()
+    pdb.Pdb().user_line(sys._getframe())
+    assert SEEN[0].activity == "debugger"
