@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
-	soak-folders soak-recipes
+	soak-folders soak-recipes soak-frames
 
 .PHONY: help train test lint suite hooks system gpu docs parity bench bench-compare soak $(SOAK) clean
 
@@ -126,6 +126,9 @@ soak-folders: $(READY)
 
 soak-recipes: $(READY)
 	$(BIN)/python benchmarks/hostile_recipes.py 10000
+
+soak-frames: $(READY)
+	$(BIN)/python benchmarks/hostile_frames.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache

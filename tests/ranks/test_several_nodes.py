@@ -12,7 +12,7 @@ import pytest
 import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import SCRIPT, STEPS, Job, ended, eventually, launchers, run_unbroken
 from paceline.launcher.local import agent as _agent  # noqa: F401
-from paceline.launcher.network import LOOPBACK, listen
+from paceline.runtime.network import LOOPBACK, listen
 
 
 @pytest.fixture

@@ -14,13 +14,14 @@ from pathlib import Path
 from paceline.config.launch import DEFAULT_PORT
 from paceline.errors import WorldError
 from paceline.run.folder import RunFolder
-from paceline.runtime.scheduler_env import number, read_task
+from paceline.runtime.scheduler_env import LOOPBACK, number, read_task
 
 RUN_FOLDER = "PACELINE_RUN"  # set if the launch has a run folder
 LOG_FOLDER = "PACELINE_PROGRESS"  # that folder, or a temporary one with its layout: heartbeats and logs of this node
 SUSPECT_STEP = "PACELINE_SUSPECT_STEP"  # the step whose samples ranks record, counted from 1
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 DEBUG = "PACELINE_DEBUG"
+_LOOPBACKS = ("localhost", LOOPBACK, "::1")
 LAUNCHED = "PACELINE_LAUNCHED"
 TOKEN = "PACELINE_TOKEN"  # the secret that the launchers of a job share
 
@@ -101,11 +102,32 @@ def rendezvous_endpoint(environment: Mapping[str, str] = os.environ) -> tuple[st
     return (host, number(environment, "MASTER_PORT")) if host and "MASTER_PORT" in environment else None
 
 
+def has_agent_store(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the store for the rendezvous is in the process of the launcher. Otherwise rank 0 hosts it."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_on_one_machine(info: RankInfo, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are known to be on this machine."""
+    if info.reported_nodes is not None or "LOCAL_WORLD_SIZE" in environment:
+        return info.nodes == 1
+    # In the first pod of an older PyTorchJob, too, it is localhost, and other ranks are on other machines.
+    return environment.get("MASTER_ADDR") in _LOOPBACKS and "KUBERNETES_SERVICE_HOST" not in environment
+
+
+def interfaces(name: str) -> dict[str, str]:
+    """Variables that restrict gloo and NCCL to one network interface."""
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+
+
 def rendezvous_address(environment: Mapping[str, str] = os.environ) -> str | None:
     """The rendezvous as `host:port`."""
     if (endpoint := rendezvous_endpoint(environment)) is None:
         return None
-    host, port = endpoint
+    return address(*endpoint)
+
+
+def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -7,22 +7,27 @@ the process exits, also after an error.
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from paceline.errors import WorldError
 from paceline.log import Log
 from paceline.runtime import device as devices
 from paceline.runtime import environment, gloo_threads
 from paceline.runtime.environment import RankInfo
+from paceline.runtime.network import LOOPBACK
+from paceline.runtime.store import open_store_at
 
 FIRST_STEP_SECONDS = 1800.0  # timeout until the first step is done: it compiles, and waits for the slowest import
 
 _initialized_here = False  # paceline initialized torch's global group
+_hosted_store: TCPStore | None = None  # until the group is destroyed; a second attempt to initialize it shares it
 _is_single = False  # it failed to, and this process continued as a single rank
 
 
@@ -97,7 +102,7 @@ def _init(backend: str, rank_info: RankInfo, timeout: float) -> None:
     # Like env://, but without its variables: mpirun and srun do not set them.
     torch_dist.init_process_group(
         backend,
-        init_method=f"tcp://{environment.rendezvous_address()}",
+        init_method=f"tcp://{_rendezvous(rank_info)}",
         rank=rank_info.rank,
         world_size=rank_info.world,
         timeout=timedelta(seconds=timeout),
@@ -106,6 +111,22 @@ def _init(backend: str, rank_info: RankInfo, timeout: float) -> None:
     if backend == "nccl":  # it connects in the first collective: only then is it known to work
         torch_dist.all_reduce(torch.zeros(1, device="cuda"))
     _destroy_at_exit()
+
+
+def _rendezvous(rank_info: RankInfo) -> str:
+    """The address of the store, which rank 0 opens first if it hosts it."""
+    global _hosted_store
+    endpoint = environment.rendezvous_endpoint()
+    assert endpoint is not None
+    host, port = endpoint
+    if environment.is_on_one_machine(rank_info):
+        if sys.platform == "linux":  # gloo and NCCL open ports too
+            for name, value in environment.interfaces("lo").items():
+                os.environ.setdefault(name, value)
+        host = host if environment.has_agent_store() else LOOPBACK
+    if rank_info.rank == 0 and not environment.has_agent_store() and _hosted_store is None:
+        _hosted_store = open_store_at(host, port)
+    return environment.address(host, port)
 
 
 def init_single(device: torch.device) -> None:
@@ -190,15 +211,17 @@ def new_cpu_group(timeout: float) -> torch_dist.ProcessGroup | None:
 
 def forget() -> None:
     """Reset this module in a forked process, which does not have the group of its parent."""
-    global _initialized_here, _is_single
+    global _initialized_here, _is_single, _hosted_store
     _initialized_here = _is_single = False
+    _hosted_store = None
 
 
 def destroy() -> None:
     """Destroy the group if paceline initialized it. May be called more than once."""
-    global _initialized_here
+    global _initialized_here, _hosted_store
     if _initialized_here and torch_dist.is_initialized():
         gloo_threads.wait_until_idle()
         torch_dist.destroy_process_group()
+        _hosted_store = None
     _initialized_here = False
     atexit.unregister(destroy)

@@ -4,7 +4,8 @@ Each side sends a nonce; the key of a connection is derived from both nonces and
 covers its direction, its sequence number and its payload, so nobody without the token can forge, replay or reorder
 frames. Nothing is encrypted: messages hold no secrets.
 
-    server: MAGIC, nonce (32 bytes)         client: nonce (32 bytes)
+    server: MAGIC, nonce (32 bytes)
+    client: nonce (32 bytes), then an empty frame, whose signature proves that it holds the token
     both:   length (4 bytes), signature (32 bytes), JSON
 """
 
@@ -34,7 +35,7 @@ Message = dict[str, Any]
 _MAGIC = b"paceline-1\n"
 _NONCE, _SIGNATURE, _LENGTH = 32, 32, 4
 _MAX_BYTES = 16 << 20  # of a message
-_MAX_UNAUTHENTICATED_BYTES = 1 << 20  # of a message, until the peer has proved that it holds the token
+_MAX_UNAUTHENTICATED_BYTES = 256  # the same, for a server, until the client has proved that it holds the token
 _SEND_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0  # per address; callers retry
 _HANDSHAKE_SECONDS = 10.0
@@ -86,17 +87,14 @@ class Channel:
 
     @property
     def _max_bytes(self) -> int:
-        return _MAX_BYTES if self.is_authenticated else _MAX_UNAUTHENTICATED_BYTES
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Received, and not yet a complete message."""
-        return len(self._buffer)
+        return _MAX_BYTES if self.is_authenticated or not self._is_server else _MAX_UNAUTHENTICATED_BYTES
 
     def send(self, message: Message) -> None:
         if self._key is None:
             raise ChannelClosed("the handshake is not complete")
-        payload = json.dumps(message).encode()
+        self._send(json.dumps(message).encode())
+
+    def _send(self, payload: bytes) -> None:
         signature = self._sign(payload, self._sent, from_server=self._is_server)
         self._sent += 1
         self._write(len(payload).to_bytes(_LENGTH, "big") + signature + payload)
@@ -108,7 +106,8 @@ class Channel:
         if self._key is None:
             self._handshake()
         while self._key is not None and (payload := self._next_frame()) is not None:
-            messages.append(_decode(payload))
+            if payload:
+                messages.append(_decode(payload))
         if is_closed and not messages:
             raise ChannelClosed("the connection was closed")
         return messages
@@ -118,9 +117,9 @@ class Channel:
 
     def _read(self) -> bool:
         try:
-            while data := self._socket.recv(1 << 16):
+            while data := self._socket.recv(min(self._max_bytes, 1 << 16)):
                 self._buffer += data
-                if len(self._buffer) > self._max_bytes + (1 << 16):
+                if len(self._buffer) > self._max_bytes + _LENGTH + _SIGNATURE:
                     return False  # the rest stays in the socket until these messages are processed
         except BlockingIOError:
             return False
@@ -137,6 +136,8 @@ class Channel:
             del self._buffer[: len(preamble) + _NONCE]
             nonces = self._own_nonce + peer_nonce if self._is_server else peer_nonce + self._own_nonce
             self._key = hmac.digest(self._token, nonces, hashlib.sha256)
+            if not self._is_server:
+                self._send(b"")
 
     def _next_frame(self) -> bytes | None:
         begin = _LENGTH + _SIGNATURE

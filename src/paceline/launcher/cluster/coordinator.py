@@ -35,8 +35,8 @@ from paceline.launcher.cluster.channel import Channel, ChannelClosed, InvalidMes
 from paceline.launcher.cluster.fingerprint import Fingerprint
 from paceline.launcher.cluster.membership import JoinRequest, NodeMember, OrphanedRanks
 from paceline.launcher.cluster.server import ConnectionServer, RejectionLog
-from paceline.launcher.network import listen
 from paceline.launcher.restart_policy import Restart, Supervisor
+from paceline.runtime.network import listen
 
 HEARTBEAT_SECONDS = 1.0  # between two heartbeats
 SILENCE_SECONDS = 5.0  # without a heartbeat, after which a node is lost
@@ -296,13 +296,14 @@ class Coordinator:
 
     def _start(self, folder: str | None) -> None:
         """Start all ranks, on the nodes that have joined."""
-        from paceline.launcher.local.rendezvous import open_store
+        from paceline.runtime.store import open_store
 
         members = self._in_order()
+        address = membership.store_address(members, self._server.address)
         self._folder = folder
         self._store = None  # frees its port
         try:
-            self._store = open_store(listen(self._server.address, self._store_port))
+            self._store = open_store(listen(address, self._store_port))
         except LaunchError as error:
             what = f"Cannot open the store of the ranks on the port after that of --master: {error.what}"
             self.fail(LaunchError("port-in-use", what, fix="use another port in --master, or --port"))

@@ -24,8 +24,8 @@ from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.orders import NodeOrder
 from paceline.launcher.local import interrupts
 from paceline.launcher.local import status as local_status
-from paceline.launcher.network import listen
 from paceline.launcher.workload import Workload
+from paceline.runtime.network import listen
 
 _MAX_PAUSE = 30.0  # seconds between two starts of a launcher
 

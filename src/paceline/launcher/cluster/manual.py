@@ -30,9 +30,9 @@ from paceline.launcher.cluster.fingerprint import Fingerprint, fingerprint
 from paceline.launcher.cluster.node import Node
 from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
-from paceline.launcher.network import LOOPBACK, is_loopback, listen, own_address_of
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
+from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_address_of
 from paceline.text import plural
 
 

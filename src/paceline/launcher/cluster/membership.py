@@ -11,7 +11,7 @@ from paceline.diagnose.exits import RankExit
 from paceline.errors import LaunchError
 from paceline.launcher.cluster.channel import Channel, Message
 from paceline.launcher.cluster.fingerprint import Fingerprint, differences
-from paceline.launcher.network import is_loopback
+from paceline.runtime.network import LOOPBACK, is_loopback
 
 _MAX_SHOWN = 5
 _MAX_RANKS = 1 << 16  # of a node
@@ -143,18 +143,36 @@ def nodes_missing(missing: Collection[int], seconds: float) -> LaunchError:
 def place_ranks(members: Sequence[NodeMember]) -> list[Message]:
     """For each member, which nodes and ranks of the world are its own."""
     world = sum(member.ranks for member in members)
-    own = [each.channel.own_address for each in members if not is_loopback(each.channel.peer_address)]
+    own = _own_addresses(members)
     places, first = [], 0
     for index, member in enumerate(members):
-        is_local = is_loopback(member.channel.peer_address)
-        # The address at which other nodes reach this machine, for a node that joined through loopback.
-        address = own[0] if is_local and own else None
+        # For a node that is here too, the address at which all nodes reach this machine.
+        address = (own or [LOOPBACK])[0] if _is_here(member) else None
         places.append(
             {"node": index, "nodes": len(members), "ranks": member.ranks, "first_rank": first, "world": world,
              "address": address}
         )  # fmt: skip
         first += member.ranks
     return places
+
+
+def store_address(members: Sequence[NodeMember], listening: str) -> str:
+    """Where to open the store of the ranks, which authenticates nobody, if the coordinator listens at `listening`."""
+    own = set(_own_addresses(members))
+    if not own:
+        return LOOPBACK
+    return own.pop() if len(own) == 1 else listening
+
+
+def _own_addresses(members: Sequence[NodeMember]) -> list[str]:
+    """Addresses of this machine at which nodes on other machines reached it."""
+    return [member.channel.own_address for member in members if not _is_here(member)]
+
+
+def _is_here(member: NodeMember) -> bool:
+    """Whether a node is on the machine of the coordinator."""
+    peer = member.channel.peer_address
+    return is_loopback(peer) or peer == member.channel.own_address
 
 
 def pids_on(host: str, orphans: Iterable[OrphanedRanks]) -> dict[str, str | None]:

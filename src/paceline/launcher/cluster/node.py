@@ -25,11 +25,11 @@ from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.reaper import kill_orphans, start_time
 from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment
-from paceline.launcher.network import interface_of
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
 from paceline.run.folder import short
 from paceline.run.ledger import Ledger
+from paceline.runtime.network import interface_of
 
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult
@@ -230,7 +230,7 @@ class Node(AgentObserver):
             number=order["node"],
             nodes=order["nodes"],
             first_rank=first,
-            store=Endpoint(self._channel.peer_address, order["store_port"]),  # on the node of the coordinator
+            store=Endpoint(order["address"] or self._channel.peer_address, order["store_port"]),
             interface=interface,
             orphan_seconds=self._orphan_seconds,
         )
@@ -283,11 +283,12 @@ class Node(AgentObserver):
             self._lost_at = self._lost_at or time.monotonic()
         if self._lost_at is None:
             self._pending += self._receive()
-            for message in self._pending:
+            for message in list(self._pending):
+                if message["kind"] in ("notice", "stop"):
+                    self._pending.remove(message)
                 if message["kind"] == "notice":
                     self._log(message["text"])
                 elif message["kind"] == "stop":
-                    self._pending.remove(message)
                     return self._stop(int(message["signal"]))
         if self._lost_at is None:
             return None

@@ -1,8 +1,9 @@
 """The coordinator's server: accepts connections, and drops those that do not authenticate in time.
 
-Anybody who reaches the port can connect, so connections that have not joined are limited in number, in time and in the
-memory that they occupy together. Beyond the limit a new one replaces the oldest of the address that has most of them:
-whoever floods the port displaces itself, and a node of the job still gets in.
+Anybody who reaches the port can connect, so connections that have not joined are limited in number and in time, and a
+channel reads only a few bytes before the client has proved that it holds the token. Beyond the limit a new connection
+replaces the oldest of the address that has most of them: whoever floods the port displaces itself, and a node of the
+job still gets in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Iterator
 from paceline.launcher.cluster.channel import AuthenticationFailed, Channel, ChannelClosed, InvalidMessage, Message
 
 _MAX_PENDING, _PENDING_SECONDS = 256, 10.0
-_MAX_PENDING_BYTES = 32 << 20  # received on all pending connections
 _FAIR_SECONDS = 0.5  # in which a connection is not replaced: enough for a node to join
 _ACCEPTED_AT_ONCE = 32  # then the nodes are served again
 _PAUSE_SECONDS = 0.05  # without accepting, if there is no room
@@ -72,7 +72,6 @@ class ConnectionServer:
             except ChannelClosed as closed:
                 if self._is_open(channel):
                     yield channel, closed
-            self._limit_memory(channel)
         if None in ready:  # the listener
             self._accept()
         for channel, since in list(self._pending.items()):
@@ -134,10 +133,6 @@ class ConnectionServer:
                 self.drop(oldest)
                 return True
         return False
-
-    def _limit_memory(self, channel: Channel) -> None:
-        if channel in self._pending and sum(each.buffered_bytes for each in self._pending) > _MAX_PENDING_BYTES:
-            self.drop(max(self._pending, key=lambda each: each.buffered_bytes))
 
     def _resume(self) -> None:
         if self._paused_until is not None and time.monotonic() > self._paused_until:

@@ -44,9 +44,7 @@ def rank_environment(start: LocalStart, rendezvous: Rendezvous, error_folder: st
     }
     if sys.platform == "linux" and (interface := node.interface or ("lo" if node.nodes == 1 else None)):
         # A value set by the user takes precedence.
-        common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
-        if node.nodes > 1:
-            common["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}")
+        common |= {name: os.environ.get(name, value) for name, value in environment.interfaces(interface).items()}
     each = []
     for local, rank in enumerate(node.rank_range):
         own = environment.variables(environment.RankInfo(rank, node.world, local, node.ranks))

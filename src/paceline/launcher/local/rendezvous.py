@@ -6,31 +6,16 @@ for every start of the ranks, so that it contains nothing of an earlier one.
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.config.launch import Endpoint
-from paceline.launcher.network import LOOPBACK, listen
+from paceline.runtime.network import LOOPBACK, listen
+from paceline.runtime.store import open_store
 
-_STORE_SECONDS = 300.0
 _REACH_SECONDS = 60.0  # to connect to the store of the coordinator
-
-
-def open_store(listener: socket.socket) -> TCPStore:
-    """A store on an existing listener, which it takes over."""
-    host, port = listener.getsockname()[:2]
-    return TCPStore(
-        LOOPBACK if host in ("0.0.0.0", "::") else host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=_STORE_SECONDS),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
 
 
 class Rendezvous(NamedTuple):

@@ -23,8 +23,8 @@ from paceline.launcher.cluster.channel import (
     connect,
     job_token,
 )
-from paceline.launcher.network import LOOPBACK, listen
 from paceline.runtime.environment import TOKEN
+from paceline.runtime.network import LOOPBACK, listen
 
 SECRET = "the job's own"
 
@@ -39,15 +39,19 @@ def pair() -> tuple[socket.socket, socket.socket]:
 class Relay:
     """A client and a server, and a relay between them that can record, hold and alter what is sent."""
 
-    def __init__(self, client_token: str = SECRET, server_token: str = SECRET) -> None:
+    def __init__(self, client_token: str = SECRET, *, is_proven: bool = True) -> None:
         self._near, self._middle_near = pair()
         self._middle_far, self._far = pair()
-        self.server = Channel(self._far, server_token, is_server=True)
+        self.server = Channel(self._far, SECRET, is_server=True)
         self.client = Channel(self._near, client_token, is_server=False)
         self.forward(self._middle_far, self._middle_near)
         self.forward(self._middle_near, self._middle_far)
         self.client.receive()
-        self.server.receive()
+        self.proof = self.taken_from_client()
+        if is_proven:
+            self._middle_far.sendall(self.proof)
+            while not self.server.is_authenticated:
+                assert self.server.receive() == []
 
     def forward(self, source: socket.socket, target: socket.socket) -> None:
         target.sendall(source.recv(1 << 16))
@@ -80,8 +84,8 @@ def wait_for_messages(channel: Channel) -> list[Message]:
 def relay() -> Iterator[Callable[..., Relay]]:
     made: list[Relay] = []
 
-    def make(*tokens: str) -> Relay:
-        made.append(Relay(*tokens))
+    def make(token: str = SECRET, *, is_proven: bool = True) -> Relay:
+        made.append(Relay(token, is_proven=is_proven))
         return made[-1]
 
     yield make
@@ -100,10 +104,9 @@ def test_messages_arrive_whole_and_in_order(relay: Callable[..., Relay]) -> None
 
 
 def test_neither_side_accepts_a_message_with_another_token(relay: Callable[..., Relay]) -> None:
-    ends = relay("another", SECRET)
-    ends.client.send({"kind": "join"})
+    ends = relay("another", is_proven=False)
     with pytest.raises(AuthenticationFailed):
-        ends.to_server(ends.taken_from_client())
+        ends.to_server(ends.proof)
     ends.server.send({"kind": "joined"})
     with pytest.raises(AuthenticationFailed):
         ends.to_client()
@@ -138,23 +141,28 @@ def test_an_altered_bit_is_detected(relay: Callable[..., Relay], place: int) -> 
 
 def test_a_large_message_before_authentication_is_rejected(relay: Callable[..., Relay]) -> None:
     with pytest.raises(ChannelClosed, match=f"message too large: {1 << 24} bytes"):
-        relay().to_server((1 << 24).to_bytes(4, "big"))
+        relay(is_proven=False).to_server((1 << 24).to_bytes(4, "big"))
+
+
+def test_little_is_read_before_authentication(relay: Callable[..., Relay]) -> None:
+    ends = relay(is_proven=False)
+    with pytest.raises(ChannelClosed, match=f"message too large: {0x01010101} bytes"):
+        ends.to_server(b"\1" * (1 << 20))
+    assert len(ends.server._buffer) < 1000
 
 
 def test_the_size_of_authenticated_messages_is_limited(relay: Callable[..., Relay]) -> None:
     ends = relay()
-    ends.client.send({"kind": "join"})
-    ends.to_server(ends.taken_from_client())
     with pytest.raises(ChannelClosed, match=f"message too large: {1 << 25} bytes"):
         ends.to_server((1 << 25).to_bytes(4, "big"))
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"{", b"[]", b"5", b"{}", b'{"kind": 5}', b"\xff", b"[" * 100_000, b"9" * 5000]
+    "payload", [b" ", b"{", b"[]", b"5", b"{}", b'{"kind": 5}', b"\xff", b"[" * 100_000, b"9" * 5000]
 )
 def test_an_authenticated_message_without_meaning_is_rejected(relay: Callable[..., Relay], payload: bytes) -> None:
     ends = relay()
-    signature = ends.client._sign(payload, 0, from_server=False)
+    signature = ends.client._sign(payload, 1, from_server=False)
     with pytest.raises(InvalidMessage):
         ends.to_server(len(payload).to_bytes(4, "big") + signature + payload)
 

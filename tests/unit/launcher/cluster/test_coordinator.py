@@ -17,7 +17,7 @@ from paceline.diagnose.exits import EXIT_STATUSES, RankExit
 from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message
 from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.membership import JoinRequest
-from paceline.launcher.network import LOOPBACK, listen
+from paceline.runtime.network import LOOPBACK, listen
 
 SECRET = "the job's own"
 FINGERPRINT = {"version": {"torch": "2"}, "code": {}, "recipe": {}}

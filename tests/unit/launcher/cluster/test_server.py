@@ -13,7 +13,7 @@ import pytest
 from paceline.launcher.cluster import server
 from paceline.launcher.cluster.channel import AuthenticationFailed, Channel, ChannelClosed, Message
 from paceline.launcher.cluster.server import ConnectionServer
-from paceline.launcher.network import LOOPBACK, listen
+from paceline.runtime.network import LOOPBACK, listen
 
 SECRET = "the job's own token"
 
@@ -67,7 +67,7 @@ def test_messages_arrive_and_a_closed_connection_is_reported(served: Served) -> 
 
 
 def test_a_wrong_token_is_reported_as_such(served: Served) -> None:
-    served.client("another token").send({"kind": "join"})
+    served.client("another token")
     served.serve(lambda: served.received)
     assert isinstance(served.received[0][1], AuthenticationFailed)
 
@@ -120,17 +120,6 @@ def test_connections_wait_while_no_descriptor_is_free(served: Served) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not _is_closed(first)
     served.serve(lambda: all(map(_is_greeted, waiting)))
-
-
-def test_the_memory_of_all_pending_connections_is_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_MAX_PENDING_BYTES", 1 << 20)
-    small = served.connect()
-    small.sendall(bytes(40))
-    large = [served.connect() for _ in range(5)]
-    for each in large:
-        each.sendall(bytes(32) + (1 << 20).to_bytes(4, "big") + bytes(1 << 18))
-    served.serve(lambda: any(map(_is_closed, large)))
-    assert not _is_closed(small)
 
 
 def test_a_connection_that_never_joins_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from contextlib import suppress
 
 from paceline.errors import LaunchError
 
@@ -47,18 +48,21 @@ def is_local(host: str) -> bool:
 
 def own_address_of(host: str) -> str | None:
     """The address of a host name, if it belongs to this machine."""
+    return next(iter(own_addresses_of(host)), None)
+
+
+def own_addresses_of(host: str) -> list[str]:
+    """The addresses of a host name that belong to this machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return None
+        return []
+    own = []
     for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError:
-                continue
-            return str(address[0])
-    return None
+        with socket.socket(family, kind) as probe, suppress(OSError):
+            probe.bind((address[0], 0))
+            own.append(str(address[0]))
+    return list(dict.fromkeys(own))
 
 
 def interface_of(address: str) -> str | None:

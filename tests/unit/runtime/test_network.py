@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launcher.network import LOOPBACK, interface_of, is_local, is_loopback, listen, own_address_of
+from paceline.runtime.network import LOOPBACK, interface_of, is_local, is_loopback, listen, own_address_of
 
 
 def test_a_free_port_is_found_and_accepts_connections() -> None:
