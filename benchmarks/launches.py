@@ -66,7 +66,7 @@ def _fork(job: int, numbers: Sequence[int], folder: Path) -> int:
             counts[f"launches of a {plan.kind}"] += 1
             counts["launches in which a rank dies"] += bool(plan.deeds)
             counts["launches that leave a child behind"] += bool(plan.leaves)
-            counts[f"launches interrupted by {plan.signal}"] += bool(plan.signal)
+            counts[f"launches interrupted by {plan.signal or 'nothing'}"] += 1
             counts["violations"] += bool(problem)
             if problem:
                 print(f"{number}: {problem}\n    {plan}", flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +163,15 @@ def test_a_rank_that_was_killed_is_named_with_its_signal() -> None:
     for _ in range(5):
         with pytest.raises(PacelineError, match="rank 1 was killed by SIGKILL"):
             paceline.launch(killed, ranks=2)
+
+
+def test_a_rank_that_is_killed_after_its_function_returned_has_failed() -> None:
+    def end() -> None:
+        if dist.rank() == 1:
+            atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(PacelineError, match="rank 1 was killed by SIGKILL after its code returned"):
+        paceline.launch(end, ranks=2)
 
 
 def test_a_rank_that_exits_with_a_status_is_named() -> None:

@@ -66,7 +66,7 @@ def script_workload(target: Target) -> Workload:
         if target.kind == "script" and _imports_paceline(Path(target.name)):
             import paceline.train.trainer  # noqa: F401
 
-    return Workload(target.run, preload, target=target, name=target.title)
+    return Workload(target.run, preload, target=target, name=Path(target.name).name)
 
 
 def planned_run(target: Target) -> tuple[str | None, str | None]:

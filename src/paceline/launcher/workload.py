@@ -21,10 +21,6 @@ class Target:
     args: tuple[str, ...] = ()
     local_rank: bool = False  # pass --local_rank=N first, as torch.distributed.launch did
 
-    @property
-    def title(self) -> str:
-        return Path(self.name).name
-
     def check(self) -> None:
         """Detect a missing script before any rank starts."""
         if self.kind == "script" and not Path(self.name).exists():

@@ -73,7 +73,7 @@ class BatchSizeFinder:
 
     def _fits_on_every_rank(self, size: int) -> bool:
         os.write(self._requests, size.to_bytes(8, "little"))
-        results = collectives.all_gather_object(int.from_bytes(os.read(self._results, 1), "little"))
+        results = collectives.all_gather_object(int.from_bytes(os.read(self._results, 1) or bytes([_FAILED]), "little"))
         if _FAILED in results:
             error = self._folder / "error.txt"
             raise TrainError(

@@ -136,7 +136,7 @@ def stop_processes(processes: Sequence[LauncherProcess], patience: float) -> Non
     _wait(processes, _TERM_SECONDS)
     for each in processes:
         each.signal(signal.SIGKILL)
-        each.process.wait()
+    _wait(processes, _TERM_SECONDS)
 
 
 def _wait(processes: Sequence[LauncherProcess], seconds: float) -> None:

@@ -132,10 +132,13 @@ class _Monitor:
         node = self._start.node
         with RankProcesses(node.ranks, entry, self._start.spec.grace, node.orphan_seconds) as self._ranks:
             self._heard.attach(self._ranks)
-            while self._ranks.running and not self._is_given_up():
-                self._ranks.receive(_POLL_SECONDS)
-                self._note()
-                self._step()
+            try:
+                while self._ranks.running and not self._is_given_up():
+                    self._ranks.receive(_POLL_SECONDS)
+                    self._note()
+                    self._step()
+            finally:
+                self._heard.attach(None)
         self._note()
         if number := self._ranks.ended_leftovers:
             log.info(f"ended {number} process{'es' * (number > 1)} that ranks had left running")

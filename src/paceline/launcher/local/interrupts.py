@@ -48,8 +48,8 @@ class Interrupts:
                 if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
                     signal.signal(number, self._heard)
 
-    def attach(self, ranks: RankProcesses) -> None:
-        """Signals go to these ranks, also one received while they were started."""
+    def attach(self, ranks: RankProcesses | None) -> None:
+        """Signals go to these ranks, also one received while they were started; to nobody after that."""
         self._ranks = ranks
         if self.ending:
             self.send(self.ending)

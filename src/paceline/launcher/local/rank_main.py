@@ -143,7 +143,7 @@ def main() -> None:
     """Entry point of a rank in a fresh interpreter."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     target = Target.from_json(spec)
-    run_rank(target.run, RunFolder(Path(spec["folder"])), target.title)
+    run_rank(target.run, RunFolder(Path(spec["folder"])), Path(target.name).name)
 
 
 if __name__ == "__main__":

@@ -290,6 +290,5 @@ def _fork_failed(local: int, number: int) -> LaunchError:
     return LaunchError(
         "fork-failed",
         f"Cannot start local rank {local}: {os.strerror(number) if number else 'its parent process was killed'}.",
-        why="the system refused a new process, or ended the one that starts the ranks",
         fix="check free memory and the limits on processes (ulimit -u, the pids limit of the container)",
     )
