@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from paceline.models.zoo import get_model, register_model
     from paceline.monitor.loggers import register_logger
     from paceline.optim.optimizers import register_optimizer
+    from paceline.run.history import History
     from paceline.runtime import collectives as dist
     from paceline.runtime.noise import noise
-    from paceline.train.history import History
     from paceline.train.trainer import Trainer
 
 # public name -> (module, attribute); an attribute of None is the module itself.
 _PUBLIC: dict[str, tuple[str, str | None]] = {
     "Config": ("paceline.config.recipe", "Config"),
-    "History": ("paceline.train.history", "History"),
+    "History": ("paceline.run.history", "History"),
     "Loss": ("paceline.models.losses", "Loss"),
     "ModelSpec": ("paceline.models.spec", "ModelSpec"),
     "PipelineSpec": ("paceline.models.spec", "PipelineSpec"),

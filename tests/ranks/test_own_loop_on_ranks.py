@@ -59,6 +59,101 @@ def test_batches_of_different_sizes_are_weighed_by_their_samples(height: str, ba
     body()
 
 
+LAYOUT = {"strategy": "ddp"}  # of the test that runs on these ranks
+
+
+class Norms:
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_gradients(self, record: Any) -> None:
+        squares = torch.stack([gradient.double().square().sum() for gradient in record.gradients.values()]).sum()
+        if LAYOUT["strategy"] == "fsdp":  # of this rank's shards
+            dist.all_reduce(squares)
+        self.norms.append(squares.sqrt().item())
+        for gradient in record.gradients.values():
+            gradient.mul_(2.0)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize("source", ["loader", "own batches", "a Loss"])
+def test_a_loss_of_ones_own_gives_the_same_step_on_any_number_of_ranks(world: int, strategy: str, source: str) -> None:
+    """With uneven micro-batches, accumulation, clipping and gradients that a callback reads and changes."""
+
+    @ranks(world)
+    def body() -> None:
+        LAYOUT["strategy"] = strategy
+        seen = Norms()
+        trainer = tiny.classifier_trainer(
+            optimizer=SGD, strategy=strategy, batch=12, accumulate=2, callbacks=[seen], clip_norm=0.05, criterion=None
+        )
+        data = tiny.blobs(36)
+        cut = [data[start : start + 6] for start in range(0, 36, 6)]
+        bounds = [round(6 * rank / world) for rank in range(world + 1)]
+        mine = slice(bounds[dist.rank()], bounds[dist.rank() + 1])
+        batches: Any = [(inputs[mine], targets[mine]) for inputs, targets in cut]
+        if source == "loader":
+            batches = trainer.loader(torch.utils.data.DataLoader(data, batch_size=12))
+        for number, (inputs, targets) in enumerate(batches):
+            losses = nn.functional.cross_entropy(
+                trainer.compute(lambda model, x: model(x), inputs), targets, reduction="none"
+            )
+            if source == "a Loss":
+                trainer.backward(paceline.Loss(losses.sum(), len(targets)))
+            else:
+                trainer.backward(losses.mean(), weight=len(targets))
+            if number % 2:
+                trainer.step()
+        plain, norms = clipped_by_hand([(0, 12), (12, 24), (24, 36)])
+        weights = torch.cat([value.flatten() for value in gathered(trainer).values()])
+        assert trainer.step_count == 3 and seen.norms == pytest.approx(norms, rel=1e-5)
+        assert (
+            torch.equal(weights, plain)
+            if world == 1 and source != "a Loss"
+            else torch.allclose(weights, plain, atol=1e-6)
+        )
+
+    body()
+
+
+def gathered(trainer: paceline.Trainer) -> dict[str, torch.Tensor]:
+    state = trainer.state_dict()
+    if LAYOUT["strategy"] == "fsdp" and dist.rank() > 0:
+        state = {name: torch.empty(p.shape) for name, p in trainer.model.named_parameters()}
+    for value in state.values():
+        dist.broadcast(value)
+    return state
+
+
+def clipped_by_hand(slices: list[tuple[int, int]]) -> tuple[torch.Tensor, list[float]]:
+    """As the loop above: gradients of two micro-batches, doubled, then clipped. Returns the norms before that."""
+    model, data, norms = tiny.classifier(), tiny.blobs(36), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    for start, stop in slices:
+        optimizer.zero_grad()
+        for first in range(start, stop, 6):
+            inputs, targets = data[first : first + 6]
+            nn.functional.cross_entropy(model(inputs), targets, reduction="none").mean().backward()
+        gradients = [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()))
+        for gradient in gradients:
+            gradient.mul_(2.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), norms
+
+
+@ranks(2)
+def test_losses_of_both_kinds_in_one_step_are_refused() -> None:
+    trainer = tiny.classifier_trainer(strategy="ddp", batch=8)
+    inputs, targets = tiny.blobs()[4 * dist.rank() : 4 * dist.rank() + 4]
+    with trainer.no_sync():
+        trainer.backward(trainer.forward((inputs, targets)))
+    with pytest.raises(TrainError, match="losses with a weight of their own") as caught:
+        trainer.backward(trainer.model(inputs).mean(), weight=4)
+    assert caught.value.code == "train.not-reduced"
+
+
 def test_uneven_micro_batches_of_one_rank_are_weighed_by_their_samples() -> None:
     trainer = tiny.classifier_trainer(optimizer=SGD, batch=None, accumulate=4)
     start = 0

@@ -8,8 +8,8 @@ import torch
 
 from paceline.config.recipe import Config
 from paceline.run import folder
+from paceline.run.history import History
 from paceline.train import factory
-from paceline.train.history import History
 from paceline.train.trainer import Trainer
 
 

@@ -31,7 +31,7 @@ from paceline.run.folder import RunFolder
 from paceline.runtime import environment
 
 # Objects that a result may contain, with the module of each.
-_OBJECTS = {"History": "paceline.train.history"}
+_OBJECTS = {"History": "paceline.run.history"}
 
 # Parameters of functions written for torch.multiprocessing.spawn, and the attribute of a rank that each gets.
 _FILLED = {"rank": "rank", "local_rank": "local_rank", "world_size": "world"}

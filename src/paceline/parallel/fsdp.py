@@ -164,8 +164,9 @@ def _guard(root: nn.Module, running: list[bool]) -> None:
                 "called-by-itself",
                 f"{type(module).__name__} was called directly, but its parameters are sharded across ranks.",
                 why="gathering them is a collective operation, which only the methods of the Trainer perform",
-                fix="call trainer.predict(data), trainer.evaluate(data) or trainer.forward(batch) on every rank; or "
-                "load trainer.state_dict() (rank 0) into an unsharded model",
+                fix="call trainer.predict(data), trainer.evaluate(data), trainer.forward(batch) or "
+                "trainer.compute(lambda model: …) on every rank; or load trainer.state_dict() (rank 0) into an "
+                "unsharded model",
             )
 
     model.register_forward_pre_hook(require_running)

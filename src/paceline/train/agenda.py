@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.monitor.profiler import Profiler
+from paceline.run.history import Record
 from paceline.train.callbacks import Callbacks, Epoch
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.history import Record
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder
 

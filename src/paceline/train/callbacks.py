@@ -1,4 +1,4 @@
-"""Callbacks: objects with any of eight hooks, each of which receives a record.
+"""Callbacks: objects with any of nine hooks, each of which receives a record.
 
     class Losses:
         def on_log(self, record):            # Python numbers, equal on every rank
@@ -9,6 +9,7 @@
 | method       | when                              | record                                                    |
 |--------------|-----------------------------------|-----------------------------------------------------------|
 | on_start     | before the first step             | `Start`: steps completed so far, the run folder           |
+| on_gradients | before every optimizer step       | `Gradients`: reduced and unscaled, but not yet clipped    |
 | on_step      | after every optimizer step        | `Step`: the loss is a tensor, so nothing synchronizes     |
 | on_log       | at log points                     | a dict: step, epoch, loss, lr, …                          |
 | on_epoch     | after an epoch                    | `Epoch`                                                   |
@@ -25,21 +26,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from paceline.config.foreign_names import find_hint
 from paceline.errors import TrainError, did_you_mean
+from paceline.log import Log
+from paceline.parallel.shards import local_shard
 
-HOOKS = ("on_start", "on_step", "on_log", "on_epoch", "on_evaluate", "on_save", "on_error", "on_end")
+if TYPE_CHECKING:
+    from paceline.train.engine import Engine
+
+HOOKS = ("on_start", "on_gradients", "on_step", "on_log", "on_epoch", "on_evaluate", "on_save", "on_error", "on_end")
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     step: int
     run: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of a step by the name of their parameter, to be read, or changed in place. Under `fsdp` and with a
+    tensor or pipeline axis, those of this rank's shards."""
+
+    step: int
+    gradients: dict[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -112,6 +127,28 @@ class Callbacks:
     def call(self, hook: str, record: Any) -> None:
         for function in self.hooks[hook]:
             function(record)
+
+    def report(self, failure: Failed, log: Log) -> None:
+        """Call on_error, whose own failure must not hide the first one."""
+        try:
+            self.call("on_error", failure)
+        except Exception as second:
+            log.warning(f"on_error of a callback failed: {type(second).__name__}: {second}")
+
+
+def gradient_hook(callbacks: Callbacks, engine: Engine) -> Callable[[], None] | None:
+    """What the updater calls before it clips; None if no callback wants it."""
+    if not callbacks.hooks["on_gradients"]:
+        return None
+
+    @torch.no_grad()
+    def call() -> None:
+        held = engine.sharded.held_of if engine.sharded is not None else lambda parameter: parameter
+        found = {name: held(parameter).grad for name, parameter in engine.model.named_parameters()}
+        gradients = {name: local_shard(gradient) for name, gradient in found.items() if gradient is not None}
+        callbacks.call("on_gradients", Gradients(engine.position.step + 1, gradients))
+
+    return call
 
 
 def _hooks_of(callback: Any) -> dict[str, Callable[[Any], Any]]:

@@ -8,6 +8,11 @@
         trainer.backward(loss)
         trainer.step()
 
+    for inputs, targets in trainer.loader(dataset):       # with a loss of one's own
+        outputs = trainer.compute(lambda model: model(inputs))
+        trainer.backward(cross_entropy(outputs, targets), weight=len(targets))
+        trainer.step()
+
 Other batches work as well: each data rank passes its own (ranks along a tensor or pipeline axis pass the same one), and
 the weights of all ranks are summed at each step.
 """
@@ -26,9 +31,13 @@ from paceline.data.batches import layout_of, samples_in, shapes_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard.own_step import GradientWatch
+from paceline.models import own_loss
 from paceline.models.divisor import Divisor
+from paceline.models.losses import Loss
 from paceline.parallel.fsdp import discard_gradients
-from paceline.runtime import collectives
+from paceline.parallel.replicas import Replicas
+from paceline.runtime import collectives, process_group
+from paceline.runtime.gradient_average import average_gradients
 from paceline.runtime.whereabouts import progress
 from paceline.train import loop
 from paceline.train.pipeline_step import PipelineLossModule
@@ -63,7 +72,7 @@ class EpochLoader:
         epoch = engine.position.next_epoch if place is None else place.epoch
         final = step
         with engine.position.reading():
-            for micro in engine.telemetry.record_suspects(engine.ready(self._loader.micros(step, epoch + 1))):
+            for micro in engine.telemetry.record_suspects(engine.on_device(self._loader.micros(step, epoch + 1))):
                 self._loop.expect(micro, self._loader, self._groups)
                 final = micro.step + 1
                 progress.read += 1
@@ -104,6 +113,9 @@ class CustomLoop:
         self._syncing = self._synced = True
         self._current: tuple[MicroBatch, Tensor, Tensor | float | Divisor | None, Tensor] | None = None
         self._added: MicroBatch | None = None
+        self._own = False  # whether the losses of this step did not come from `forward`, and are reduced by `step`
+        self._own_losses = self.engine.world.size > 1  # until a first step, if no loss comes from `forward`
+        self._own_weight: float | None = None  # of the first such loss, over all ranks
         engine = self.engine
         self._gradients = GradientWatch(list(engine.module.parameters()), engine.updater.discard_gradients, engine.log)
         # Otherwise accumulated gradients may be elsewhere than in `.grad`.
@@ -144,6 +156,7 @@ class CustomLoop:
         """Run one micro-batch and, after the last one of a step, the optimizer step."""
         self._require_training_weights()
         micro = self._micro(batch)
+        self._choose_call(batch)
         with self.engine.draw:
             self._check(micro)
             self._begin_micro(first=micro.group == 0, may_change=False)
@@ -161,6 +174,7 @@ class CustomLoop:
     def forward(self, batch: Any) -> Tensor:
         """Return the mean loss of this rank's micro-batch, for `backward`."""
         micro = replace(self._micro(batch), exact=False, last=False)
+        self._choose_call(batch)
         with self.engine.draw:
             self._check(micro)
         with self.engine.draw, self._sync_context():
@@ -170,25 +184,66 @@ class CustomLoop:
         self._current = (micro, value, weight, mean)
         return mean
 
-    def backward(self, loss: Tensor) -> None:
-        """Backpropagate the result of `forward`, or a value computed from it, with the weight of that batch."""
-        if self._current is None:
+    def _choose_call(self, batch: Any) -> None:
+        self._own_losses = False
+        if self.engine.module.call is None:
+            self.engine.choose_call(batch)
+
+    def compute(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Return `function(model, *inputs)`, with the precision and the gathered parameters of a training step."""
+        engine = self.engine
+        if isinstance(engine.module, PipelineLossModule):
+            raise own_loss.pipeline_error()
+        if engine.stepper.before_micro is not None:
+            engine.stepper.before_micro(self._added is None)
+        with self._sync_context():
+            return engine.module(inputs, lambda model, given: function(model, *given))
+
+    def backward(self, loss: Tensor | Loss, weight: Tensor | float | None = None) -> None:
+        """Backpropagate the result of `forward`, or a value computed from it, with the weight of that batch. With a
+        weight, or a `Loss`, any other loss of this rank, which is a mean over so many samples or tokens."""
+        value, counted = own_loss.read(loss, weight)
+        if self._current is None and counted is None:
             raise TrainError(
                 "backward-without-forward",
-                "trainer.backward(loss) was called before trainer.forward(batch).",
-                why="the forward determines the weight of the batch in the step",
-                fix="loss = trainer.forward(batch); trainer.backward(loss); trainer.step()",
+                "trainer.backward(loss) was called without a weight, and without trainer.forward(batch) before it.",
+                why="the number of samples or tokens that the loss is a mean of, its weight in the step, is unknown",
+                fix="call loss = trainer.forward(batch) before, or trainer.backward(loss, weight=len(targets))",
             )
+        own_loss.require_graph(value)
         self._begin_micro(first=self._added is None, may_change=True)
-        micro, value, weight, mean = self._current
-        self._current, self._added, self._synced = None, micro, self._syncing
-        if loss is not mean:  # the user computed another value from it
-            value = loss if weight is None or isinstance(weight, Divisor) else loss * weight
+        if self._current is None:
+            micro = self._own_micro(counted)
+        else:
+            micro, result, known, mean = self._current
+            if counted is None:  # the user may have computed another value from the mean
+                value = (
+                    result if loss is mean else value if known is None or isinstance(known, Divisor) else value * known
+                )
+                counted = known
+        own = self._current is None and isinstance(self.engine.wrapped.forward, Replicas)
+        if self._added is not None and own is not self._own:
+            raise own_loss.mixed_error()
+        self._own, self._current, self._added, self._synced = own, None, micro, own or self._syncing
         with self.engine.draw, self._sync_context():
             self.engine.draw.samples = micro
-            self.engine.stepper.backward(micro, value, weight)
+            self.engine.stepper.backward(micro, value, counted)
             self.engine.draw.samples = None
         self._gradients.after_backward(last=False)
+
+    def _own_micro(self, weight: Tensor | float | Divisor | None) -> MicroBatch:
+        """The batch that the loss of a custom loop belongs to: the last one of `trainer.loader`, or one of its own."""
+        if self._expected is not None:
+            micro = replace(self._expected, exact=False, last=False)
+        else:
+            if self._own_weight is None:  # agreed once: every rank seeds its backwards with it
+                own = float(weight.weight if isinstance(weight, Divisor) else weight or 0.0)
+                self._own_weight = sum(collectives.all_gather_object(own * self.engine.mesh.reports_loss)) or 1.0
+            position, total = self.engine.position, max(1, round(self._own_weight))
+            micro = MicroBatch(None, 1, 0, total, 0, False, position.epoch, position.step, exact=False)
+        with self.engine.draw:
+            self._start()
+        return micro
 
     def step(self) -> None:
         """Update the parameters with the gradients of all backwards since the last step."""
@@ -211,11 +266,16 @@ class CustomLoop:
         self._added = None
         if engine.updater.require_gradients is not None:  # before ranks exchange anything else
             engine.updater.require_gradients()
+        if self._own:
+            average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
         engine.stepper.reduce_weight(micro)
         self._gradients.inspect(
             engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=engine.mesh.degrees.is_replicated
         )
         self._finish(replace(micro, step=engine.position.step))
+        if self._own_losses:  # the pre-flight, which they skip, does so otherwise
+            self._own_losses = False
+            process_group.shorten_timeout(engine.config.timeout)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -285,15 +345,20 @@ class CustomLoop:
             )
 
     def _check(self, micro: MicroBatch) -> None:
+        self._start()
         loader = self.loader
+        self.engine.check(micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
+
+    def _start(self) -> None:
+        """Called before the first step."""
         if not self._started:
+            loader = self.loader
             self._started = True
             self._job.agenda.steps_per_epoch = loader.lengths.per_epoch if loader else None
             self._begin(self._job.agenda.steps_per_epoch)
             self._reached = self.engine.position.step
             self.engine.telemetry.begins(self._reached)
             self._due = self._job.agenda.next_due(self._reached)
-        self.engine.check(micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
 
     def _finish(self, micro: MicroBatch) -> None:
         job, position = self._job, self.engine.position

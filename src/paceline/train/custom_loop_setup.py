@@ -16,6 +16,7 @@ from paceline.data.loader import Loader
 from paceline.monitor.progress_bar import Silent
 from paceline.plan import derived
 from paceline.plan.schedule import derive_schedule
+from paceline.run.history import History, Record
 from paceline.train import loop
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Callbacks
@@ -23,7 +24,6 @@ from paceline.train.checkpointing.run_handle import RunHandle, warn_of_saves
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, close_custom_loop
 from paceline.train.engine import Engine
-from paceline.train.history import History, Record
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
 from paceline.train.rank_poll import RankPoll

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.optim.best import Best
+from paceline.run.history import Record
 from paceline.runtime import collectives
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.history import Record
 from paceline.train.lr import LearningRate
 
 

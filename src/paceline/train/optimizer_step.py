@@ -1,8 +1,8 @@
 """The parameter update, from the reduced gradients of a step.
 
-In this order: the factor of data-dependent weights, fp16 unscaling, hooks on gradients, clipping, the learning rate of
-the step, the optimizer, the moving average. Nothing synchronizes with the GPU, except `nonfinite: skip` without a fused
-optimizer.
+In this order: the factor of data-dependent weights, fp16 unscaling, hooks and callbacks on gradients, clipping, the
+learning rate of the step, the optimizer, the moving average. Nothing synchronizes with the GPU, except `nonfinite:
+skip` without a fused optimizer.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Updater:
         self.lr = 0.0  # of the first group in the last step
         self.skipped: Tensor | float | None = None
         self.gradient_hooks: GradientHooks | None = None  # called once per step
+        self.on_gradients: Callable[[], None] | None = None  # the user's, before clipping
         self.before_change: Callable[[], None] | None = None  # waits for a save that is still copying
         self.require_gradients: Callable[[], None] | None = None
         self.is_changing = False  # False: parameters, optimizer and averages belong to the same step
@@ -83,7 +84,7 @@ class Updater:
             factor = None
         if self._sharded is not None:
             self._sharded.assign_gradients()
-        hooked = self.gradient_hooks is not None and self.gradient_hooks.any
+        hooked = self.on_gradients is not None or (self.gradient_hooks is not None and self.gradient_hooks.any)
         unscales = self._needs_gradients or hooked or (self._sharded is not None and self._scaler is not None)
         if factor is not None or unscales:
             norm = self._scale_and_clip(factor, unscales)
@@ -158,6 +159,8 @@ class Updater:
             self._scaler.unscale_(self.optimizer)
         if self.gradient_hooks is not None:
             self.gradient_hooks.apply()
+        if self.on_gradients is not None:
+            self.on_gradients()
         # Before clipping by value, which would hide infinite gradients.
         norm = norm_of(gradients) if self._checks_norm or self._clip_norm is not None else None
         if norm is not None and self._watch is not None:

@@ -22,10 +22,10 @@ from paceline.monitor.last_records import LastExchange
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import RankStats, process_memory
+from paceline.run.history import History, Record, require_free_names
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
-from paceline.train.history import History, Record, require_free_names
 
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
@@ -196,6 +196,14 @@ class Recorder:
         self._history.steps.extend(records)
         self._sinks.write(records, loggers=is_complete)
         return is_complete
+
+    def try_flush_last(self) -> bool:
+        """Write pending records after an exception, which must not be hidden by another one."""
+        try:
+            return self.flush_last()
+        except Exception as second:
+            self._log.warning(f"the last records were not written: {type(second).__name__}: {second}")
+            return False
 
     def evaluation(self, record: Record) -> None:
         """Record an evaluation."""

@@ -27,14 +27,16 @@ from paceline.errors import TrainError
 from paceline.guard import nonfinite, preflight
 from paceline.guard.optimizer_check import check_optimizer
 from paceline.guard.scheduler_check import check_scheduler
+from paceline.models.losses import Loss
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.plan.schedule import derive_schedule
+from paceline.run.history import History, Record, require_free_names
 from paceline.train import evaluate, factory, loop, oom
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
-from paceline.train.callbacks import Callbacks, End, Failed, Start
+from paceline.train.callbacks import Callbacks, End, Failed, Start, gradient_hook
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer, require_exists
@@ -44,7 +46,6 @@ from paceline.train.custom_loop_setup import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects
 from paceline.train.evaluate import Evaluation
 from paceline.train.evaluation_policy import EvaluationPolicy
-from paceline.train.history import History, Record, require_free_names
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
 from paceline.train.method_hints import MethodHints
@@ -107,6 +108,7 @@ class Trainer(MethodHints):
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model = engine.world, engine.model
         self.optimizer, self.scaler = engine.optimizer, engine.scaler
+        engine.updater.on_gradients = gradient_hook(self._callbacks, engine)
         self._rates = LearningRate(config, engine.updater, task.scheduler, owns_optimizer=engine.owns_optimizer)
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
         self._run = run_handle.open(config, engine.world, engine.log, engine.model, engine.telemetry.opened)
@@ -191,30 +193,17 @@ class Trainer(MethodHints):
                 loop.run(job)
         except BaseException as error:
             self._engine.stepper.reset()
-            recorded = self._flush_last(job.recorder)
+            recorded = job.recorder.try_flush_last()
             if self.config.checkpoint.on_error and not isinstance(error, KeyboardInterrupt):
                 message = self._saver.save_on_error(error, recorded=recorded)
                 if message:
                     self._engine.log.warning(message)
-            self._report_error(error)
+            self._callbacks.report(Failed(self.step_count, error), self._engine.log)
             raise
         finally:
             self._recorder = None
         history.ended = job.agenda.reason
         self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
-
-    def _flush_last(self, recorder: Recorder) -> bool:
-        try:
-            return recorder.flush_last()
-        except Exception as second:  # report the first error
-            self._engine.log.warning(f"the last records were not written: {type(second).__name__}: {second}")
-            return False
-
-    def _report_error(self, error: BaseException) -> None:
-        try:
-            self._callbacks.call("on_error", Failed(self.step_count, error))
-        except Exception as second:  # report the first error
-            self._engine.log.warning(f"on_error of a callback failed: {type(second).__name__}: {second}")
 
     def evaluate(self, data: Any) -> Evaluation:
         """Return mean loss and metrics, counting each sample once. Collective: must be called on every rank."""
@@ -243,10 +232,17 @@ class Trainer(MethodHints):
         with oom.explain_out_of_memory(self._engine, self._loaders.plan):
             return self._get_custom_loop().forward(batch)
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of a loss from `forward`, or of a value computed from it."""
+    def compute(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Return `function(model, *inputs)`, run as in a training step, for a loss of one's own. Collective if
+        parameters are sharded."""
         with oom.explain_out_of_memory(self._engine, self._loaders.plan):
-            self._get_custom_loop().backward(loss)
+            return self._get_custom_loop().compute(function, *inputs)
+
+    def backward(self, loss: Tensor | Loss, weight: Tensor | float | None = None) -> None:
+        """Accumulate the gradients of a loss from `forward`, or of a value computed from it; with `weight`, of any
+        other loss that is a mean over so many samples or tokens of this rank."""
+        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
+            self._get_custom_loop().backward(loss, weight)
 
     def step(self) -> None:
         """Update the parameters with the gradients of all backwards since the last step."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.run.history import History
 from paceline.runtime.serialization import from_json, load_result, save_result, to_json
-from paceline.train.history import History
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -105,8 +105,8 @@ def test_what_no_reader_would_follow_is_refused_when_it_is_saved() -> None:
 
 
 def through_files(value: Any, folder: Path) -> Any:
-    save_result(value, folder, {"History": "paceline.train.history"})
-    return load_result(folder, {"History": "paceline.train.history"})
+    save_result(value, folder, {"History": "paceline.run.history"})
+    return load_result(folder, {"History": "paceline.run.history"})
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import torch
 
 from paceline.log import rank_log
 from paceline.monitor.progress_bar import Silent
+from paceline.run.history import History
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.history import History
 from paceline.train.recorder import Recorder, Sinks
 
 

@@ -31,8 +31,8 @@ class Listener:
         return [record for name, record in self.heard if name == hook]
 
 
-def test_there_are_at_most_eight_hooks() -> None:
-    assert len(HOOKS) <= 8
+def test_there_are_at_most_nine_hooks() -> None:
+    assert len(HOOKS) <= 9
 
 
 def test_hooks_come_in_order_with_their_records(tmp_path: Path) -> None:
@@ -40,8 +40,9 @@ def test_hooks_come_in_order_with_their_records(tmp_path: Path) -> None:
     trainer = tiny.classifier_trainer(callbacks=[listener], log_every=2, run=str(tmp_path / "r"))
     history = trainer.train(tiny.blobs(), tiny.blobs(), epochs=2)
     names = [name for name, _ in listener.heard]
-    epoch = ["on_step", "on_step", "on_log", "on_step", "on_epoch", "on_log", "on_evaluate"]
-    again = ["on_step", "on_log", "on_step", "on_step", "on_log", "on_epoch", "on_evaluate"]
+    step = ["on_gradients", "on_step"]
+    epoch = [*step, *step, "on_log", *step, "on_epoch", "on_log", "on_evaluate"]
+    again = [*step, "on_log", *step, *step, "on_log", "on_epoch", "on_evaluate"]
     assert names == ["on_start", *epoch, *again, "on_save", "on_end"]
     assert [record["loss"] for record in listener.of("on_log")] == [history.losses[i] for i in (1, 2, 3, 5)]
     assert listener.of("on_evaluate") == history.evaluations

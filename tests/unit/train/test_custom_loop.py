@@ -139,6 +139,10 @@ def test_calls_out_of_order_have_codes() -> None:
     with pytest.raises(TrainError) as caught:
         trainer.step()
     assert caught.value.code == "train.step-without-backward"
+    for loss, weight in ((torch.tensor(1.0), 4), (trainer.model(tiny.blobs()[:4][0]).sum(), -1)):
+        with pytest.raises(TrainError) as caught:
+            trainer.backward(loss, weight=weight)
+        assert caught.value.code == "train.no-loss"
 
 
 def test_frozen_weights_stay_and_adapters_train() -> None:

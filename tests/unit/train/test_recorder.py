@@ -10,10 +10,10 @@ from paceline import dist
 from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.monitor.progress_bar import Silent
+from paceline.run.history import History
 from paceline.runtime import collectives
 from paceline.testing import ranks
 from paceline.train.callbacks import Callbacks
-from paceline.train.history import History
 from paceline.train.recorder import Recorder, Sinks
 
 Parts = list[tuple[torch.Tensor, Any]]
