@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from paceline import errors
+    from paceline import dist, errors
     from paceline.checkpoint.external import load_external_weights
     from paceline.config.recipe import Config
     from paceline.data.datasets import get_data, register_data
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from paceline.monitor.loggers import register_logger
     from paceline.optim.optimizers import register_optimizer
     from paceline.run.history import History
-    from paceline.runtime import collectives as dist
     from paceline.runtime.noise import noise
     from paceline.train.trainer import Trainer
 
@@ -34,7 +33,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "ModelSpec": ("paceline.models.spec", "ModelSpec"),
     "PipelineSpec": ("paceline.models.spec", "PipelineSpec"),
     "Trainer": ("paceline.train.trainer", "Trainer"),
-    "dist": ("paceline.runtime.collectives", None),
+    "dist": ("paceline.dist", None),
     "errors": ("paceline.errors", None),
     "get_data": ("paceline.data.datasets", "get_data"),
     "get_model": ("paceline.models.zoo", "get_model"),

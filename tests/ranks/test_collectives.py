@@ -1,20 +1,43 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as torch_dist
+from torch.distributed import ReduceOp
 
+import paceline.dist as imported
 from paceline import dist
+from paceline.dist import all_reduce
 from paceline.errors import WorldError
 from paceline.testing import ranks
+
+
+def test_dist_can_be_imported_as_a_module() -> None:
+    assert imported is dist and all_reduce is dist.all_reduce
+
+
+@ranks(3)
+def test_rows_of_all_ranks_are_gathered_with_their_gradients() -> None:
+    count = [2, 0, 3][dist.rank()]
+    own = (torch.arange(count * 2.0).reshape(count, 2) + 10 * dist.rank()).requires_grad_()
+    rows = dist.all_gather_rows(own)
+    assert rows[:, 0].tolist() == [0.0, 2.0, 20.0, 22.0, 24.0]
+    (rows.square().sum() * (dist.rank() + 1)).backward()
+    assert own.grad is not None and torch.equal(own.grad, 2 * own.detach() * 6)  # 1 + 2 + 3: the losses of all ranks
+    assert not dist.all_gather_rows(own.detach()).requires_grad
+    with pytest.raises(WorldError, match="only the first dim may differ"):
+        dist.all_gather_rows(torch.zeros(2, 1 + dist.rank()))
 
 
 @ranks(3)
 def test_reductions_combine_over_ranks() -> None:
     own = dist.rank() + 1.0
-    for op, expected in (("sum", 6.0), ("mean", 2.0), ("max", 3.0), ("min", 1.0), ("product", 6.0)):
+    ops: list[tuple[Any, float]] = [("sum", 6.0), ("mean", 2.0), ("max", 3.0), ("min", 1.0), ("product", 6.0)]
+    ops += [(ReduceOp.SUM, 6.0), (ReduceOp.AVG, 2.0), (ReduceOp.MAX, 3.0), (ReduceOp.PRODUCT, 6.0)]
+    for op, expected in ops:
         for async_op in (False, True):
             tensor = torch.full((2,), own)
             work = dist.all_reduce(tensor, op=op, async_op=async_op)

@@ -13,6 +13,7 @@ The options in the `model:` section of a recipe are the parameters of `__init__`
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 from paceline.config.recipe import Config
 from paceline.errors import ModelError
 from paceline.registry import Registry
+from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
 
 
 def _load_embedded() -> None:
@@ -34,12 +36,17 @@ find_model = _registry.find
 
 
 def get_model(name: str) -> Callable[..., nn.Module]:
-    """A builder for a registered model. Call it with a Config, or with the options of the model."""
+    """A builder for a registered model. Call it with a Config, whose seed determines the initial weights, or with the
+    options of the model."""
     find_model(name)
 
     def build(config: Config | None = None, **options: Any) -> nn.Module:
         options = {**_from_config(name, config), **options}
-        model: Any = find_model(name, options)(**options)
+        make = find_model(name, options)
+        with nullcontext() if config is None else preserve_rng_state():
+            if config is not None:
+                seed_everything(derive_seed(config.seed, 0) >> 1)
+            model: Any = make(**options)
         if not isinstance(model, nn.Module):
             raise ModelError(
                 "not-a-module",

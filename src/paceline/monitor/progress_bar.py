@@ -182,7 +182,7 @@ def _facts(point: LogPoint) -> dict[str, str]:
     """The values of a log point as text, in the order of display."""
     tokens, samples = point.tokens_per_second, point.samples_per_second
     facts = {
-        "epoch": f"epoch {point.epoch + 1}",
+        "epoch": f"epoch {point.epoch}",
         "loss": f"loss {_number(point.loss)}",
         "lr": f"lr {point.lr:.3g}",
         "rate": f"{format_rate(samples)} samples/s" if tokens is None else f"{format_rate(tokens)} tokens/s",

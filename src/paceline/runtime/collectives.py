@@ -2,7 +2,7 @@
 
     from paceline import dist
 
-    dist.all_reduce(tensor, op="mean")     # in place, as torch's are
+    dist.all_reduce(tensor, op="mean")     # or ReduceOp.AVG; in place, as torch's are
     settings = dist.broadcast_object(settings)
 
 With one rank no process group is needed. With several, the first collective initializes it if the user has not. With
@@ -23,7 +23,13 @@ from torch import Tensor
 from paceline.errors import WorldError
 from paceline.runtime import consistency, environment, objects, process_group
 
-Op = Literal["sum", "mean", "max", "min", "product"]
+__all__ = [
+    "Work", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object",
+    "debug", "gather", "is_initialized", "is_main", "local_rank", "main_first", "rank", "reduce", "reduce_scatter",
+    "scatter", "world",
+]  # fmt: skip
+
+Op = Literal["sum", "mean", "max", "min", "product"] | torch_dist.ReduceOp.RedOpType
 Group = torch_dist.ProcessGroup | None
 _Lists = Sequence[Sequence[Tensor] | None]  # each must have one tensor per rank
 
@@ -95,21 +101,21 @@ def barrier(group: Group = None, async_op: bool = False) -> Work | None:
 
 def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None, async_op: bool = False) -> Work | None:
     """Reduce `tensor` across all ranks, in place; every rank receives the result."""
-    reduce_op = _reduce_op(op, tensor)
-    if not _begin("all_reduce", tensor, op, group):
+    name, reduce_op = _reduce_op(op, tensor)
+    if not _begin("all_reduce", tensor, name, group):
         return _end(async_op)
     handle = torch_dist.all_reduce(tensor, reduce_op, group=group, async_op=async_op)
     objects.keep(tensor)
-    return _end(async_op, handle, finish=_division(op, tensor, group))
+    return _end(async_op, handle, finish=_division(name, tensor, group))
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False) -> Work | None:
     """Reduce `tensor` into the tensor of rank `dst`; that of other ranks is undefined afterwards."""
-    reduce_op = _reduce_op(op, tensor)
-    if not _begin("reduce", tensor, f"{op} dst={dst}", group, peer=dst):
+    name, reduce_op = _reduce_op(op, tensor)
+    if not _begin("reduce", tensor, f"{name} dst={dst}", group, peer=dst):
         return _end(async_op)
     handle = torch_dist.reduce(tensor, dst, reduce_op, group=group, async_op=async_op)
-    return _end(async_op, handle, finish=_division(op, tensor, group) if rank() == dst else None)
+    return _end(async_op, handle, finish=_division(name, tensor, group) if rank() == dst else None)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Group = None, async_op: bool = False) -> Work | None:
@@ -157,12 +163,12 @@ def reduce_scatter(
     tensor: Tensor, tensors: list[Tensor], op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Reduce `tensors[r]` of every rank into `tensor` on rank r."""
-    reduce_op = _reduce_op(op, tensor)
-    if not _begin("reduce_scatter", tensor, op, group, lists=[tensors]):
+    name, reduce_op = _reduce_op(op, tensor)
+    if not _begin("reduce_scatter", tensor, name, group, lists=[tensors]):
         tensor.copy_(tensors[0])
         return _end(async_op)
     handle = torch_dist.reduce_scatter(tensor, tensors, reduce_op, group=group, async_op=async_op)
-    return _end(async_op, handle, finish=_division(op, tensor, group))
+    return _end(async_op, handle, finish=_division(name, tensor, group))
 
 
 def all_to_all(received: list[Tensor], sent: list[Tensor], group: Group = None, async_op: bool = False) -> Work | None:
@@ -255,23 +261,24 @@ def _require_members(ranks: Sequence[int], group: Any) -> None:
             )
 
 
-def _reduce_op(op: str, tensor: Tensor) -> Any:
+def _reduce_op(op: Op, tensor: Tensor) -> tuple[str, Any]:
     if not isinstance(tensor, Tensor):
         raise WorldError(
             "not-a-tensor",
             f"Expected a tensor, got {type(tensor).__name__}.",
             fix="pass a tensor; for objects use broadcast_object or all_gather_object",
         )
-    if op not in _OPS:
+    name = op if isinstance(op, str) else {"AVG": "mean"}.get(op.name, op.name.lower())
+    if name not in _OPS:
         raise WorldError("bad-op", f"Unknown reduce op {op!r}.", fix=f"use one of {', '.join(_OPS)}")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+    if name == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise WorldError(
             "mean-of-integers",
             f'op="mean" does not support {tensor.dtype}.',
             why="the mean of integers is not an integer and would be rounded silently",
             fix='use op="sum" and divide, or pass a floating-point tensor',
         )
-    return _OPS[op]
+    return name, _OPS[name]
 
 
 def _division(op: str, tensor: Tensor, group: Group) -> Callable[[], object] | None:

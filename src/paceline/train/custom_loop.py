@@ -37,7 +37,6 @@ from paceline.models.losses import Loss
 from paceline.parallel.fsdp import discard_gradients
 from paceline.parallel.replicas import Replicas
 from paceline.runtime import collectives, process_group
-from paceline.runtime.gradient_average import average_gradients
 from paceline.runtime.whereabouts import progress
 from paceline.train import loop
 from paceline.train.pipeline_step import PipelineLossModule
@@ -267,7 +266,7 @@ class CustomLoop:
         if engine.updater.require_gradients is not None:  # before ranks exchange anything else
             engine.updater.require_gradients()
         if self._own:
-            average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
+            own_loss.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
         engine.stepper.reduce_weight(micro)
         self._gradients.inspect(
             engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=engine.mesh.degrees.is_replicated

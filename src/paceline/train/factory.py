@@ -39,7 +39,7 @@ from paceline.precision import policies
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import JsonlWriter
-from paceline.runtime import collectives, environment, rng
+from paceline.runtime import collectives, environment
 from paceline.runtime.device import choose_device, memory_of
 from paceline.runtime.process_group import World
 from paceline.train import resolve_layout
@@ -49,7 +49,6 @@ from paceline.train.recorder import Sinks
 def build_model(config: Config) -> nn.Module:
     """The recipe's model, with the same initial weights on every rank."""
     section = _require_section(config.model, "model", "gpt")
-    rng.seed_everything(rng.derive_seed(config.seed, 0) >> 1)
     # With deferred init, weights are materialized when it is known which of them this rank holds.
     spec = declared_spec(find_model(section.name, section.options()))
     with torch.device("meta") if spec is not None and spec.deferred_init else nullcontext():

@@ -159,8 +159,6 @@ class Trainer(MethodHints):
         rows = {**batch.rows(), **self._rates.begin(schedule, epochs, self._engine.log.warning)}
         history = History(run=self._run.create(self.config, rows))
         total = min((steps for steps in (in_epochs, max_steps) if steps is not None), default=None)
-        if total is not None and self.step_count >= total:
-            self._engine.log.info(f"nothing to do: already at step {self.step_count} of {total}")
         if not self.model.training:  # submodules in eval mode of a model in train mode stay as they are
             self.model.train()
         silent, log = self.config.quiet or not self.is_main_process, self._engine.log
@@ -180,6 +178,10 @@ class Trainer(MethodHints):
             broadcast_buffers(self.model, self._engine.mesh)
             if poll.request:
                 signals.end(poll.request)
+        if self.step_count == self._run.began_at:
+            past = total is not None and self.step_count >= total
+            why = f"epochs and max_steps, counted from its beginning, end it at {total}" if past else history.ended
+            log.warning(f"train() took no step: the run is at step {self.step_count} ({why})")
         return history
 
     def _run_job(self, job: loop.Job, history: History) -> None:

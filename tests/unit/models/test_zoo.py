@@ -34,6 +34,20 @@ def test_a_model_is_built_from_its_recipe() -> None:
     assert paceline.get_model("vae")(paceline.Config()).shape == (3, 32, 32)
 
 
+def test_the_seed_of_a_recipe_determines_the_initial_weights() -> None:
+    def weights(seed: int, before: int) -> torch.Tensor:
+        torch.manual_seed(before)
+        config = paceline.Config.from_dict({"model": {"name": "mlp", "inputs": 4}, "seed": seed})
+        state = torch.get_rng_state()
+        model = paceline.get_model("mlp")(config)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(model.layers[0].weight, paceline.Trainer.from_config(config).model.layers[0].weight)  # type: ignore
+        return model.layers[0].weight
+
+    assert torch.equal(weights(1, before=3), weights(1, before=4))
+    assert not torch.equal(weights(1, before=3), weights(2, before=3))
+
+
 def test_a_registered_model_is_found() -> None:
     @paceline.register_model("line")
     class Line(nn.Module):

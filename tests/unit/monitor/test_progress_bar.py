@@ -43,7 +43,7 @@ def last_line(output: str) -> str:
 
 def test_a_wide_bar_shows_everything() -> None:
     line = last_line(played(200))
-    expected = ["epoch 3", "━", "1500/5000", "loss 1.2346", "lr 0.0003", "12.3k tokens/s", "data wait 3%", "1.2 GiB",
+    expected = ["epoch 2", "━", "1500/5000", "loss 1.2346", "lr 0.0003", "12.3k tokens/s", "data wait 3%", "1.2 GiB",
                 "accuracy 0.5000", "ETA "]  # fmt: skip
     assert [fact for fact in expected if fact not in line] == []
     assert line.count("━") == 30 * 1500 // 5000
@@ -112,7 +112,7 @@ def test_lines_print_the_first_and_the_last_standing_and_few_between(capsys: pyt
             display.show(LogPoint(step, 0, 0.5, 0.1, 5.0))
     printed = capsys.readouterr().out.splitlines()
     assert [line[:11] for line in printed] == ["step 10/100", "step 50/100"]
-    assert "epoch 1  loss 0.5000  lr 0.1  5.0 samples/s  data wait 0%" in printed[0]
+    assert "epoch 0  loss 0.5000  lr 0.1  5.0 samples/s  data wait 0%" in printed[0]
 
 
 def test_lines_print_the_last_step_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,11 +212,13 @@ def test_a_run_that_repeats_a_step_keeps_both_of_its_checkpoints(tmp_path: Path)
     assert names == ["latest", "step-000002", "step-000004", "step-000004-2"]
 
 
-def test_training_that_is_already_done_does_nothing() -> None:
-    trainer = paceline.Trainer.from_config(paceline.Config.from_dict(tiny.recipe("mlp", batch=10)))
+def test_training_that_is_already_done_does_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = paceline.Trainer.from_config(paceline.Config.from_dict(tiny.recipe("mlp", batch=10, quiet=True)))
     trainer.train()
+    assert "took no step" not in "".join(capsys.readouterr())
     assert trainer.train().steps == []
     assert trainer.step_count == 20
+    assert "train() took no step: the run is at step 20 (epochs and max_steps" in "".join(capsys.readouterr())
 
 
 def test_a_checkpoint_without_optimizer_holds_weights_only(tmp_path: Path) -> None:
