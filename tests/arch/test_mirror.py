@@ -43,7 +43,6 @@ ELSEWHERE = {
     "parallel/tensor/layers": ["ranks/test_tensor"],
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/whereabouts": ["faults/test_different_calls", "faults/test_standstill"],
-    "runtime/process_group": ["ranks/test_adoption", "ranks/test_first_rank"],
     "train/custom_loop_setup": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],
     "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/evaluate": ["ranks/test_evaluation"],

@@ -14,14 +14,14 @@ from pathlib import Path
 from paceline.config.launch import DEFAULT_PORT
 from paceline.errors import WorldError
 from paceline.run.folder import RunFolder
-from paceline.runtime.scheduler_env import LOOPBACK, number, read_task
+from paceline.runtime.network import LOOPBACK
+from paceline.runtime.scheduler_env import number, read_task
 
 RUN_FOLDER = "PACELINE_RUN"  # set if the launch has a run folder
 LOG_FOLDER = "PACELINE_PROGRESS"  # that folder, or a temporary one with its layout: heartbeats and logs of this node
 SUSPECT_STEP = "PACELINE_SUSPECT_STEP"  # the step whose samples ranks record, counted from 1
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 DEBUG = "PACELINE_DEBUG"
-_LOOPBACKS = ("localhost", LOOPBACK, "::1")
 LAUNCHED = "PACELINE_LAUNCHED"
 TOKEN = "PACELINE_TOKEN"  # the secret that the launchers of a job share
 
@@ -112,7 +112,8 @@ def is_on_one_machine(info: RankInfo, environment: Mapping[str, str] = os.enviro
     if info.reported_nodes is not None or "LOCAL_WORLD_SIZE" in environment:
         return info.nodes == 1
     # In the first pod of an older PyTorchJob, too, it is localhost, and other ranks are on other machines.
-    return environment.get("MASTER_ADDR") in _LOOPBACKS and "KUBERNETES_SERVICE_HOST" not in environment
+    is_loopback = environment.get("MASTER_ADDR") in ("localhost", LOOPBACK, "::1")
+    return is_loopback and "KUBERNETES_SERVICE_HOST" not in environment
 
 
 def interfaces(name: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.plan.layout import AXES, AXIS_NAMES, Axis, Degrees
 from paceline.runtime import collectives
-from paceline.runtime.process_group import World, init_single
+from paceline.runtime.process_group import World, init_single, share_timeout
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Mesh:  # properties that are used in every step are cached
         reducing = [axis for axis in AXES if axis.reduces_gradients]
         if degrees.along(reducing) < degrees.world:
             group = device_mesh[tuple(axis.name for axis in reducing)]._flatten("data").get_group()
+        share_timeout()
         return cls(degrees, world.device, device_mesh, coords, group)
 
     def axis(self, name: str) -> DeviceMesh | None:

@@ -1,18 +1,15 @@
-"""Listening sockets, and the addresses and interfaces of this machine."""
+"""Listening sockets, and the addresses of this machine."""
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
-import struct
 from contextlib import suppress
 
 from paceline.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024  # a flood of connections must not keep out those of nodes and ranks
-_SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
 
 
 def listen(host: str, port: int | None) -> socket.socket:
@@ -41,11 +38,6 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
-def is_local(host: str) -> bool:
-    """Whether a host name or address belongs to this machine, that is, a socket can be bound to it."""
-    return own_address_of(host) is not None
-
-
 def own_address_of(host: str) -> str | None:
     """The address of a host name, if it belongs to this machine."""
     return next(iter(own_addresses_of(host)), None)
@@ -63,18 +55,3 @@ def own_addresses_of(host: str) -> list[str]:
             probe.bind((address[0], 0))
             own.append(str(address[0]))
     return list(dict.fromkeys(own))
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the interface with this IPv4 address."""
-    if is_loopback(address):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None

@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -85,16 +86,28 @@ def init_world(
         )
     name = backend or default_backend(chosen)
     try:
+        _require_available(name, chosen)
         _init(name, rank_info, timeout)
     except Exception as error:
         if not fallback:
-            raise _init_error(name, rank_info, error) from error
+            raise error if isinstance(error, WorldError) else _init_error(name, rank_info, error) from error
         return _fall_back(name, rank_info, chosen, timeout, error)
     return World(rank_info, chosen, name)
 
 
 def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _require_available(backend: str, device: torch.device) -> None:
+    """Before any connection is tried: torch would report it as a failed one."""
+    if not torch_dist.is_backend_available(backend):
+        what, fix = f"Backend {backend} is not part of this torch ({torch.__version__})", "install a build that has it"
+    elif backend == "nccl" and device.type != "cuda":
+        what, fix = f"Backend nccl needs a GPU on each rank, and this rank uses {device}", "set device: cuda"
+    else:
+        return
+    raise WorldError("no-backend", f"{what}.", fix=f"{fix}; or omit backend: it is nccl on GPUs and gloo on CPUs")
 
 
 def _init(backend: str, rank_info: RankInfo, timeout: float) -> None:
@@ -107,7 +120,7 @@ def _init(backend: str, rank_info: RankInfo, timeout: float) -> None:
         world_size=rank_info.world,
         timeout=timedelta(seconds=timeout),
     )
-    _set_timeout(max(timeout, FIRST_STEP_SECONDS))
+    _set_timeout(timedelta(seconds=max(timeout, FIRST_STEP_SECONDS)), torch_dist.group.WORLD)
     if backend == "nccl":  # it connects in the first collective: only then is it known to work
         torch_dist.all_reduce(torch.zeros(1, device="cuda"))
     _destroy_at_exit()
@@ -116,15 +129,14 @@ def _init(backend: str, rank_info: RankInfo, timeout: float) -> None:
 def _rendezvous(rank_info: RankInfo) -> str:
     """The address of the store, which rank 0 opens first if it hosts it."""
     global _hosted_store
-    endpoint = environment.rendezvous_endpoint()
-    assert endpoint is not None
-    host, port = endpoint
-    if environment.is_on_one_machine(rank_info):
-        if sys.platform == "linux":  # gloo and NCCL open ports too
-            for name, value in environment.interfaces("lo").items():
-                os.environ.setdefault(name, value)
-        host = host if environment.has_agent_store() else LOOPBACK
-    if rank_info.rank == 0 and not environment.has_agent_store() and _hosted_store is None:
+    host, port = environment.rendezvous_endpoint() or (LOOPBACK, 0)
+    is_hosted, is_local = environment.has_agent_store(), environment.is_on_one_machine(rank_info)
+    if is_local and sys.platform == "linux":  # gloo and NCCL open ports too
+        for name, value in environment.interfaces("lo").items():
+            os.environ.setdefault(name, value)
+    if is_local and not is_hosted:
+        host = LOOPBACK
+    if rank_info.rank == 0 and not is_hosted and _hosted_store is None:
         _hosted_store = open_store_at(host, port)
     return environment.address(host, port)
 
@@ -188,14 +200,27 @@ def _init_error(backend: str, rank_info: RankInfo, error: Exception) -> WorldErr
 
 
 def shorten_timeout(seconds: float) -> None:
-    """Set the timeout of later collectives, once the first step is done; only if paceline initialized the group."""
+    """Set the timeout of later collectives, once the first step is done. A group that the user initialized keeps its
+    own, which then applies to all."""
     if _initialized_here:
-        _set_timeout(seconds)
+        _set_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
+    if torch_dist.is_initialized():
+        share_timeout()
 
 
-def _set_timeout(seconds: float) -> None:
+def share_timeout() -> None:
+    """Give the timeout of the world's group to the groups of device meshes, which torch creates with its default."""
+    world: Any = torch_dist.group.WORLD
+    device = torch.device("cuda" if torch_dist.get_backend() == "nccl" else "cpu")
+    options: Any = getattr(world._get_backend(device), "options", None)  # MPI has none, and no timeout
+    for group in torch_dist.distributed_c10d._world.pg_map if options else ():
+        if group.group_desc.startswith("mesh_"):
+            _set_timeout(options._timeout, group)
+
+
+def _set_timeout(timeout: timedelta, group: Any) -> None:
     # Private, but in torch since 2.2; there is no public equivalent.
-    torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
+    torch_dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def new_cpu_group(timeout: float) -> torch_dist.ProcessGroup | None:
@@ -212,8 +237,7 @@ def new_cpu_group(timeout: float) -> torch_dist.ProcessGroup | None:
 def forget() -> None:
     """Reset this module in a forked process, which does not have the group of its parent."""
     global _initialized_here, _is_single, _hosted_store
-    _initialized_here = _is_single = False
-    _hosted_store = None
+    _initialized_here, _is_single, _hosted_store = False, False, None
 
 
 def destroy() -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from paceline.config.launch import DEFAULT_PORT
 from paceline.errors import WorldError
 from paceline.runtime.hostlist import expand, expand_counts
-
-LOOPBACK = "127.0.0.1"
+from paceline.runtime.network import LOOPBACK
 
 # Below the ephemeral ports of Linux, which start at 32768.
 _FIRST_PORT, _PORTS = 20_000, 10_000

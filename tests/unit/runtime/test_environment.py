@@ -15,6 +15,7 @@ from paceline.run.folder import RunFolder
 from paceline.runtime import process_group
 from paceline.runtime.environment import (
     RankInfo,
+    is_on_one_machine,
     log_folder,
     read_exported,
     read_rank_info,
@@ -225,3 +226,27 @@ def test_invalid_rank_info_has_a_code(bad: dict[str, str]) -> None:
     with pytest.raises(WorldError) as caught:
         read_rank_info(bad)
     assert caught.value.code == "world.bad-environment"
+
+
+_EXPORTED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_on_one"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1"}, True),
+        ({"MASTER_ADDR": "localhost"}, True),
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
+        ({"MASTER_ADDR": "a"}, False),
+        ({"MASTER_ADDR": "a", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}, False),
+        ({"MASTER_ADDR": "a", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}, True),
+        ({"MASTER_ADDR": "a", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}, False),
+    ],
+    ids=str,
+)
+def test_ranks_are_on_one_machine_if_a_launcher_says_so_or_they_meet_on_loopback(
+    variables: dict[str, str], is_on_one: bool
+) -> None:
+    found = read_rank_info(_EXPORTED | variables)
+    assert found is not None and is_on_one_machine(found, _EXPORTED | variables) is is_on_one
