@@ -179,9 +179,9 @@ def try_launch(plan: Plan) -> str:
             _become_launcher(plan, folder)
         status, sent = _watch(plan, folder, process)
         if status is None:
-            said = _said(folder)
+            said = " ".join([_said(folder)[-300:], *_descendants(process)])
             _end(before | {process}, process)
-            return f"did not end in {DEADLINE:g} s (signal sent: {sent}): {said[-300:]!r}"
+            return f"did not end in {DEADLINE:g} s (signal sent: {sent}): {said}"
         left = _left(before, AFTER_A_KILL if status < 0 else 0.2)
         if left:
             _end(before, None)
@@ -330,6 +330,14 @@ def _left(before: set[int], seconds: float) -> list[str]:
         if not left or time.monotonic() > end:
             return [f"{pid} {_command(pid)}" for pid in left]
         time.sleep(0.005)
+
+
+def _descendants(pid: int) -> list[str]:
+    """What a launch that hangs consists of: the title of each process and where it waits in the kernel."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    children = path.read_text().split() if path.exists() else []
+    where = Path(f"/proc/{pid}/wchan").read_text() if path.exists() else ""
+    return [f"[{pid} {_command(pid)}: {where}]", *(each for child in children for each in _descendants(int(child)))]
 
 
 def _command(pid: int) -> str:

@@ -1,8 +1,7 @@
 """The parent of the ranks of one node: a process between the launcher and its ranks.
 
 It starts the ranks, reports how each of them exited, and passes signals on to them. Whatever ranks leave running
-becomes its child (PR_SET_CHILD_SUBREAPER) and is ended when the ranks are done. If the launcher is killed, it ends the
-ranks.
+becomes its child (PR_SET_CHILD_SUBREAPER) and is ended. If the launcher is killed, it ends the ranks.
 
 That a process has exited is known from waitpid, never from the end of a pipe: a process that a rank forked holds all
 pipes of the rank. Signals are blocked from each fork until the handlers of the new process are set.
@@ -11,7 +10,7 @@ pipes of the rank. Signals are blocked from each fork until the handlers of the 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
+import math
 import os
 import select
 import signal
@@ -21,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +33,7 @@ _BLOCKED = {*HANDLED, signal.SIGUSR2, signal.SIGCHLD}
 _POLL_SECONDS = 0.1
 # What ranks left running may exit by itself, then gets SIGTERM, then SIGKILL; after the last limit it is given up.
 _LEFTOVER_TERM, _LEFTOVER_KILL, _LEFTOVER_LIMIT = 0.3, 1.5, 6.0
+_LEFTOVER_POLL = 0.02
 _ABANDONED_SECONDS = 2.0  # for this process to exit after it was told to kill the ranks and should be done
 _REPORT = struct.Struct("=cqqd")  # kind, local rank, value, time
 _COMMAND = struct.Struct("=qq")  # signal, process group that has received it already or -1
@@ -145,9 +146,11 @@ class _Parent:
     def __init__(self, ranks: RankProcesses, launcher: int, pipes: Sequence[int], mask: Collection[int]) -> None:
         self._ranks, self._launcher, self._mask = ranks, launcher, mask
         self._reports, self._commands, self._interrupted = pipes
-        self._running: dict[int, int] = {}  # local rank by process
+        self._running: dict[int, tuple[int, ForkProcess]] = {}  # by pid: local rank and process
         self._gone_at: float | None = None  # when the launcher was found to be gone
         self._sent = 0  # the last signal that was sent for lack of a launcher
+        self._leftovers: dict[int, float] = {}  # orphans, and when each was seen first
+        self._told: dict[int, int] = {}  # orphans, and the last signal that each got
 
     def run(self) -> None:
         set_title("paceline: parent of ranks", "pl-parent")
@@ -158,12 +161,16 @@ class _Parent:
         if signal.SIGINT in signal.sigpending():
             signal.sigwait({signal.SIGINT})  # not all ranks received it: the launcher has to forward it
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        while self._running:
-            self._wait()
-            self._reap()
+        limit = math.inf
+        while self._running or (self._leftovers and time.monotonic() < limit):
+            self._wait(_LEFTOVER_POLL if self._leftovers else _POLL_SECONDS)
+            if self._reap() or self._leftovers:
+                self._end_leftovers()
             self._obey()
             self._check_launcher()
-        self._end_leftovers()
+            limit = math.inf if self._running else min(limit, time.monotonic() + _LEFTOVER_LIMIT)
+        if self._told:
+            self._report(b"l", 0, len(self._told))
 
     def _handle_signals(self) -> None:
         self._wake, wake = os.pipe()
@@ -181,20 +188,22 @@ class _Parent:
 
     def _start(self, local: int) -> None:
         # multiprocessing resets what a forked process must not inherit: its children, finalizers and random state.
-        process = multiprocessing.get_context("fork").Process(target=self._become_rank, args=(local, os.getpid()))
+        process = ForkProcess(target=self._become_rank, args=(local, os.getpid()))
         try:
             process.start()
         except OSError as error:
             self._report(b"f", local, error.errno or 0)
             for pid in self._running:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             os._exit(1)
         assert process.pid is not None
-        self._running[process.pid] = local
+        self._running[process.pid] = (local, process)
         self._report(b"s", local, process.pid)
 
     def _become_rank(self, local: int, parent: int) -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # its daemons are inherited from it when it exits, not before
         if os.getppid() != parent:
             os._exit(1)
         signal.set_wakeup_fd(-1)
@@ -214,22 +223,23 @@ class _Parent:
         with suppress(OSError):  # the launcher is gone
             os.write(self._reports, _REPORT.pack(kind, local, value, time.time()))
 
-    def _wait(self, seconds: float = _POLL_SECONDS) -> None:
+    def _wait(self, seconds: float) -> None:
         """Until a signal or a command arrives."""
         ready, _, _ = select.select([self._wake] if self._gone_at else [self._wake, self._commands], [], [], seconds)
         if self._wake in ready:
             os.read(self._wake, 4096)
 
     def _reap(self) -> bool:
-        """Report exits of ranks; returns whether this process still has children."""
-        try:
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                local = self._running.pop(found[0], None)
-                if local is not None:
-                    self._report(b"x", local, os.waitstatus_to_exitcode(found[1]))
-        except ChildProcessError:
-            return False
-        return True
+        """Report exits of ranks; returns whether there were any."""
+        # Not waitpid(-1): multiprocessing waits for children too, when it starts another, and keeps their exit codes.
+        exited = [pid for pid, (_, process) in self._running.items() if process.exitcode is not None]
+        for pid in exited:
+            local, process = self._running.pop(pid)
+            self._report(b"x", local, process.exitcode or 0)
+        for pid in self._leftovers:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return bool(exited)
 
     def _obey(self) -> None:
         if self._gone_at is not None or not select.select([self._commands], [], [], 0)[0]:
@@ -258,18 +268,16 @@ class _Parent:
             self._send(number)
 
     def _end_leftovers(self) -> None:
-        begin, told = time.monotonic(), dict[int, int]()
-        while self._reap() and (waited := time.monotonic() - begin) < _LEFTOVER_LIMIT:
-            number = signal.SIGTERM if waited < _LEFTOVER_KILL else signal.SIGKILL
-            for pid in _children() if waited > _LEFTOVER_TERM else ():
-                if told.get(pid) != number:
-                    told[pid] = number
-                    with suppress(OSError):  # another user's
-                        os.kill(pid, number)
-            self._gone_at = self._gone_at or begin  # commands are no longer read
-            self._wait(0.02)
-        if told:
-            self._report(b"l", 0, len(told))
+        """All other children are orphans of ranks that exited. They are ended at once, not with the last rank: they
+        hold copies of connections, so that other ranks would wait for one that is gone."""
+        now = time.monotonic()
+        self._leftovers = {pid: self._leftovers.get(pid, now) for pid in _children() if pid not in self._running}
+        for pid, since in self._leftovers.items():
+            number = signal.SIGKILL if now > since + _LEFTOVER_KILL else signal.SIGTERM
+            if now > since + _LEFTOVER_TERM and self._told.get(pid) != number:
+                self._told[pid] = number
+                with suppress(OSError):  # another user's
+                    os.kill(pid, number)
 
 
 def _children() -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from fresh import in_a_fresh_process
 from paceline.errors import LaunchError
-from paceline.launcher.local.rank_parent import RankProcesses
+from paceline.launcher.local.rank_parent import RankProcesses, _Parent
 from paceline.launcher.local.titles import set_title
 
 DEADLINE = 60.0
@@ -40,6 +40,35 @@ def test_exits_are_reported_with_their_codes() -> None:
         wait_until(ranks, lambda: not ranks.running)
     assert {local: code for local, (code, _) in ranks.exits.items()} == {0: 0, 1: -signal.SIGKILL, 2: 7}
     assert sorted(ranks.pids) == [0, 1, 2] and ranks.ended_leftovers == 0
+
+
+def test_a_rank_that_exits_before_the_others_are_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_slowly(self: _Parent, local: int) -> None:
+        start(self, local)
+        os.waitid(os.P_PID, next(reversed(self._running)), os.WEXITED | os.WNOWAIT)
+
+    start = _Parent._start
+    monkeypatch.setattr(_Parent, "_start", start_slowly)
+    with RankProcesses(3, os._exit, grace=60.0, orphan_seconds=0.0) as ranks:
+        wait_until(ranks, lambda: not ranks.running)
+    assert {local: code for local, (code, _) in ranks.exits.items()} == {0: 0, 1: 1, 2: 2}
+
+
+def test_children_of_a_rank_that_exited_are_ended_while_others_run(tmp_path: Path) -> None:
+    def leave(local: int) -> None:
+        if local == 0:
+            signal.pause()
+        if os.fork() == 0:
+            (tmp_path / str(os.getpid())).touch()
+            signal.pause()
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.001)
+
+    with RankProcesses(2, leave, grace=60.0, orphan_seconds=0.0) as ranks:
+        wait_until(ranks, lambda: ranks.running == [0])
+        [left] = tmp_path.iterdir()
+        wait_until(ranks, lambda: not psutil.pid_exists(int(left.name)))
+        assert ranks.running == [0]
 
 
 def test_ranks_have_the_default_signal_handlers_and_an_empty_mask(tmp_path: Path) -> None:
@@ -83,7 +112,7 @@ def test_a_process_that_cannot_be_forked_has_a_code(monkeypatch: pytest.MonkeyPa
 
 LAUNCHER = """
 import os, pathlib, signal
-from paceline.launcher.local.rank_parent import RankProcesses
+from paceline.launcher.local.rank_parent import RankProcesses, _Parent
 def rank(local):
     signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("terminated").touch())
     pathlib.Path("ready").touch()
