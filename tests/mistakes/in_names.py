@@ -48,11 +48,11 @@ ALL = (
         built("model, torch.optim.SGD, criterion=criterion"),
         ("optimizer", "torch.optim.SGD(model.parameters()"),
     ),
-    Mistake("optimizer-string", built('model, "adam", criterion=criterion'), ("{'name': 'adam'",)),
+    Mistake("optimizer-string", built('model, "admw", criterion=criterion'), ("config.bad-value", "adamw")),
     Mistake(
         "model-class",
         script("class Net(nn.Module):\n    pass\n\ntrainer = paceline.Trainer(Net, sgd, criterion=criterion)  # <-"),
-        ("Net()",),
+        ("model.not-a-module", "Net("),
     ),
     Mistake(
         "criterion-class",
@@ -101,7 +101,7 @@ ALL = (
         f"{_TRAIN} optimizer.rate=1",
     ),
     Mistake("command-typo", {}, ("trian", "train"), "paceline trian recipe.yaml"),
-    Mistake("option-typo", script(""), ("--ranks",), "paceline launch --rank 2 train.py"),
+    Mistake("option-typo", script(""), ("--ranks",), "paceline launch --rnks 2 train.py"),
     Mistake("deepspeed-option", script(""), ("--num_gpus", "--ranks"), "paceline launch --num_gpus 2 train.py"),
     Mistake(
         "torchrun-option",
@@ -109,5 +109,11 @@ ALL = (
         ("--master_addr", "--master"),
         "paceline launch --master_addr a --master_port 1234 train.py",
     ),
-    Mistake("option-after-script", script("print('fine')"), ("-n 2", "before"), "paceline launch train.py -n 2"),
+    Mistake(
+        "option-after-script",
+        script("print('fine')"),
+        ("-n is passed to train.py", "before"),
+        "paceline launch train.py -n 2",
+        succeeds=True,
+    ),
 )

@@ -49,28 +49,37 @@ ALL = (
     ),
     Mistake(
         "run-in-use",
-        trainer(
-            f'{_PLAIN}, run="same"',
-            'second = paceline.Trainer(model, sgd, criterion=criterion, batch=16, run="same", resume="runs/same")\n'
-            "class Again:\n    def on_log(self, record):\n        second.train(data, epochs=2)\n"
-            "trainer._callbacks\ntrainer.train(data, epochs=1)",
+        script(
+            "class Again:\n    def on_save(self, saved):\n"
+            f'        paceline.Trainer({_PLAIN}, resume="runs/same").train(data, epochs=2)  # <-\n\n'
+            f'trainer = paceline.Trainer({_PLAIN}, run="same", save_every=1, callbacks=[Again()])\n'
+            "trainer.train(data, epochs=2)"
         ),
-        ("checkpoint.",),
+        ("checkpoint.", "runs/same"),
         PYTHON,
     ),
-    Mistake("logger-not-installed", built(f'{_PLAIN}, run="x", loggers=["mlflow"]'), ("mlflow", "pip install")),
+    Mistake(
+        "logger-not-installed",
+        script(
+            'import sys\nsys.modules["mlflow"] = None  # not installed\n'
+            f'trainer = paceline.Trainer({_PLAIN}, run="x", loggers=["mlflow"])\n'
+            "trainer.train(data, epochs=1)  # <-"
+        ),
+        ("mlflow", "pip install"),
+    ),
     Mistake("logger-typo", built(f'{_PLAIN}, loggers=["tensorbord"]'), ("'tensorboard'",)),
     Mistake("gpu-on-a-cpu-machine", built(f'{_PLAIN}, device="cuda"'), ("cuda", "GPU")),
     Mistake("cuda-by-hand", script('model = model.to("cuda")  # <-'), ("CUDA", "rank 0")),
     Mistake("nccl-on-a-cpu-machine", built(f'{_PLAIN}, backend="nccl"'), ("nccl", "gloo")),
     Mistake("bf16-word", built(f'{_PLAIN}, precision="16-mixed"'), ("bad-value", "fp16")),
-    Mistake("port-in-use", script("pass"), ("launch.port-in-use",), "paceline launch -n 2 --port 1 train.py"),
+    Mistake("port-in-use", script("pass"), ("launch.port-in-use",), "paceline launch -n 2 --port {port} train.py"),
     Mistake(
         "world-size-exported",
         trainer(_PLAIN, "trainer.train(data, epochs=1)"),
-        ("WORLD_SIZE",),
+        ("WORLD_SIZE=4 is ignored",),
         PYTHON,
         env={"WORLD_SIZE": "4"},
+        succeeds=True,
     ),
     Mistake(
         "rank-without-master",
@@ -81,6 +90,6 @@ ALL = (
     ),
     Mistake("negative-ranks", script("pass"), ("launch.",), "paceline launch -n -2 train.py"),
     Mistake("gpus-asked-for", script("pass"), ("ranks",), "paceline launch -n all train.py"),
-    Mistake("export-before-training", {}, ("checkpoint.",), "paceline checkpoint export runs/none out.safetensors"),
+    Mistake("export-before-training", {}, ("checkpoint.",), "paceline checkpoint export runs/none --to safetensors"),
     Mistake("explain-typo", {}, ("config.unknown-key",), "paceline explain config.unknown-keys"),
 )

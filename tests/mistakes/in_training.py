@@ -33,8 +33,7 @@ _LEN = "    def __len__(self):\n        return 64\n\n"
 
 ALL = (
     Mistake("no-criterion", trained("", "model, sgd, batch=16"), ("criterion", "loss_fn")),
-    Mistake("no-optimizer", trained("", "model, criterion=criterion, batch=16"), ("optimizer",)),
-    Mistake("all-frozen", trained("model.requires_grad_(False)"), ("requires_grad",)),
+    Mistake("all-frozen", trained("model.requires_grad_(False)"), ("train.nothing-to-train", "requires_grad")),
     Mistake(
         "optimizer-of-another-model",
         trained(
@@ -50,7 +49,8 @@ ALL = (
             "model[0].requires_grad_(True)",
             _PLAIN.replace("sgd", "optimizer"),
         ),
-        ("0.weight", "optimizer"),
+        ("0.weight", "not updated"),
+        succeeds=True,
     ),
     Mistake(
         "optimizer-before-replacing-a-layer",
@@ -58,47 +58,47 @@ ALL = (
             "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nmodel[2] = nn.Linear(16, 3)",
             _PLAIN.replace("sgd", "optimizer"),
         ),
-        ("2.weight", "optimizer"),
+        ("train.other-parameters", "optimizer"),
     ),
     Mistake("unused-layer", net("return self.first(x)[:, :3]"), ("train.unused-parameters", "second.weight")),
     Mistake("wrong-width", net("return self.second(x)  # <-"), ("mat1 and mat2 shapes cannot be multiplied",)),
-    Mistake("returns-none", net("self.second(self.first(x))  # <-"), ("None", "return")),
-    Mistake("returns-tuple", net("return self.second(self.first(x)), x"), ("tuple", "criterion")),
+    Mistake("returns-none", net("self.second(self.first(x))"), ("model.no-output", "None", "return")),
+    Mistake("returns-tuple", net("return self.second(self.first(x)), x"), ("tuple", "return a tensor from forward()")),
     Mistake("returns-dict", net("return {'logits': self.second(self.first(x))}", "model, sgd, batch=16"), ("loss",)),
-    Mistake("detached", net("return self.second(self.first(x)).detach()  # <-"), ("grad",)),
+    Mistake("detached", net("return self.second(self.first(x)).detach()"), ("train.no-gradient", "detach")),
     Mistake("no-grad", net("with torch.no_grad():\n            return self.second(self.first(x))"), ("grad",)),
     Mistake(
         "loss-item",
         trained(
-            "def loss_fn(model, batch):\n    return criterion(model(batch[0]), batch[1]).item()  # <-",
+            "def loss_fn(model, batch):\n    return criterion(model(batch[0]), batch[1]).item()",
             "model, sgd, loss_fn=loss_fn, batch=16",
         ),
-        ("float", "tensor"),
+        ("train.no-loss", "float", "tensor"),
     ),
     Mistake(
         "loss-per-sample",
         trained("criterion = nn.CrossEntropyLoss(reduction='none')"),
-        ("scalar", "mean"),
+        ("train.criterion-not-a-mean", "mean"),
     ),
     Mistake(
         "loss-fn-arguments",
         trained("def loss_fn(batch):  # <-\n    return 0", "model, sgd, loss_fn=loss_fn, batch=16"),
-        ("loss_fn", "(model, batch)"),
+        ("model.not-a-criterion", "(model, batch)"),
     ),
     Mistake(
         "float-labels",
         trained("data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)).float())"),
-        ("Long", "float"),
+        ("Long", "labels must be integers", "float32"),
     ),
     Mistake(
         "label-out-of-range",
         trained("data = TensorDataset(torch.randn(64, 8), torch.randint(1, 4, (64,)))"),
-        ("Target 3 is out of bounds", "train.py"),
+        ("from 1 to 3, but the output has 3 classes",),
     ),
     Mistake(
         "labels-one-column",
         trained("data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64, 1)))"),
-        ("[", "target"),
+        ("labels must have shape (batch,)",),
     ),
     Mistake(
         "broadcast-mse",
@@ -122,18 +122,18 @@ ALL = (
     Mistake(
         "nan-input",
         trained("data.tensors[0][5, 0] = float('nan')"),
-        ("non-finite", "step"),
+        ("train.nonfinite", "sample 5"),
     ),
     Mistake(
         "lr-too-high",
         trained("", 'model, {"name": "sgd", "lr": 1e20}, criterion=criterion, batch=16, log_every=1'),
         ("step", "lr"),
     ),
-    Mistake("log-of-zero", net("return torch.log(self.second(self.first(x)) * 0)  # <-"), ("step",)),
+    Mistake("log-of-zero", net("return torch.log(self.second(self.first(x)) * 0)"), ("step",)),
     Mistake(
         "in-place",
         net("h = self.first(x).sigmoid()\n        h += self.second.weight.sum()\n        return self.second(h)"),
-        ("in-place",),
+        ("inplace operation",),
     ),
     Mistake("device-by-hand", net("return self.second(self.first(x.to('meta')))  # <-"), ("device", "meta")),
     Mistake("empty-data", trained("data = TensorDataset(torch.zeros(0, 8), torch.zeros(0))"), ("data.", "empty")),
@@ -144,8 +144,8 @@ ALL = (
     ),
     Mistake("no-length", dataset("", "return torch.randn(8), 0"), ("__len__",)),
     Mistake("length-too-long", dataset(_LEN, "return [(torch.randn(8), 0)][index]  # <-"), ("IndexError", "rank")),
-    Mistake("ragged-samples", dataset(_LEN, "return torch.randn(8 + index % 2), 0"), ("data.", "collate")),
-    Mistake("none-samples", dataset(_LEN, "pass  # <-"), ("None",)),
+    Mistake("ragged-samples", dataset(_LEN, "return torch.randn(8 + index % 2), 0"), ("equal size", "collate")),
+    Mistake("none-samples", dataset(_LEN, "pass"), ("data.no-sample", "None")),
     Mistake(
         "worker-fails",
         dataset(_LEN, "return self.images[index], 0  # <-", f"{_PLAIN}, workers=2"),
@@ -156,7 +156,7 @@ ALL = (
     Mistake(
         "data-is-a-generator",
         trainer(_PLAIN, "trainer.train((sample for sample in data), epochs=1)  # <-"),
-        ("data.", "generator"),
+        ("batch", "not samples"),
     ),
     Mistake("no-data", trainer(_PLAIN, "trainer.train(epochs=1)  # <-"), ("data",)),
     Mistake("no-length-of-training", trainer(_PLAIN, "trainer.train(data)  # <-"), ("epochs", "max_steps")),

@@ -11,6 +11,7 @@ import linecache
 import os
 import re
 import shlex
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -105,9 +106,9 @@ def run_forked(mistake: Mistake, folder: Path, launch: Callable[..., nodes.Launc
     def enter() -> None:
         os.environ.update(mistake.env)
 
-    status, said = None, ""
+    status, said, taken = None, "", socket.create_server(("127.0.0.1", 0))
     for command in filter(None, (mistake.before, mistake.start)):
-        program, *arguments = shlex.split(command)
+        program, *arguments = shlex.split(command.replace("{port}", str(taken.getsockname()[1])))
         launcher = launch(
             *(arguments if program == "paceline" else ()),
             where=folder,
@@ -116,6 +117,7 @@ def run_forked(mistake: Mistake, folder: Path, launch: Callable[..., nodes.Launc
         with suppress(TimeoutError):
             nodes.eventually(lambda each=launcher: each.status is not None, seconds=_DEADLINE)
         status, said = launcher.status, launcher.said
+    taken.close()
     return status, said
 
 

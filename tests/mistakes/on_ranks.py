@@ -126,13 +126,13 @@ ALL = (
     Mistake(
         "init-process-group-alone",
         script('torch.distributed.init_process_group("gloo")  # <-'),
-        ("MASTER_ADDR",),
+        ("RANK",),
         PYTHON,
     ),
     Mistake(
         "launch-within-launch",
         script("def main():\n    pass\n\npaceline.launch(main, ranks=2)  # <-"),
-        ("launch.", "paceline launch"),
+        ("launch.inside-a-rank", "run the script with python"),
     ),
     Mistake(
         "launch-after-a-group",

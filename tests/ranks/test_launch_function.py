@@ -225,3 +225,17 @@ paceline.launch(lambda: None, ranks=2)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert (tmp_path / "exits").read_text() == "x"
+
+
+def test_a_launch_on_a_rank_that_a_launcher_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PacelineError, match="called on rank 1 of 2") as caught:
+        paceline.launch(total, ranks=2)
+    assert caught.value.code == "launch.inside-a-rank"
+
+
+def test_the_result_of_a_call_is_not_a_function() -> None:
+    with pytest.raises(PacelineError, match="Expected a function, got NoneType None") as caught:
+        paceline.launch(None, ranks=2)  # type: ignore[arg-type]
+    assert caught.value.code == "launch.not-a-function"

@@ -26,6 +26,8 @@ def read_recipe(arguments: list[str] | None, ranks: int | None) -> tuple[Config,
     from paceline.config.recipe import Config
 
     path, overrides = _split(arguments or [])
+    if path is not None and Path(path).suffix == ".py":
+        raise ConfigError("malformed", f"{path} is a script, not a recipe.", fix=f"run it: paceline launch -n 2 {path}")
     if ranks is not None:
         overrides = [*overrides, f"launch.ranks={ranks}"]
     if path is None:

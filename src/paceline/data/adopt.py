@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -57,15 +58,30 @@ def look_at(data: Any, seed: int) -> Any:
     """Return `data`; iterables of batches are wrapped so that the batch size is known before training."""
     if isinstance(data, DataLoader):
         return ReadyBatches(data, seed) if data.batch_size is None and data.batch_sampler is None else data
-    if isinstance(data, (IterableDataset, ReadyBatches)) or _has_indices(data):
-        return data
-    if hasattr(data, "__iter__"):
-        return ReadyBatches(data, seed)
-    raise DataError(
-        "not-data",
-        f"Unsupported data: expected a Dataset, a DataLoader or an iterable of batches, got {type(data).__name__}.",
-        fix="pass one of these to train()",
-    )
+    if not (isinstance(data, (str, bytes, type)) or _are_columns(data)):
+        if isinstance(data, (IterableDataset, ReadyBatches)) or _has_indices(data):
+            return data
+        if hasattr(data, "__iter__"):
+            return ReadyBatches(data, seed)
+    given = f"the class {data.__name__}" if isinstance(data, type) else f"{type(data).__name__} {data!r:.60}"
+    fix = "pass one of these to train()"
+    if isinstance(data, type):
+        fix = f"create it: {data.__name__}(…)"
+    elif _are_columns(data):
+        given, fix = f"a {type(data).__name__} of {len(data)} tensors", "pass TensorDataset(inputs, targets)"
+    elif isinstance(data, (str, bytes)):
+        fix = "read the file in a Dataset, or name a dataset in a recipe"
+    elif hasattr(data, "__getitem__"):
+        given, fix = f"{type(data).__name__} without __len__", "define __len__, or derive from IterableDataset"
+    what = f"Unsupported data: expected a Dataset, a DataLoader or an iterable of batches, got {given}."
+    raise DataError("not-data", what, fix=fix)
+
+
+def _are_columns(data: Any) -> bool:
+    """Whether this is (inputs, targets) for all samples. In a sequence of batches, dtypes and dims are equal."""
+    if not isinstance(data, tuple) or not all(isinstance(each, Tensor) and each.dim() for each in data):
+        return False
+    return len({len(each) for each in data}) == 1 < len({(each.dtype, each.dim()) for each in data})
 
 
 def _has_indices(data: Any) -> bool:

@@ -13,6 +13,8 @@ from zlib import crc32
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paceline.data.batches import digest
+from paceline.errors import DataError
+from paceline.run.user_frame import place_of
 from paceline.runtime.rng import derive_seed, seed_cpu
 
 Key = tuple[int, Any]
@@ -47,6 +49,13 @@ class SeededSamples(Dataset[Any]):
         samples = [self[key] for key in keys]
         if self._own_collate:
             seed_cpu(derive_seed(self._seed, *_numbers(keys[0]), len(keys)))
+        elif samples[0] is None:
+            read = getattr(type(self._dataset), "__getitem__", None)
+            raise DataError(
+                "no-sample",
+                f"{type(self._dataset).__name__}.__getitem__({keys[0][1]!r}){place_of(read)} returned None.",
+                fix="end it with a return statement",
+            )
         return samples
 
     def __getattr__(self, name: str) -> Any:

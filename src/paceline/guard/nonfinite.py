@@ -22,6 +22,7 @@ from paceline.errors import TrainError
 from paceline.guard import snapshot
 from paceline.parallel.fsdp import reshard_all
 from paceline.parallel.shards import local_shard
+from paceline.run.user_frame import place_of
 from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext
 
@@ -198,7 +199,8 @@ def _first_nonfinite(model: nn.Module) -> Iterator[list[str]]:
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            text = f"first module with a non-finite output: {name or 'the model'} ({type(module).__name__})"
+            kind, place = type(module).__name__, place_of(module.forward)
+            text = f"first module with a non-finite output: {name or 'the model'} ({kind}){place}"
             hooks.callback(module.register_forward_hook(partial(check, text)).remove)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

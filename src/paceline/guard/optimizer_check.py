@@ -40,10 +40,13 @@ def check_optimizer(optimizer: Any) -> None:
             fix="use one optimizer with parameter groups; for adversarial training, use two Trainers in a custom loop, "
             "as docs/guides/trainer.md shows",
         )
+    is_class = isinstance(optimizer, type)
+    made = f"create it: torch.optim.{optimizer.__name__}(model.parameters(), lr=…)" if is_class else "pass an optimizer"
     raise TrainError(
         "not-an-optimizer",
-        f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.",
-        fix='pass an optimizer, or settings: optimizer={"name": "adamw", "lr": 1e-3}',
+        f"Expected a torch.optim.Optimizer, got {'the class ' if is_class else ''}"
+        f"{(optimizer if is_class else type(optimizer)).__name__}.",
+        fix=f'{made}, or settings: optimizer={{"name": "adamw", "lr": 1e-3}}',
     )
 
 

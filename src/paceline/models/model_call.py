@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from paceline.errors import TrainError
 from paceline.models import huggingface
 from paceline.models.losses import Loss
+from paceline.models.usage_errors import explain_criterion
 
 IGNORED_LABEL = -100
 _TARGETS = ("targets", "labels", "target", "label")
@@ -88,9 +89,13 @@ def _require_mean(criterion: Any) -> None:
 def _criterion_call(criterion: Callable[..., Any]) -> ModelCall:
     def call(model: Any, batch: Any) -> Any:
         outputs = model(batch[0])
-        if torch.is_grad_enabled():
-            return criterion(outputs, batch[1])
-        return loss_of_outputs(criterion, outputs, batch[1])
+        try:
+            if torch.is_grad_enabled():
+                return criterion(outputs, batch[1])
+            return loss_of_outputs(criterion, outputs, batch[1])
+        except Exception as error:
+            explain_criterion(error, criterion, model, outputs, batch[1])
+            raise
 
     return call
 
@@ -236,7 +241,10 @@ def _scalar(value: Any) -> Tensor:
     got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise TrainError(
         "no-loss",
-        f"Expected a loss from the model, got {got}.",
-        why="a loss is a scalar, a dict or object with `loss`, or a paceline.Loss(sum, weight)",
-        fix="return one of these from forward(), or pass criterion=… or loss_fn=lambda model, batch: …",
+        f"Expected a loss, got {got}.",
+        why="item(), float() and numpy() cut it off from the parameters"
+        if isinstance(value, (int, float))
+        else "a loss is a scalar tensor, a dict or object with `loss`, or a paceline.Loss(sum, weight)",
+        fix="return the scalar tensor from loss_fn, the criterion or forward(); if forward() does not compute a "
+        "loss, pass criterion=… or loss_fn=lambda model, batch: …",
     )

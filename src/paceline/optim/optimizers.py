@@ -16,6 +16,7 @@ from torch import nn
 from paceline.config.components import OPTIMIZERS, OptimizerFacts
 from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import TrainError
+from paceline.models.usage_errors import require_trainable
 from paceline.optim.muon import MuonAdamW, hidden_matrices
 
 MUON_MOMENTUM = 0.95  # recommended by the authors of Muon
@@ -37,12 +38,7 @@ class OptimizerParams:
 def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.optim.Optimizer:
     """The recipe's optimizer for a model. It skips frozen parameters, which may be unfrozen later."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point()]
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise TrainError(
-            "nothing-to-train",
-            f"The model {type(model).__name__} has no parameters that require gradients.",
-            fix="check requires_grad, and that the layers are attributes of the module",
-        )
+    require_trainable(model)
     params = OptimizerParams(model, named, _decay_groups(named, settings.weight_decay), _can_fuse(named))
     build = OPTIMIZERS.find(settings.name, settings.options())
     optimizer: Any = build(params, settings, lr, **settings.options())

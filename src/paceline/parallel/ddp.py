@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.sections import DdpSection
 from paceline.errors import LayoutError
+from paceline.models.usage_errors import require_trainable
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first
 
@@ -27,6 +28,7 @@ def replicate(
             why="DDP reduces gradients of a single device type only",
             fix="place all layers on GPUs, or train in one process",
         )
+    require_trainable(getattr(step, "model", step))
     # device_ids must be omitted for a model on several GPUs.
     one_device = len({parameter.device for parameter in step.parameters()}) == 1
     options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" and one_device else {}

@@ -92,7 +92,7 @@ def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Deriv
             "contradiction",
             f"The requested batch is {requested}, but the data has a batch size of {loader_batch}.",
             why="the batch size of a DataLoader or of an iterable of batches is the global batch",
-            fix="set only one of them, or make them equal",
+            fix="set only one of them, or make them equal; an iterable must yield batches, not samples",
         )
     if config.batch is not None:
         return Derived(config.batch, FROM_RECIPE)

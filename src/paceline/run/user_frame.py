@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import sysconfig
@@ -9,6 +10,7 @@ import traceback
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from paceline import errors
 from paceline.run.folder import short
@@ -64,3 +66,9 @@ def _is_user_file(file: str) -> bool:
     libraries = [_PACELINE, sysconfig.get_path("stdlib"), *([str(Path(torch).parent)] if torch else [])]
     path = Path(file)
     return not _INSTALLED & set(path.parts) and not any(path.is_relative_to(each) for each in libraries)
+
+
+def place_of(function: Any) -> str:
+    """` (train.py:12)`: where the user defined a function; empty for others."""
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return f" ({short(code.co_filename)}:{code.co_firstlineno})" if code and _is_user_file(code.co_filename) else ""

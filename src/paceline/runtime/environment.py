@@ -92,6 +92,12 @@ def _has_rank(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
+def incomplete_rank(environment: Mapping[str, str] = os.environ) -> str:
+    """The variable of a rank that is set without the other, which has no effect: `WORLD_SIZE=4`; or empty."""
+    found = [f"{name}={environment[name]}" for name in ("RANK", "WORLD_SIZE") if name in environment]
+    return found[0] if len(found) == 1 else ""
+
+
 def rendezvous_endpoint(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
     """Host and port of the rendezvous of the ranks; None if the environment does not name it."""
     host = environment.get("MASTER_ADDR")

@@ -25,9 +25,8 @@ from paceline.data import adopt
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import nonfinite, preflight
-from paceline.guard.optimizer_check import check_optimizer
-from paceline.guard.scheduler_check import check_scheduler
 from paceline.models.losses import Loss
+from paceline.models.usage_errors import explain_no_gradient
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
@@ -52,7 +51,7 @@ from paceline.train.method_hints import MethodHints
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
-from paceline.train.trainer_kwargs import TrainerKwargs
+from paceline.train.trainer_kwargs import TrainerKwargs, check_arguments
 
 
 class Trainer(MethodHints):
@@ -77,8 +76,7 @@ class Trainer(MethodHints):
         values: dict[str, Any] = dict(settings)
         if isinstance(optimizer, (Mapping, str)):
             values["optimizer"], optimizer = optimizer, None
-        check_optimizer(optimizer)
-        check_scheduler(scheduler)
+        check_arguments(model, optimizer, loss_fn, criterion, scheduler)
         config = Config.from_dict(values, origin=KEYWORDS)
         require_free_names(metrics or {}, "metrics")
         task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
@@ -191,6 +189,7 @@ class Trainer(MethodHints):
                 oom.explain_out_of_memory(self._engine, self._loaders.plan),
                 preflight.explain_unused_parameters(self.model),
                 preflight.explain_backward(),
+                explain_no_gradient(self.model),
             ):
                 loop.run(job)
         except BaseException as error:

@@ -1,9 +1,13 @@
-"""Keyword settings of the Trainer: top-level keys of a recipe, with sections as dicts; a test compares both."""
+"""Arguments of the Trainer. Settings are top-level keys of a recipe, with sections as dicts; a test compares both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
+
+from paceline.guard.optimizer_check import check_optimizer
+from paceline.guard.scheduler_check import check_scheduler
+from paceline.models.usage_errors import check_criterion, check_model
 
 
 class TrainerKwargs(TypedDict, total=False):
@@ -57,3 +61,12 @@ class TrainerKwargs(TypedDict, total=False):
     resume: str | None
     loggers: str | Sequence[str]
     quiet: bool
+
+
+def check_arguments(model: Any, optimizer: Any, loss_fn: Any, criterion: Any, scheduler: Any) -> None:
+    """Refuse unusable objects before anything is built."""
+    check_model(model)
+    check_optimizer(optimizer)
+    check_criterion("loss_fn", loss_fn)
+    check_criterion("criterion", criterion)
+    check_scheduler(scheduler)

@@ -7,11 +7,13 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     SubsetRandomSampler,
 )
 
-from paceline.data.adopt import batch_of
+from paceline.data.adopt import batch_of, look_at
+from paceline.data.iterable import ReadyBatches
 from paceline.data.loader import DataShard
 from paceline.errors import DataError
 from reading import Numbers, Stream, micros, samples_by_step, spec_for
@@ -71,6 +73,9 @@ def test_an_evaluation_takes_each_sample_once_from_loaders_made_for_training() -
         (Stream(0), "data.empty"),
         (iter(()), "data.empty"),
         (42, "data.not-data"),
+        ("data.csv", "data.not-data"),
+        (Numbers, "data.not-data"),
+        ((torch.ones(9, 2), torch.ones(9)), "data.not-data"),
         ([["a", "b"]], "data.no-length"),
     ],
 )
@@ -82,3 +87,18 @@ def test_unsupported_data_has_a_code(data: Any, code: str) -> None:
 
 def test_an_evaluation_takes_fewer_samples_than_a_batch() -> None:
     assert len(micros(Numbers(3), spec_for(training=False))) == 1
+
+
+class Unsized(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_dataset_without_a_length_is_told_to_define_it() -> None:
+    with pytest.raises(DataError, match="got Unsized without __len__") as caught:
+        look_at(Unsized(), 0)
+    assert "define __len__" in caught.value.fix
+
+
+def test_batches_in_a_tuple_are_data() -> None:
+    assert isinstance(look_at((torch.ones(4, 2), torch.ones(4, 2)), 0), ReadyBatches)
