@@ -233,9 +233,3 @@ def test_a_launch_on_a_rank_that_a_launcher_started_is_refused(monkeypatch: pyte
     with pytest.raises(PacelineError, match="called on rank 1 of 2") as caught:
         paceline.launch(total, ranks=2)
     assert caught.value.code == "launch.inside-a-rank"
-
-
-def test_the_result_of_a_call_is_not_a_function() -> None:
-    with pytest.raises(PacelineError, match="Expected a function, got NoneType None") as caught:
-        paceline.launch(None, ranks=2)  # type: ignore[arg-type]
-    assert caught.value.code == "launch.not-a-function"

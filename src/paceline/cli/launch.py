@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline import log
 from paceline.cli import options, workloads
-from paceline.config.launch import LaunchSpec, options_of
+from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ def launch(
     from paceline.launcher.dispatch import dispatch
 
     target = _target(command, module, no_python, local_rank)
-    warn_misplaced(target)
+    workloads.warn_misplaced_options(target)
     name, resumed = (None, None) if run or resume else workloads.planned_run(target)
     spec = LaunchSpec.resolve(
         None,
@@ -64,20 +62,6 @@ def launch(
     raise SystemExit(dispatch(workloads.script_workload(target), spec, sys.argv[1:]))
 
 
-def warn_misplaced(target: Target) -> None:
-    """Options after the script belong to the script; say so if it does not seem to know them."""
-    flags = {flag for option, _ in options_of(LaunchSpec).values() for flag in option.flags}
-    given = [each for each in target.args if each.partition("=")[0] in flags]
-    if not given or target.kind != "script":
-        return
-    known = set(re.findall(r"[\w-]+", Path(target.name).read_text(errors="replace")))
-    for option in given:
-        name = option.partition("=")[0]
-        if not {name, name.lstrip("-")} & known:
-            words = f"{option} is passed to {target.name}; options of paceline launch are given before the script"
-            log.warning(f"{words}: paceline launch {option} … {target.name}")
-
-
 def _target(command: list[str], module: bool, no_python: bool, local_rank: bool) -> Target:
     from paceline.launcher.workload import Target
 
@@ -85,5 +69,6 @@ def _target(command: list[str], module: bool, no_python: bool, local_rank: bool)
         raise LaunchError("bad-options", "-m and --no-python are mutually exclusive.")
     name, *args = command
     target = Target("module" if module else "program" if no_python else "script", name, tuple(args), local_rank)
+    workloads.require_script(target)
     target.check()
     return target

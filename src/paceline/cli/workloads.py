@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline import log
+from paceline.config.launch import LaunchSpec, options_of
+from paceline.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from paceline.config.recipe import Config
@@ -69,6 +72,31 @@ def script_workload(target: Target) -> Workload:
             import paceline.train.trainer  # noqa: F401
 
     return Workload(target.run, preload, target=target, name=Path(target.name).name)
+
+
+def warn_misplaced_options(target: Target) -> None:
+    """Options after the script belong to the script; say so if it does not seem to know them."""
+    flags = {flag for option, _ in options_of(LaunchSpec).values() for flag in option.flags}
+    given = [each for each in target.args if each.partition("=")[0] in flags]
+    if not given or target.kind != "script":
+        return
+    known = set(re.findall(r"[\w-]+", Path(target.name).read_text(errors="replace")))
+    for option in given:
+        name = option.partition("=")[0]
+        if not {name, name.lstrip("-")} & known:
+            words = f"{option} is passed to {target.name}; options of paceline launch are given before the script"
+            log.warning(f"{words}: paceline launch {option} … {target.name}")
+
+
+def require_script(target: Target) -> None:
+    """Refuse recipes and folders."""
+    path = Path(target.name)
+    if target.kind != "script":
+        return
+    if path.suffix in (".yaml", ".yml", ".toml"):
+        raise LaunchError("no-script", f"{path} is not a script.", fix=f"run a recipe: paceline train {path}")
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise LaunchError("no-script", f"{path} is a folder without a __main__.py.", fix="pass a script in it")
 
 
 def planned_run(target: Target) -> tuple[str | None, str | None]:

@@ -46,6 +46,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     they fail. An error on any rank stops all of them and is raised here. Parameters of `fn` called `rank`, `local_rank`
     or `world_size` are filled in if they have no value.
     """
+    environment.require_no_rank()
     filled = _filled_parameters(fn, kwargs)
     found = node_env.read_node_environment(os.environ)
     asked = found.ranks if ranks is None and found is not None else ranks

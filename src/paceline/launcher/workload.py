@@ -23,17 +23,10 @@ class Target:
 
     def check(self) -> None:
         """Detect a missing script before any rank starts."""
-        path = Path(self.name)
-        if self.kind != "script":
-            return
-        if path.suffix in (".yaml", ".yml", ".toml"):
-            raise LaunchError("no-script", f"{path} is not a script.", fix=f"run a recipe: paceline train {path}")
-        if path.is_dir() and not (path / "__main__.py").exists():
-            raise LaunchError("no-script", f"{path} is a folder without a __main__.py.", fix="pass a script in it")
-        if not path.exists():
+        if self.kind == "script" and not Path(self.name).exists():
             raise LaunchError(
                 "no-script",
-                f"Script not found: {path}.",
+                f"Script not found: {self.name}.",
                 fix="check the path; use -m to run a module, --no-python to run any executable",
             )
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.workloads import planned_run
+from paceline.cli.workloads import planned_run, read_recipe, require_script, warn_misplaced_options
+from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.workload import Target
 from paceline.run.folder import RunFolder
 
@@ -58,3 +59,31 @@ def test_a_launch_and_a_plain_process_train_in_one_folder(in_folder: Path) -> No
     assert "resuming runs/mine from step-000001" in done.stdout
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]
     assert Path("runs/mine/logs/rank-0.log").is_file()
+
+
+def test_options_after_the_script_are_warned_about_unless_the_script_knows_them(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("paceline.log.warning", warned.append)
+    Path("train.py").write_text("parser.add_argument('--nodes')")
+    warn_misplaced_options(Target("script", "train.py", ("--nodes", "3", "--lr", "1")))
+    assert warned == []
+    warn_misplaced_options(Target("script", "train.py", ("-n", "2")))
+    assert "-n is passed to train.py" in warned[0]
+
+
+def test_a_script_is_not_a_recipe() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(["train.py"], None)
+    assert "paceline launch -n 2 train.py" in caught.value.fix
+
+
+@pytest.mark.parametrize(("name", "words"), [("recipe.yaml", "paceline train recipe.yaml"), (".", "folder")])
+def test_a_recipe_or_a_folder_is_not_a_script(name: str, words: str, in_folder: Path) -> None:
+    Path("recipe.yaml").write_text("batch: 8")
+    with pytest.raises(LaunchError, match=words) as caught:
+        require_script(Target("script", name))
+    assert caught.value.code == "launch.no-script"
+    Path("__main__.py").touch()
+    require_script(Target("script", "."))

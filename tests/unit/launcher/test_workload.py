@@ -58,16 +58,6 @@ def test_a_missing_script_or_program_has_a_code(in_folder: Path) -> None:
     assert (script.value.code, program.value.code) == ("launch.no-script", "launch.no-program")
 
 
-@pytest.mark.parametrize(("name", "words"), [("recipe.yaml", "paceline train recipe.yaml"), (".", "folder")])
-def test_a_recipe_or_a_folder_is_not_a_script(name: str, words: str, in_folder: Path) -> None:
-    Path("recipe.yaml").write_text("batch: 8")
-    with pytest.raises(LaunchError, match=words) as caught:
-        Target("script", name).check()
-    assert caught.value.code == "launch.no-script"
-    Path("__main__.py").touch()
-    Target("script", ".").check()
-
-
 def test_a_target_survives_json() -> None:
     target = Target("module", "a.b", ("--x", "ü\n"), local_rank=True)
     assert Target.from_json(json.loads(json.dumps(target.to_json()))) == target
