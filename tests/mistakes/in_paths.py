@@ -76,7 +76,7 @@ ALL = (
     Mistake(
         "world-size-exported",
         trainer(_PLAIN, "trainer.train(data, epochs=1)"),
-        ("WORLD_SIZE=4 is ignored",),
+        ("WORLD_SIZE is ignored",),
         PYTHON,
         env={"WORLD_SIZE": "4"},
         succeeds=True,

@@ -46,7 +46,14 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     they fail. An error on any rank stops all of them and is raised here. Parameters of `fn` called `rank`, `local_rank`
     or `world_size` are filled in if they have no value.
     """
-    environment.require_no_rank()
+    rank_info = environment.read_rank_info() if environment.is_rank() else None
+    if rank_info is not None and rank_info.world > 1:
+        raise LaunchError(
+            "inside-a-rank",
+            f"paceline.launch() was called on rank {rank_info.rank} of {rank_info.world}.",
+            why="a launcher has started the ranks already; each of them would start ranks of its own",
+            fix="run the script with python, or call the function directly and keep the launcher",
+        )
     filled = _filled_parameters(fn, kwargs)
     found = node_env.read_node_environment(os.environ)
     asked = found.ranks if ranks is None and found is not None else ranks

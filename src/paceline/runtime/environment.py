@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.launch import DEFAULT_PORT
-from paceline.errors import LaunchError, WorldError
+from paceline.errors import WorldError
 from paceline.run.folder import RunFolder
 from paceline.runtime.network import LOOPBACK
 from paceline.runtime.scheduler_env import number, read_task
@@ -92,21 +92,9 @@ def _has_rank(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def require_no_rank(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start ranks from one of several ranks."""
-    info = read_rank_info(environment) if is_rank(environment) else None
-    if info is not None and info.world > 1:
-        raise LaunchError(
-            "inside-a-rank",
-            f"paceline.launch() was called on rank {info.rank} of {info.world}.",
-            why="a launcher has started the ranks already; each of them would start ranks of its own",
-            fix="run the script with python, or call the function directly and keep the launcher",
-        )
-
-
 def incomplete_rank(environment: Mapping[str, str] = os.environ) -> str:
-    """The variable of a rank that is set without the other, which has no effect: `WORLD_SIZE=4`; or empty."""
-    found = [f"{name}={environment[name]}" for name in ("RANK", "WORLD_SIZE") if name in environment]
+    """`WORLD_SIZE` or `RANK` if it is set without the other, which has no effect; else empty."""
+    found = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     return found[0] if len(found) == 1 else ""
 
 

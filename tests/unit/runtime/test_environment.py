@@ -15,8 +15,8 @@ from paceline.run.folder import RunFolder
 from paceline.runtime import process_group
 from paceline.runtime.environment import (
     RankInfo,
-    is_on_one_machine,
     incomplete_rank,
+    is_on_one_machine,
     log_folder,
     read_exported,
     read_rank_info,
@@ -251,6 +251,8 @@ def test_ranks_are_on_one_machine_if_a_launcher_says_so_or_they_meet_on_loopback
 ) -> None:
     found = read_rank_info(_EXPORTED | variables)
     assert found is not None and is_on_one_machine(found, _EXPORTED | variables) is is_on_one
+
+
 def test_a_variable_of_a_rank_without_the_other_is_named() -> None:
-    assert incomplete_rank({"WORLD_SIZE": "4"}) == "WORLD_SIZE=4"
+    assert incomplete_rank({"WORLD_SIZE": "4"}) == "WORLD_SIZE"
     assert incomplete_rank({}) == incomplete_rank({"RANK": "0", "WORLD_SIZE": "4"}) == ""
