@@ -9,7 +9,6 @@ from contextlib import suppress
 from paceline.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-_BACKLOG = 1024  # a flood of connections must not keep out those of nodes and ranks
 
 
 def listen(host: str, port: int | None) -> socket.socket:
@@ -21,7 +20,7 @@ def listen(host: str, port: int | None) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port or 0))
-        listener.listen(_BACKLOG)
+        listener.listen(1024)  # a flood of connections must not keep out those of nodes and ranks
     except OSError as error:
         listener.close()
         where = f"Port {port}" if port else f"A port on {'loopback' if host == LOOPBACK else host}"
@@ -36,11 +35,6 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
-
-
-def own_address_of(host: str) -> str | None:
-    """The address of a host name, if it belongs to this machine."""
-    return next(iter(own_addresses_of(host)), None)
 
 
 def own_addresses_of(host: str) -> list[str]:

@@ -27,6 +27,9 @@ from paceline.runtime.store import open_store_at
 
 FIRST_STEP_SECONDS = 1800.0  # timeout until the first step is done: it compiles, and waits for the slowest import
 
+# Private, but in torch since 2.2; there is no public equivalent.
+_set_timeout = torch_dist.distributed_c10d._set_pg_timeout
+
 _initialized_here = False  # paceline initialized torch's global group
 _hosted_store: TCPStore | None = None  # until the group is destroyed; a second attempt to initialize it shares it
 _is_single = False  # it failed to, and this process continued as a single rank
@@ -216,11 +219,6 @@ def share_timeout() -> None:
     for group in torch_dist.distributed_c10d._world.pg_map if options else ():
         if group.group_desc.startswith("mesh_"):
             _set_timeout(options._timeout, group)
-
-
-def _set_timeout(timeout: timedelta, group: Any) -> None:
-    # Private, but in torch since 2.2; there is no public equivalent.
-    torch_dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def new_cpu_group(timeout: float) -> torch_dist.ProcessGroup | None:

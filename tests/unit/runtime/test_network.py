@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_address_of
+from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
 
 
 def test_a_free_port_is_found_and_accepts_connections() -> None:
@@ -34,6 +34,6 @@ def test_loopback_addresses_are_recognized() -> None:
 
 
 def test_only_addresses_that_this_machine_can_bind_are_its_own() -> None:
-    assert own_address_of(LOOPBACK) == LOOPBACK and own_address_of("localhost")
-    assert own_address_of("192.0.2.77") is None  # reserved for documentation: nobody has it
-    assert own_address_of("no-such-host.invalid") is None
+    assert own_addresses_of(LOOPBACK) == [LOOPBACK] and LOOPBACK in own_addresses_of("localhost")
+    assert own_addresses_of("192.0.2.77") == []  # reserved for documentation: nobody has it
+    assert own_addresses_of("no-such-host.invalid") == []

@@ -32,7 +32,7 @@ from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
-from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_address_of
+from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
 from paceline.text import plural
 
 
@@ -101,12 +101,12 @@ def _listen(master: Endpoint, node_rank: int | None, token: str) -> socket.socke
     """A socket for the coordinator, if this launcher hosts it."""
     if node_rank is not None and node_rank > 0:
         return None
-    own = own_address_of(master.host)
+    own = next(iter(own_addresses_of(master.host)), None)
     if own is None and (node_rank is None or _is_hosted(master, token)):
         return None
     # A name that resolves to loopback here (Debian, in /etc/hosts) resolves to another address elsewhere; an address of
     # another machine may lead here through a service or a tunnel.
-    everywhere = own is None or (is_loopback(own) and own_address_of(master.host) != master.host)
+    everywhere = own is None or (is_loopback(own) and own != master.host)
     try:
         return listen("0.0.0.0" if everywhere and master.host != "localhost" else own or LOOPBACK, master.port)
     except LaunchError:
