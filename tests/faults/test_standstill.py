@@ -39,9 +39,14 @@ RANK = [0]  # in workers, which have no process group
 def train(ranks: tuple[int, ...], workers: int) -> None:
     RANK[0] = dist.rank()
     torch.manual_seed(0)
-    model = nn.Linear(4, 2)
     trainer = paceline.Trainer(
-        model, criterion=nn.CrossEntropyLoss(), batch=8, timeout=TIMEOUT, workers=workers, run=False, quiet=True
+        nn.Linear(4, 2),
+        criterion=nn.CrossEntropyLoss(),
+        batch=8,
+        timeout=TIMEOUT,
+        workers=workers,
+        run=False,
+        quiet=True,
     )
     trainer.train(Stuck(ranks), epochs=1)
 
@@ -65,3 +70,19 @@ def test_the_rank_whose_worker_stands_still_is_named_before_others_time_out() ->
     assert "rank 1: trainer.train() at" in text
     assert "waiting for a DataLoader worker" in text
     assert "rank 0: trainer.train() at" in text
+
+
+def test_the_timeout_of_a_collective_says_where_the_other_rank_is() -> None:
+    def body() -> None:
+        trainer = paceline.Trainer(nn.Linear(4, 2), criterion=nn.CrossEntropyLoss(), timeout=TIMEOUT, run=False)
+        for step in range(3):
+            if step == 2 and dist.rank() == 1:
+                threading.Event().wait(20 * TIMEOUT)
+            start = 8 * step + 4 * dist.rank()
+            trainer.training_step((torch.arange(start, start + 16).reshape(4, 4) / 16, torch.zeros(4).long()))
+
+    with pytest.raises(PacelineError) as caught:
+        paceline.launch(body, ranks=2)
+    assert "Where ranks stand:" in str(caught.value)
+    assert "rank 0: trainer.training_step() at test_standstill.py:" in str(caught.value)
+    assert "rank 1: test_standstill.py:" in str(caught.value)

@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from paceline.diagnose import signatures
-from paceline.diagnose.exits import EXIT_STATUSES, FIXES, POLL_SECONDS, SIGNAL_FIXES, FailureKind, RankExit
+from paceline.diagnose.exits import (
+    EXIT_STATUSES,
+    FIXES,
+    MISMATCH_FIX,
+    POLL_SECONDS,
+    SIGNAL_FIXES,
+    FailureKind,
+    RankExit,
+)
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}  # with which launchers stop ranks
 _MAX_NAMED = 8
@@ -165,13 +173,16 @@ def _own_failure(found: _Exits, rank_exit: RankExit) -> Cause:
         "version-mismatch": "found different versions on other ranks",
         "exit": f"exited with status {rank_exit.code}",
     }[kind]
+    mismatch = signatures.is_mismatch(rank_exit.text)
+    if mismatch:
+        did = "received data of another collective than it waited for"
     what = f"{found.name(rank_exit)} {did}{rank_exit.where}{_consequences(found)}"
     if kind == "exit":
         return _cause(found, kind, rank_exit, what, rank_exit, status=rank_exit.code or 1)
     if kind == "signal":
-        fix = SIGNAL_FIXES.get(rank_exit.signal_name, "")
+        fix = MISMATCH_FIX if mismatch else SIGNAL_FIXES.get(rank_exit.signal_name, "")
         return _cause(found, kind, rank_exit, what, rank_exit, status=128 + rank_exit.signal_number, fix=fix)
-    return _cause(found, kind, rank_exit, what, rank_exit)
+    return _cause(found, kind, rank_exit, what, rank_exit, fix=MISMATCH_FIX if mismatch else "")
 
 
 def _raised(rank_exit: RankExit) -> str:
@@ -183,9 +194,12 @@ def _raised(rank_exit: RankExit) -> str:
 
 def _timeout(found: _Exits) -> Cause:
     waited, missing = found.of("timeout", "lost-connection"), found.still_running
-    whom = f"{_running(found, missing)}{missing[0].where}" if missing else "other ranks"
+    apart = len({each.place for each in waited if each.place}) > 1
+    others = "each other, at different lines" if apart and len(waited) == len(found.exits) else "other ranks"
+    whom = f"{_running(found, missing)}{missing[0].where}" if missing else others
     what = f"{found.names(waited)} timed out waiting for {whom}"
-    return _cause(found, "timeout", (missing or waited)[0], what, found.of("timeout")[0])
+    fix = MISMATCH_FIX if apart and not missing else ""
+    return _cause(found, "timeout", (missing or waited)[0], what, found.of("timeout")[0], fix=fix)
 
 
 def _lost_connection(found: _Exits) -> Cause:

@@ -49,8 +49,14 @@ FIXES: Mapping[FailureKind, str] = MappingProxyType(
         "node-lost": "check that machine: was it shut down, preempted or disconnected from the network?",
     }
 )
+MISMATCH_FIX = (
+    "call the same collectives in the same order on every rank, with tensors of the same size: look for a call inside "
+    "`if rank == 0:`, a step that only some ranks take, or shapes that depend on the data; PACELINE_DEBUG=1 names the "
+    "calls of every rank"
+)
 SIGNAL_FIXES: Mapping[str, str] = MappingProxyType(
     {
+        "SIGABRT": "native code gave up: see what it said at the end of the rank's log",
         "SIGSEGV": "native code crashed: see the end of the rank's log; check for a library built for another torch",
         "SIGBUS": "a memory-mapped file could not be accessed: check free space on disk and in /dev/shm",
         "SIGILL": "native code was built for another CPU: install a build for this one",

@@ -24,6 +24,7 @@ _LOST = re.compile(
     r"|remote process exited or there was a network error|ncclRemoteError"
     r"|DistNetworkError|failed to recv, got 0 bytes"
 )
+_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes|distributed collective mismatch")
 _PEER = re.compile(r"(?:peer|error) (?:\[([\da-fA-F.:]+)\]:|([\w.-]+)<)(\d+)")
 _BLAMED = re.compile(r" failed on rank (\d+): ")
 _CHAIN = re.compile(r"\n(?:The above exception was the direct cause|During handling of the above exception)")
@@ -56,6 +57,12 @@ def blamed_rank(text: str) -> int | None:
     """The rank whose error this one only repeats: a failure in one rank's part of a save is raised on every rank."""
     found = _BLAMED.search(text)
     return int(found.group(1)) if found else None
+
+
+def is_mismatch(text: str) -> bool:
+    """Whether gloo received the message of another collective, or a tensor of another size. It throws in a thread of
+    its own, which aborts the process, or in the one that waits."""
+    return _MISMATCH.search(text) is not None
 
 
 def has_traceback(text: str) -> bool:

@@ -135,7 +135,8 @@ def _error(cause: Cause, logs: RunFolder) -> PacelineError:
     """The error of the rank, or one that describes its exit; with its output if that was not on screen."""
     rank = -1 if cause.rank is None else cause.rank
     record = failures.read(logs).get(rank) or unrecorded(logs, rank, cause.status, 0.0)
-    error = LaunchError("rank-failed", f"{cause.what}.", fix=cause.fix) if record is None else record.as_error()
+    waited = f"\n{cause.text}" if cause.kind == "timeout" else ""  # of the ranks that waited for this one
+    error = LaunchError("rank-failed", f"{cause.what}.{waited}", fix=cause.fix) if record is None else record.as_error()
     printed = failures.tail(logs, cause.rank or 0, lines=1000).strip()
     if record is not None:
         printed = printed.replace(record.log_text.strip(), "").strip()

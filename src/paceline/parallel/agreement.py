@@ -41,10 +41,17 @@ class Agreement:
             while not store.check([f"{key}/all"]):
                 polls += 1
                 if polls % _LOOK_EVERY == 0:
-                    looks = looks + 1 if whereabouts.board().all_others_wait() else 0
+                    looks = looks + 1 if _all_others_wait() else 0
                 if looks == _LOOKS or time.monotonic() > deadline:
                     return int(store.add(key, -1)) + 1  # for ranks that come later, this one has left
                 time.sleep(_SHORT if polls < _POLLS_AT_FIRST else _LONG)
         except RuntimeError:  # the rank that hosts the store has exited
             return 0
         return world
+
+
+def _all_others_wait() -> bool:
+    """Whether every other rank waits: as this one does as well, nobody will ever continue."""
+    board = whereabouts.board()
+    others = (board.read(rank) for rank in range(board.world) if rank != board.rank)
+    return all(post and (post.waits or post.ended) for post in others)

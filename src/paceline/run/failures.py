@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -17,10 +18,11 @@ from paceline import errors
 from paceline.errors import LaunchError, PacelineError
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
-from paceline.run.user_frame import UserFrame, find_user_frame
+from paceline.run.user_frame import UserFrame, find_user_frame, is_user_file
 
 _TAIL_BYTES = 1 << 16
 _RESERVED_BYTES = 1 << 14
+_DUMPED = re.compile(r' +File "(.+)", line \d+ in ')
 
 
 @dataclass(frozen=True)
@@ -155,4 +157,17 @@ def tail(folder: RunFolder, rank: int, lines: int = 20, since: int = 0) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-lines:])
+    return "\n".join(_without_dump(text.splitlines())[-lines:])
+
+
+def _without_dump(lines: list[str]) -> list[str]:
+    """Of a dump that faulthandler wrote, which has the stacks of all threads, only lines of the user's code."""
+    start = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")), None)
+    if start is None:
+        return lines
+    frames = [line for line in lines[start:] if (found := _DUMPED.match(line)) and _is_script(found.group(1))]
+    return lines[: start + 1] + frames
+
+
+def _is_script(file: str) -> bool:
+    return is_user_file(file) and Path(file).parent != Path(sys.executable).parent  # not `paceline` itself

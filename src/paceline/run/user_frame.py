@@ -42,24 +42,24 @@ def find_user_frame(error: BaseException) -> UserFrame | None:
     handled = error.__cause__ or error.__context__
     if handled is not None and _was_handled_by_library(error, handled) and (frame := find_user_frame(handled)):
         return frame
-    if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and is_user_file(error.filename):
         return UserFrame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip())
     if _WORKER_TRACEBACK in str(error):
         found = [UserFrame(file, int(line), name, code) for file, line, name, code in _FRAME.findall(str(error))]
     else:
         summary = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__))
         found = [UserFrame(each.filename, each.lineno or 0, each.name, each.line or "") for each in summary]
-    return next((frame for frame in reversed(found) if _is_user_file(frame.file)), None)
+    return next((frame for frame in reversed(found) if is_user_file(frame.file)), None)
 
 
 def _was_handled_by_library(error: BaseException, handled: BaseException) -> bool:
     """A traceback starts at the function that handled the exception. An `except` of the user's code may do anything."""
     trace = handled.__traceback__
-    return handled is error.__cause__ or (trace is not None and not _is_user_file(trace.tb_frame.f_code.co_filename))
+    return handled is error.__cause__ or (trace is not None and not is_user_file(trace.tb_frame.f_code.co_filename))
 
 
 @cache
-def _is_user_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     if file.startswith("<"):
         return file in ("<string>", "<stdin>")  # python -c, or typed in; others are frozen or generated modules
     torch = getattr(sys.modules.get("torch"), "__file__", None)
@@ -71,4 +71,4 @@ def _is_user_file(file: str) -> bool:
 def place_of(function: Any) -> str:
     """` (train.py:12)`: where the user defined a function; empty for others."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-    return f" ({short(code.co_filename)}:{code.co_firstlineno})" if code and _is_user_file(code.co_filename) else ""
+    return f" ({short(code.co_filename)}:{code.co_firstlineno})" if code and is_user_file(code.co_filename) else ""

@@ -1,7 +1,6 @@
 """Where ranks stand: a board in the store of the process group, on which each rank posts it for the others.
 
-A rank that waits has to say where the others are. It can't ask them with a collective, in which they may be already. A
-thread of each rank (train/standstill.py) posts where its main thread stands if that has stopped making progress.
+They may wait in a collective, and can't be asked with another. A thread (train/standstill.py) posts for them.
 """
 
 from __future__ import annotations
@@ -9,17 +8,14 @@ from __future__ import annotations
 import json
 import secrets
 import weakref
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as torch_dist
 
 from paceline.runtime import collectives, process_group
 
 
-class Progress:
-    """Counters of this process: whether they change tells progress from a stand-still."""
-
+class Progress:  # counters of this process: while they change, it does not stand still
     micros = 0  # micro-batches of training whose forward has begun
     read = 0  # batches of evaluations and of `trainer.loader`
 
@@ -27,15 +23,14 @@ class Progress:
 progress = Progress()
 
 
-@dataclass(frozen=True)
-class Post:
+class Post(NamedTuple):
     """What a rank has posted. `calls` and `micros` order it among the calls that all ranks make."""
 
     place: str
-    calls: int = 0
-    micros: int = 0
-    waits: bool = False  # idle in a collective or in an agreement: it continues only if another rank does something
-    ended: bool = False
+    calls: int
+    micros: int
+    waits: bool  # idle in a collective or in an agreement: it continues only if another rank does something
+    ended: bool
 
 
 class Board:
@@ -51,28 +46,22 @@ class Board:
 
     @property
     def store(self) -> Any:
-        # There is no public way to it, and the user may have initialized the group.
-        return torch_dist.distributed_c10d._get_default_store()
+        return torch_dist.distributed_c10d._get_default_store()  # private; the user may have initialized the group
 
     def key(self, *parts: object) -> str:
         return "/".join(map(str, ("paceline", self._name, *parts)))
 
     def post(self, place: str, *, waits: bool = False, ended: bool = False) -> None:
-        own = Post(place, self.calls, progress.micros - self.micros, waits, ended)
-        self.store.set(self.key("at", self.rank), json.dumps(asdict(own)))
+        own = (place, self.calls, progress.micros - self.micros, waits, ended)
+        self.store.set(self.key("at", self.rank), json.dumps(own))
 
     def read(self, rank: int) -> Post | None:
         text = self.read_text("at", rank)
-        return None if text is None else Post(**json.loads(text))
+        return None if text is None else Post(*json.loads(text))
 
     def read_text(self, *parts: object) -> str | None:
         key = self.key(*parts)
         return self.store.get(key).decode() if self.store.check([key]) else None
-
-    def all_others_wait(self) -> bool:
-        """Whether every other rank waits: if this one does as well, nobody will ever continue."""
-        posts = (self.read(rank) for rank in range(self.world) if rank != self.rank)
-        return all(post is not None and (post.waits or post.ended) for post in posts)
 
 
 _board: Board | None = None

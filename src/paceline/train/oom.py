@@ -19,6 +19,7 @@ from paceline.parallel.shards import local_shard
 from paceline.plan.batch import BatchPlan
 from paceline.plan.layout import AXIS_NAMES, Degrees
 from paceline.text import format_bytes
+from paceline.train import standstill
 from paceline.train.engine import Engine
 
 _WORTHWHILE = 1 << 20  # bytes
@@ -34,12 +35,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explain_out_of_memory(engine: Engine, plan: BatchPlan | None) -> Iterator[None]:
-    """Turn out-of-memory errors of this context into a TrainError with advice."""
+    """Turn out-of-memory errors of this context into a TrainError with advice. A timeout notes where ranks stand."""
     try:
         yield
     except BaseException as error:
         if is_out_of_memory(error):
             raise explain(error, engine, plan) from error
+        standstill.note_places(error)
         raise
 
 

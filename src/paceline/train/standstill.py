@@ -20,10 +20,11 @@ import threading
 import time
 from contextlib import suppress
 
+from paceline.diagnose import signatures
 from paceline.diagnose.place import StackPlace, main_place
 from paceline.errors import DataError
 from paceline.log import Log
-from paceline.run.failures import describe
+from paceline.run import failures
 from paceline.runtime import environment, process_group, whereabouts
 from paceline.runtime.consistency import by_rank
 from paceline.runtime.whereabouts import Board, progress
@@ -82,16 +83,11 @@ class StandstillWatch:
     def _fail(self, place: StackPlace) -> None:
         """End the process: no exception can be raised in a thread that waits for a lock or a file."""
         board = self.board
-        posts = [board.read(rank) for rank in range(board.world)]
-        lines = [
-            place.text if rank == board.rank else "not known" if post is None else post.place
-            for rank, post in enumerate(posts)
-        ]
-        failure = describe(stands_still(board.rank, lines, _END * self.board.timeout), board.rank)
+        lines = [place.text if rank == board.rank else text for rank, text in enumerate(_places(board))]
+        failure = failures.describe(stands_still(board.rank, lines, _END * self.board.timeout), board.rank)
         logs = environment.log_folder()
         if logs is not None:
-            with suppress(OSError):
-                failure.write(logs)
+            failures.write(failure, logs)
         print(failure.text, file=sys.stderr, flush=True)  # noqa: T201
         for child in multiprocessing.active_children():  # workers of a DataLoader
             child.kill()
@@ -106,6 +102,18 @@ def stands_still(rank: int, places: list[str], seconds: float) -> DataError:
         fix="look at the line above, and at workers if the DataLoader has any (workers: 0 shows their lines); if the "
         "data is only slow, raise timeout",
     )
+
+
+def _places(board: Board) -> list[str]:
+    posts = [board.read(rank) for rank in range(board.world)]
+    return ["not known" if post is None else post.place for post in posts]
+
+
+def note_places(error: BaseException) -> None:
+    """Add to the timeout of a collective where ranks stand."""
+    if _watch is not None and signatures.classify(f"{type(error).__name__}: {error}", "") == "timeout":
+        with suppress(RuntimeError):  # the rank with the store has ended
+            error.add_note(f"Where ranks stand:\n{by_rank(_places(_watch.board))}")
 
 
 _watch: StandstillWatch | None = None

@@ -227,3 +227,33 @@ def test_ranks_that_fail_alike_at_different_lines_show_each_line() -> None:
         "  at: /home/me/train.py:17, in main: trainer.train(data) (rank 0)",
         "  at: /home/me/train.py:21, in main: trainer.train(data) (rank 1)",
     ]
+
+
+ABORTED = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc:456] "
+    "op.preamble.length <= op.nbytes. 180 vs 8. Received data size doesn't match expected size. Is there a distributed "
+    'collective mismatch in your code?\nFatal Python error: Aborted\n  File "train.py", line 17 in <module>'
+)
+
+
+def test_an_abort_is_explained_by_what_gloo_said() -> None:
+    cause = find_cause([raised(0, 9.1, CLOSED), gone(1, 9.0, -6, tail=ABORTED, phase="training", step=2)])
+    assert brief(cause) == ("signal", 1, 134)
+    assert cause.what.startswith("rank 1 received data of another collective than it waited for in step 2")
+    assert "180 vs 8" in cause.text and "line 17" in cause.text
+    assert "scheduler" not in cause.fix and "the same collectives in the same order on every rank" in cause.fix
+    assert "scheduler" not in find_cause([gone(0, 9.0, -6, tail="terminate called without an active exception")]).fix
+    raising = find_cause([raised(0, 9.0, "RuntimeError: Is there a distributed collective mismatch in your code?")])
+    assert raising.kind == "exception" and "the same collectives" in raising.fix
+
+
+def test_ranks_that_wait_for_each_other_at_different_lines_called_different_collectives() -> None:
+    def waits(rank: int, line: int) -> RankExit:
+        record = FailureRecord(rank, 9.0, 1, traceback(WAITED), None, "main.py", line, "main", f"call_{line}()")
+        return RankExit(rank, 0, 1, 9.0, record)
+
+    cause = find_cause([waits(0, 7), waits(1, 8)])
+    assert cause.kind == "timeout"
+    assert cause.what == "ranks 0 and 1 timed out waiting for each other, at different lines"
+    assert "the same collectives" in cause.fix
+    assert find_cause([waits(0, 7), waits(1, 7)]).what == "ranks 0 and 1 timed out waiting for other ranks"

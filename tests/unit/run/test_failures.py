@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -80,3 +81,11 @@ def test_the_tail_of_a_log_is_what_came_after_an_earlier_start(folder: RunFolder
     assert failures.tail(folder, 0, lines=2, since=since) == "two\nthree"
     assert failures.tail(folder, 0, since=since) == "one\ntwo\nthree"
     assert failures.tail(folder, 7) == ""
+
+
+def test_the_tail_of_a_crash_keeps_the_lines_of_the_users_code(folder: RunFolder, tmp_path: Path) -> None:
+    stack = [f'  File "{os.__file__}", line {number} in run' for number in range(30)]
+    own = f'  File "{tmp_path / "train.py"}", line 17 in main'
+    said = ["terminate called", "Fatal Python error: Aborted"]
+    folder.rank_log(0).write_text("\n".join([*said, "", "Thread 0x0 (most recent call first):", *stack, own, *stack]))
+    assert failures.tail(folder, 0).splitlines() == [*said, own]
