@@ -131,10 +131,7 @@ def rendezvous_address(environment: Mapping[str, str] = os.environ) -> str | Non
     """The rendezvous as `host:port`."""
     if (endpoint := rendezvous_endpoint(environment)) is None:
         return None
-    return address(*endpoint)
-
-
-def address(host: str, port: int) -> str:
+    host, port = endpoint
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

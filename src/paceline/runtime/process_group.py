@@ -141,7 +141,7 @@ def _rendezvous(rank_info: RankInfo) -> str:
         host = LOOPBACK
     if rank_info.rank == 0 and not is_hosted and _hosted_store is None:
         _hosted_store = open_store_at(host, port)
-    return environment.address(host, port)
+    return f"{LOOPBACK}:{port}" if host == LOOPBACK else environment.rendezvous_address() or ""
 
 
 def init_single(device: torch.device) -> None:

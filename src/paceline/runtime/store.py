@@ -1,8 +1,7 @@
 """The TCPStore in which the ranks of a job find each other.
 
-It authenticates nobody, so it listens on as few addresses as possible. torch's own listens on all of them: the process
-that hosts it opens one on a socket of its own first, which a store that torch opens at that port shares
-(`multi_tenant`).
+It authenticates nobody, so it should listen on one address. torch's own listens on all: the process that hosts it opens
+one on a socket of its own first, which a store that torch opens at that port shares (`multi_tenant`).
 """
 
 from __future__ import annotations
