@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -30,6 +30,7 @@ from paceline.run import regular_files
 from paceline.run.folder import BEST, LATEST
 
 _HEADROOM = 1.05  # required free space, as a multiple of the bytes to write
+POINTERS = (LATEST, BEST)
 _LEFTOVERS = (".partial-", ".old-", ".gone-")
 
 
@@ -153,10 +154,33 @@ def creation_time(folder: Path) -> str:
 
 
 def read_pointer(folder: Path, pointer: str) -> list[str]:
+    """The names in a pointer file, best first; empty if there is none."""
     try:
-        return regular_files.read_text(folder / pointer).split()
-    except (OSError, ValueError):
+        names = regular_files.read_text(folder / pointer).split()
+    except OSError:
         return []
+    return [name for name in names if Path(name).name == name]
+
+
+def follow_pointer(path: Path, share: Callable[[str | None], str | None] = lambda name: name) -> Path:
+    """The checkpoint that a pointer such as `checkpoints/best` names; any other path unchanged. `share` may return the
+    name on another rank, as this one may not have access to the folder."""
+    if path.name not in POINTERS:
+        return path
+    name = share(path.name if path.is_dir() else next(iter(read_pointer(path.parent, path.name)), None))
+    if name is None:
+        raise no_pointer(path)
+    return path.with_name(name)
+
+
+def no_pointer(path: Path) -> CheckpointError:
+    best = "save_best was not set, or no evaluation has completed yet" if path.name == BEST else "nothing was saved yet"
+    return CheckpointError(
+        "no-pointer",
+        f"{path} names no checkpoint.",
+        why=best,
+        fix="pass the folder of a checkpoint, or the run folder to use its newest one",
+    )
 
 
 def prune(disk: Filesystem, folder: Path, keep: int, keep_every: int | None) -> list[str]:

@@ -5,8 +5,8 @@
 `safetensors`: one file. Tied weights are stored once, with their other names in the metadata, as in
 `safetensors.torch.save_model`.
 `torch`: a state dict with every name, for `model.load_state_dict`.
-`huggingface`: a folder. A `gpt` is exported as a GPT-2 for transformers; any other model as its weights and the model
-section of the recipe.
+`huggingface`: a folder. A model of transformers is exported for `from_pretrained`, a `gpt` as a GPT-2; any other model
+as its weights and the model section of the recipe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.manifest import Manifest
@@ -51,6 +52,32 @@ def export(folder: Path, to: Format, output: Path, *, ema: bool = False) -> int:
     write = {"safetensors": _safetensors, "torch": _torch, "huggingface": _huggingface}[to]
     _atomically(output, lambda partial: write(partial, named, checkpoint.manifest))
     return sum(prod(tensor.shape) for tensor in weights.values())
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether it is a model of transformers."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
+class PretrainedFiles:
+    """What `save_pretrained` writes besides the weights: part of a checkpoint, for its export. The user creates the
+    model again, so nothing is loaded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Contents by file name."""
+        # FSDP replaces the class of the model by a subclass of it.
+        kind = next(kind for kind in type(self._model).__mro__ if not issubclass(kind, FSDPModule))
+        files = {"config.json": {**json.loads(self._model.config.to_json_string()), "architectures": [kind.__name__]}}
+        generation = getattr(self._model, "generation_config", None)
+        if generation is not None:
+            files["generation_config.json"] = json.loads(generation.to_json_string())
+        return files
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
 
 
 def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
@@ -110,7 +137,11 @@ def _torch(path: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
 def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) -> None:
     section = dict(manifest.recipe.get("model") or {})
     origin = f"trained to step {manifest.step} with paceline {manifest.versions.get('paceline', '')}".strip()
-    if section.get("name") == "gpt":
+    files = manifest.state.get("huggingface") or {}
+    if files:
+        settings = files["config.json"]
+        text = f"A {settings['architectures'][0]}, {origin}. Load it with its `from_pretrained(folder)`.\n"
+    elif section.get("name") == "gpt":
         heads, dropout = (section.get(option, _default(option)) for option in ("heads", "dropout"))
         named, settings = gpt2_export.weights(named, heads), gpt2_export.config(named, heads, dropout)
         text = f"A GPT-2, {origin}. Load it with `transformers.GPT2LMHeadModel.from_pretrained(folder)`.\n"
@@ -123,6 +154,8 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
     folder.mkdir()
     _safetensors(folder / "model.safetensors", named, manifest)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    if generation := files.get("generation_config.json"):
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (folder / "README.md").write_text(text)
 
 

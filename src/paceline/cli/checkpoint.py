@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from datetime import UTC, datetime
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from paceline.errors import CheckpointError
-from paceline.run.folder import BEST, LATEST, ROOT, checkpoint_folders, short
+from paceline.run.folder import BEST, ROOT, checkpoint_folders, short
 from paceline.text import columns, format_age, format_bytes, plural
 
 if TYPE_CHECKING:
@@ -20,7 +22,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List, inspect, verify and export checkpoints.", no_args_is_help=True)
 
-Where = Annotated[Path, typer.Argument(metavar="PATH", help="a run folder, its checkpoints folder, or one checkpoint")]
+_COLUMNS, _GROUPS = 80, 10  # of a screen of 24 lines
+
+Where = Annotated[
+    Path, typer.Argument(metavar="PATH", help="a run folder, its checkpoints folder, a checkpoint, or a pointer to one")
+]
+Best = Annotated[bool, typer.Option("--best", help="the best checkpoint of the run (save_best), not the newest")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -44,11 +51,16 @@ def ls(
 
 
 @app.command("inspect")
-def inspect(path: Where, as_json: AsJson = False) -> None:
+def inspect(
+    path: Where,
+    best: Best = False,
+    everything: Annotated[bool, typer.Option("--all", help="list every tensor, and do not shorten values")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show the contents of a checkpoint (of a run: the newest one)."""
     from paceline.checkpoint import reader
 
-    checkpoint = reader.open_checkpoint(_newest(path))
+    checkpoint = reader.open_checkpoint(_chosen(path, best))
     manifest = checkpoint.manifest
     tensors = _tensors(manifest)
     if as_json:
@@ -67,7 +79,13 @@ def inspect(path: Where, as_json: AsJson = False) -> None:
         "data": json.dumps(manifest.data),
         "metadata": json.dumps(manifest.metadata),
     }
-    print(columns(list(facts.items())), end="\n\n")
+    width = max(map(len, facts))
+    shown = facts if everything else {key: _clip(text, _COLUMNS - width - 2) for key, text in facts.items()}
+    print(columns(list(shown.items())), end="\n\n")
+    if not everything:
+        print(columns([("part", "tensors", "values", "dtype", "size"), *_groups(tensors)]))
+        print(f"{plural(len(tensors), 'tensor')}; list them with --all")
+        return
     rows = [(name, *(str(value) for value in entry.values())) for name, entry in tensors.items()]
     print(columns([("tensor", "dtype", "shape", "chunks", "bytes"), *rows]))
     for name, target in manifest.aliases.items():
@@ -103,11 +121,12 @@ def export(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="output path; existing files are not overwritten")],
     ema: Annotated[bool, typer.Option("--ema", help="export the averaged (EMA) weights")] = False,
+    best: Best = False,
 ) -> None:
     """Export the model of a checkpoint (of a run: the newest one) for other programs."""
     from paceline.checkpoint import export as exporting
 
-    folder = _newest(path)
+    folder = _chosen(path, best)
     count = exporting.export(folder, to, output, ema=ema)
     print(f"{short(folder)} -> {output}: {count:,} {'averaged ' if ema else ''}weights ({to})")
 
@@ -116,6 +135,7 @@ def _found(path: Path) -> list[Found]:
     """The checkpoints at or below a path, newest first, unreadable ones last."""
     from paceline.checkpoint import directory, manifest, reader
 
+    path = directory.follow_pointer(path)
     if not path.exists():
         raise CheckpointError("missing", f"Folder {path} does not exist.", fix="pass a run folder, e.g. runs/gpt")
     if (path / manifest.NAME).exists():
@@ -127,8 +147,13 @@ def _found(path: Path) -> list[Found]:
     return sorted(found, key=lambda each: "" if each.manifest is None else each.manifest.created, reverse=True)
 
 
-def _newest(path: Path) -> Path:
-    """The newest checkpoint with a readable manifest. Skipped ones are reported."""
+def _chosen(path: Path, best: bool) -> Path:
+    """The best checkpoint of a run, or the newest one with a readable manifest. Skipped ones are reported."""
+    from paceline.checkpoint import directory
+
+    if best:
+        places = [folder / BEST for folder in checkpoint_folders(path)]
+        return directory.follow_pointer(next((place for place in places if place.is_file()), places[1]))
     found = _found(path) or [_nothing(path)]
     for each in found:
         if each.problem is not None and len(found) > 1:
@@ -147,10 +172,13 @@ def _nothing(path: Path) -> Found:
 def _facts(found: Found) -> dict[str, Any]:
     from paceline.checkpoint import directory
 
-    pointers = (LATEST, BEST)
     facts: dict[str, Any] = {
         "path": str(found.folder),
-        "marks": [each for each in pointers if found.folder.name in directory.read_pointer(found.folder.parent, each)],
+        "marks": [
+            each
+            for each in directory.POINTERS
+            if found.folder.name in directory.read_pointer(found.folder.parent, each)
+        ],
         "problem": None if found.problem is None else _reason(found.problem),
     }
     if found.manifest is not None:
@@ -204,6 +232,30 @@ def _tensors(manifest: Manifest) -> dict[str, dict[str, Any]]:
         }
         for name, entry in manifest.tensors.items()
     }
+
+
+def _groups(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each part of a checkpoint and each module of the model; the smallest ones share the last row."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for name, entry in tensors.items():
+        part, _, rest = name.partition("/")
+        groups[f"model/{rest.partition('.')[0]}" if part == "model" else part].append(entry)
+    by_size = sorted(groups, key=lambda name: -sum(entry["bytes"] for entry in groups[name]))
+    if len(groups) > _GROUPS:
+        others = by_size[_GROUPS - 1 :]
+        groups[f"{len(others)} others"] = [entry for name in others for entry in groups.pop(name)]
+    return [_group(name, groups[name]) for name in sorted(groups, key=lambda name: not name.startswith("model/"))]
+
+
+def _group(name: str, entries: list[dict[str, Any]]) -> tuple[str, ...]:
+    values = sum(prod(entry["shape"]) for entry in entries)
+    dtypes = sorted({entry["dtype"] for entry in entries})
+    size = format_bytes(sum(entry["bytes"] for entry in entries))
+    return (_clip(name, 36), str(len(entries)), f"{values:,}", _clip(", ".join(dtypes), 12), size)
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _reason(error: CheckpointError) -> str:

@@ -298,20 +298,20 @@ class Trainer(MethodHints):
         *,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint. It is complete when this returns.
-
-        Collective if parameters are sharded: must be called on every rank. Otherwise rank 0 writes, and calling it on
-        rank 0 only is sufficient.
-        """
+        """Write a checkpoint. It is complete when this returns. Collective if parameters are sharded: must be called on
+        every rank. Otherwise rank 0 writes, and calling it on rank 0 only is sufficient."""
         self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
 
     def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore weights, optimizer, position and random state, and return the metadata.
 
-        `path` is a checkpoint folder, a run folder (its newest intact checkpoint), or a file of weights (.pt, .pth,
-        .bin, .safetensors). Collective: must be called on every rank.
-        """
+        `path` is a checkpoint folder, a run folder (its newest intact checkpoint), `checkpoints/best` in it, or a file
+        of weights (.pt, .pth, .bin, .safetensors). Collective: must be called on every rank."""
         return self._restorer.load(require_exists(path), weights_only=weights_only)
+
+    def load_best(self, *, weights_only: bool = False) -> dict[str, Any]:
+        """Restore the best checkpoint of this run, according to `save_best`. Collective."""
+        return self._restorer.load_best(weights_only=weights_only)
 
     def _job(
         self, loader: Loader, recorder: Recorder, val: Any, epochs: int | None, max_steps: int | None, poll: RankPoll

@@ -27,6 +27,22 @@ def test_the_most_recently_saved_comes_first(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000015", "step-000020", "step-000010"]
 
 
+def test_a_pointer_is_followed_to_its_first_checkpoint(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2)
+    directory.write_pointer(Filesystem(), tmp_path, "best", ["step-000002", "step-000001"])
+    assert directory.follow_pointer(tmp_path / "best") == tmp_path / "step-000002"
+    assert directory.follow_pointer(tmp_path / "step-000001") == tmp_path / "step-000001"
+
+
+@pytest.mark.parametrize("content", [None, "", "../elsewhere\n", "/etc\n"])
+def test_a_pointer_that_leads_nowhere_has_a_code(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "latest").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        directory.follow_pointer(tmp_path / "latest")
+    assert caught.value.code == "checkpoint.no-pointer"
+
+
 def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
     assert directory.candidates(tmp_path / "none") == [] and list(directory.verified(tmp_path / "none")) == []
     directory.remove_leftovers(Filesystem(), tmp_path / "none")

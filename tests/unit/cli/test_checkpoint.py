@@ -78,8 +78,36 @@ def test_ls_reports_that_there_are_no_checkpoints(run: Any, in_folder: Path) -> 
     assert run("ls", "empty", "--json") == ("[]\n", 0)
 
 
-def test_inspect_shows_facts_and_tensors_of_the_newest(run: Any, checkpoints: Path) -> None:
+def test_inspect_fits_on_a_screen(run: Any, checkpoints: Path) -> None:
+    tensors = {f"model/layer{n}.{part}": torch.zeros(n + 1) for n in range(40) for part in ("weight", "bias")}
+    tensors |= {f"optimizer/layer{n}.weight/exp_avg": torch.zeros(n + 1) for n in range(40)}
+    write(checkpoints / "step-000300", tensors, step=300, metadata={"note": "x" * 500})
     text, status = run("inspect", "runs/gpt")
+    assert status == 0 and "step-000300" in text
+    lines = text.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert ["model/layer39", "2", "80", "F32"] in [line.split()[:4] for line in lines]
+    assert lines[-1].startswith("120 tensors")
+
+
+@pytest.mark.parametrize(
+    "words", [("runs/gpt", "--best"), ("runs/gpt/checkpoints/best",), ("runs/gpt/checkpoints", "--best")]
+)
+def test_the_best_checkpoint_can_be_chosen(run: Any, checkpoints: Path, words: tuple[str, ...]) -> None:
+    text, status = run("inspect", *words)
+    assert status == 0 and "step-000100" in text and "step-000200" not in text
+    text, status = run("export", *words, "--to", "torch", "-o", "best.pt")
+    assert status == 0 and torch.load("best.pt")["a"].unique().tolist() == [100.0]
+
+
+def test_a_run_without_a_best_checkpoint_has_a_code(run: Any, checkpoints: Path) -> None:
+    (checkpoints / "best").unlink()
+    text, status = run("inspect", "runs/gpt", "--best")
+    assert status == 2 and "[checkpoint.no-pointer]" in text
+
+
+def test_inspect_lists_facts_and_tensors_of_the_newest(run: Any, checkpoints: Path) -> None:
+    text, status = run("inspect", "runs/gpt", "--all")
     assert status == 0
     assert "step-000200" in text and '{"note": "mine"}' in text
     assert ["model/a", "F32", "[8,", "4]", "1", "128"] in [line.split() for line in text.splitlines()]

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.checkpoint.export import PretrainedFiles, is_pretrained
 from paceline.checkpoint.state import StateEntry, Stateful, TrainingState
 from paceline.runtime import rng
 from paceline.train.callbacks import Callbacks
@@ -31,7 +32,7 @@ def training_state(
     engine: Engine, rates: LearningRate, policy: EvaluationPolicy, callbacks: Callbacks
 ) -> TrainingState:
     """All entries of a checkpoint. Weights come first, because other entries may depend on them."""
-    entries = (
+    entries = [
         StateEntry("model", ModelState(engine), scope="weights", volatile=False),
         StateEntry("ema", EmaState(engine), scope="weights", volatile=False),
         StateEntry("optimizer", OptimizerState(engine), volatile=False),
@@ -42,7 +43,9 @@ def training_state(
         StateEntry("outcome", policy),
         StateEntry("callbacks", callbacks),
         StateEntry("random", RandomState(engine), per_rank=True),
-    )
+    ]
+    if is_pretrained(engine.model):
+        entries.append(StateEntry("huggingface", PretrainedFiles(engine.model), if_absent="keep"))
     return TrainingState(entries, rank=engine.world.rank_info.rank, layout=engine.layout_facts())
 
 

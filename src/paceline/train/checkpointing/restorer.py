@@ -21,7 +21,7 @@ from paceline.guard.run_setup import COUNTERS
 from paceline.optim.optimizers import reset_state
 from paceline.parallel.same_call import meet
 from paceline.parallel.shards import copy_shard_, local_shard
-from paceline.run.folder import CONFIG, RunFolder, short
+from paceline.run.folder import BEST, CONFIG, RunFolder, short
 from paceline.run.jsonl import truncate_after
 from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_all_ranks
@@ -49,11 +49,18 @@ class Restorer:
         with self._engine.telemetry.loading(self._engine.position):
             return self._load_any(path, weights_only)
 
+    def load_best(self, *, weights_only: bool) -> dict[str, Any]:
+        """Load the best checkpoint of this run. Collective."""
+        if self._run.folder is None:
+            raise directory.no_pointer(Path(BEST))
+        return self.load(self._run.folder.best, weights_only=weights_only)
+
     def _load_any(self, path: Path, weights_only: bool) -> dict[str, Any]:
         require_own_weights(self._engine)
         self._saver.wait_for_copy()
         self._saver.finish()
         meet()  # rank 0 may still be writing it
+        path = directory.follow_pointer(path, collectives.broadcast_object)
         kind = collectives.broadcast_object(_kind(path))
         if kind == "file":
             return self._load_file(path)

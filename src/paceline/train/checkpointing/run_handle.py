@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.checkpoint import directory
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
@@ -236,7 +237,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     """The path in `resume`, if it is a checkpoint or a weights file, from which a new run starts."""
     if config.resume is None or config.resume == "auto":
         return None
-    path = Path(config.resume).absolute()
+    path = directory.follow_pointer(Path(config.resume).absolute())
     return path if (path / manifests.NAME).exists() or path.is_file() else None
 
 

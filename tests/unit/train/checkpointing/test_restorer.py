@@ -127,3 +127,26 @@ def test_a_run_that_dies_before_its_first_checkpoint_records_each_step_once(tmp_
     [told] = histories.live([histories.History(COSINE, legs)], tmp_path)
     assert [start for _, start in told.starts] == [0, 0]
     assert histories.compare(reference, told) == histories.Difference(0.0, 0.0, ())
+
+
+def test_the_best_checkpoint_of_a_run_is_loaded(tmp_path: Path) -> None:
+    one = trainer(run=str(tmp_path / "run"), save_best="loss", keep=None)
+    one.train(points(), points(), epochs=2)
+    best = (tmp_path / "run" / "checkpoints" / "best").read_text().split()[0]
+    expected, other = trainer(), trainer()
+    expected.load_checkpoint(tmp_path / "run" / "checkpoints" / best)
+    other.load_checkpoint(tmp_path / "run" / "checkpoints" / "best")
+    one.load_best(weights_only=True)
+    for each in (other, one):
+        assert all(map(torch.equal, each.model.state_dict().values(), expected.model.state_dict().values()))
+    resumed = trainer(run=str(tmp_path / "next"), resume=str(tmp_path / "run" / "checkpoints" / "best"))
+    assert resumed.train(points(), max_steps=1).steps == []
+
+
+def test_without_a_best_checkpoint_there_is_a_code(tmp_path: Path) -> None:
+    one = trainer(run=str(tmp_path / "run"))
+    for _ in range(2):  # before and after the run folder exists
+        with pytest.raises(CheckpointError) as caught:
+            one.load_best()
+        assert caught.value.code == "checkpoint.no-pointer"
+        one.train(points(), max_steps=1)
