@@ -28,7 +28,7 @@ help:
 	@echo "make parity  compare every model on every layout with one process (15 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
 	@echo "make bench-compare [BASE=main] [ARGS='--quick --record']   compare the key figures of this checkout with BASE"
-	@echo "make soak    the long fault campaigns (1.5 hours); make soak-kills, ... for one of them"
+	@echo "make soak    the long fault campaigns (2 hours); make soak-kills, ... for one of them"
 
 # The stamp is written last, so that an interrupted install is repeated and a finished one is not.
 $(READY): pyproject.toml constraints.txt

@@ -30,6 +30,7 @@ from paceline.launcher.cluster.fingerprint import Fingerprint, fingerprint
 from paceline.launcher.cluster.node import Node
 from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
+from paceline.launcher.local.titles import set_title
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
 from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
@@ -131,6 +132,7 @@ def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Finge
     if process == 0:
         status = 1
         try:
+            set_title("paceline: coordinator", "pl-coordinator")
             os.close(ours)
             assert spec.master is not None
             store_port = spec.master.port + 1
