@@ -86,14 +86,26 @@ ALL = (
         ("unknown-key", "optimizer", "trainer.train("),
     ),
     Mistake("amp", built("model, sgd, criterion=criterion, use_amp=True"), ("unknown-key", 'precision="bf16"')),
-    Mistake("recipe-key", recipe("batch: 8", "bacth: 8  # <-"), ("unknown-key", "'batch'"), _TRAIN),
-    Mistake("recipe-section", recipe("max_steps: 2}", "epoch: 2}  # <-"), ("unknown-key", "'epochs'"), _TRAIN),
-    Mistake("recipe-value", recipe("lr: 0.001}", "lr: fast}  # <-"), ("bad-value", "optimizer.lr"), _TRAIN),
+    Mistake(
+        "recipe-key", recipe("batch: 8", "bacth: 8"), ("unknown-key", "(recipe.yaml): did you mean 'batch'?"), _TRAIN
+    ),
+    Mistake(
+        "recipe-section",
+        recipe("max_steps: 2}", "epoch: 2}"),
+        ("unknown-key", "'train.epoch' (recipe.yaml)", "'epochs'"),
+        _TRAIN,
+    ),
+    Mistake(
+        "recipe-value",
+        recipe("lr: 0.001}", "lr: fast}"),
+        ("bad-value", "'optimizer.lr' is 'fast' (recipe.yaml)"),
+        _TRAIN,
+    ),
     Mistake("recipe-model", recipe("name: gpt,", "name: gtp,"), ("model.unknown-name", "'gpt'"), _TRAIN),
     Mistake("recipe-model-option", recipe("layers: 1", "layer: 1"), ("model.unknown-option", "'layers'"), _TRAIN),
     Mistake("recipe-data", recipe("stdlib-text", "stdlib"), ("data.unknown-name", "'stdlib-text'"), _TRAIN),
     Mistake("recipe-indentation", recipe("batch: 8", "  batch: 8  # <-"), ("config.malformed", "line 4"), _TRAIN),
-    Mistake("recipe-of-others", recipe("batch: 8", "gradient_clip_val: 1.0  # <-"), ("`clip_norm`",), _TRAIN),
+    Mistake("recipe-of-others", recipe("batch: 8", "gradient_clip_val: 1.0"), ("(recipe.yaml)", "`clip_norm`"), _TRAIN),
     Mistake(
         "recipe-override",
         recipe("", ""),

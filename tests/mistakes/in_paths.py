@@ -68,7 +68,7 @@ ALL = (
         ("mlflow", "pip install"),
     ),
     Mistake("logger-typo", built(f'{_PLAIN}, loggers=["tensorbord"]'), ("'tensorboard'",)),
-    Mistake("gpu-on-a-cpu-machine", built(f'{_PLAIN}, device="cuda"'), ("cuda", "GPU")),
+    Mistake("gpu-on-a-cpu-machine", built(f'{_PLAIN}, device="cuda"'), ("world.no-such-gpu", "cuda")),
     Mistake("cuda-by-hand", script('model = model.to("cuda")  # <-'), ("CUDA", "rank 0")),
     Mistake("nccl-on-a-cpu-machine", built(f'{_PLAIN}, backend="nccl"'), ("nccl", "gloo")),
     Mistake("bf16-word", built(f'{_PLAIN}, precision="16-mixed"'), ("bad-value", "fp16")),
@@ -90,6 +90,8 @@ ALL = (
     ),
     Mistake("negative-ranks", script("pass"), ("launch.",), "paceline launch -n -2 train.py"),
     Mistake("gpus-asked-for", script("pass"), ("ranks",), "paceline launch -n all train.py"),
-    Mistake("export-before-training", {}, ("checkpoint.",), "paceline checkpoint export runs/none --to safetensors"),
+    Mistake(
+        "export-before-training", {}, ("checkpoint.",), "paceline checkpoint export runs/none --to safetensors -o out"
+    ),
     Mistake("explain-typo", {}, ("config.unknown-key",), "paceline explain config.unknown-keys"),
 )

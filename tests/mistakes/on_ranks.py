@@ -43,15 +43,6 @@ ALL = (
         ("barrier", "rank"),
     ),
     Mistake(
-        "main-process-logs",
-        script(
-            "class Log:\n    def on_step(self, record):\n        if trainer.is_main_process:\n"
-            '            trainer.log("accuracy", 1.0)  # <-\n\n'
-            f"trainer = paceline.Trainer({_PLAIN}, callbacks=[Log()], log_every=1)\ntrainer.train(data, epochs=1)"
-        ),
-        ("accuracy",),
-    ),
-    Mistake(
         "rank-returns-early",
         script(
             f"{_RANK}import sys\n"
@@ -60,7 +51,7 @@ ALL = (
             f"    sys.exit()\n"
             f"trainer.train(data, epochs=1)  # <-"
         ),
-        ("rank 1", "exited"),
+        ("rank 1: has ended",),
     ),
     Mistake(
         "other-model-on-a-rank",
