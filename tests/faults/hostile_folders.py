@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
-import paceline
 from paceline.cli.checkpoint import app
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose import goodput
@@ -33,6 +32,7 @@ from paceline.errors import PacelineError
 from paceline.launcher.local import rank_logs
 from paceline.run import failures, heartbeat, ledger
 from paceline.run.folder import RunFolder
+from paceline.train.trainer import Trainer  # here, not in every forked process
 
 KINDS = ("link to a file", "link to a folder", "dangling link", "pipe", "device", "folder", "socket")
 SECONDS = 120  # in which every attempt ends, also on a busy machine; most take 0.1
@@ -49,7 +49,7 @@ class Case:
 def train(run: str, epochs: int, **settings: object) -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.ones(16, 2), torch.ones(16, 1))
-    trainer = paceline.Trainer(
+    trainer = Trainer(
         nn.Linear(2, 1), criterion=nn.MSELoss(), batch=8, run=run, save_every=2, save_best="loss", quiet=True,
         preflight=False, loggers=["csv"], **settings,
     )  # fmt: skip

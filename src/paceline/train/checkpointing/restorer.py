@@ -50,7 +50,6 @@ class Restorer:
             return self._load_any(path, weights_only)
 
     def load_best(self, *, weights_only: bool) -> dict[str, Any]:
-        """Load the best checkpoint of this run. Collective."""
         if self._run.folder is None:
             raise directory.no_pointer(Path(BEST))
         return self.load(self._run.folder.best, weights_only=weights_only)

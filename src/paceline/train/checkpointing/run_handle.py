@@ -146,11 +146,8 @@ class RunHandle:
     def sync_records(self) -> None:
         """Called right before a checkpoint is committed, which must not survive a power failure without them."""
         if self.folder is not None and self.folder.metrics.exists():
-            descriptor = regular_files.open_descriptor(self.folder.metrics)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with os.fdopen(regular_files.open_descriptor(self.folder.metrics), "rb") as file:
+                os.fsync(file.fileno())
 
     def _recreate(self) -> None:
         """The folder was deleted or moved while training: create it again, on rank 0."""
