@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--number", type=int, default=3500)
     parser.add_argument("--only", type=int, nargs="*")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=4)
     options = parser.parse_args()
     numbers = options.only or range(options.first, options.first + options.number)
     began = time.perf_counter()
