@@ -166,7 +166,8 @@ def test_errors_and_their_codes() -> None:
     base = paceline.errors.PacelineError
     kinds = sorted([base, *base.__subclasses__()], key=lambda kind: kind.__name__)
     assert all(getattr(paceline.errors, kind.__name__) is kind for kind in kinds)
-    codes = [code for kind in kinds for code in output_of("explain", kind.family).split()]
+    codes = [line.split()[0] for kind in kinds for line in output_of("explain", kind.family).splitlines()]
+    assert sorted(line.split()[0] for line in output_of("explain").splitlines()) == sorted(codes)
     snapshots.compare("errors", {"classes": {kind.__name__: kind.family for kind in kinds}, "codes": sorted(codes)})
 
 

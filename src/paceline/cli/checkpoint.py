@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli.options import examples
 from paceline.errors import CheckpointError
 from paceline.run.folder import BEST, ROOT, checkpoint_folders, short
 from paceline.text import columns, format_age, format_bytes, plural
@@ -31,7 +32,7 @@ Best = Annotated[bool, typer.Option("--best", help="the best checkpoint of the r
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-@app.command("ls")
+@app.command("ls", epilog=examples("checkpoint ls", "checkpoint ls runs/gpt"))
 def ls(
     path: Annotated[
         Path, typer.Argument(metavar="[PATH]", help="a run folder, or a folder of run folders; default: runs/")
@@ -50,7 +51,7 @@ def ls(
         print(columns([titles, *(_row(each) for each in facts)]))
 
 
-@app.command("inspect")
+@app.command("inspect", epilog=examples("checkpoint inspect runs/gpt", "checkpoint inspect runs/gpt --best"))
 def inspect(
     path: Where,
     best: Best = False,
@@ -92,7 +93,7 @@ def inspect(
         print(f"{name} is an alias of {target}")
 
 
-@app.command("verify")
+@app.command("verify", epilog=examples("checkpoint verify runs/gpt"))
 def verify(path: Where, as_json: AsJson = False) -> None:
     """Verify the hash of every byte. Exits with status 1 if a checkpoint is corrupted."""
     from paceline.checkpoint import reader
@@ -112,7 +113,7 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     raise SystemExit(1 if any(problems.values()) else 0)
 
 
-@app.command("export")
+@app.command("export", epilog=examples("checkpoint export runs/gpt --to safetensors -o gpt.safetensors"))
 def export(
     path: Where,
     to: Annotated[

@@ -1,4 +1,4 @@
-"""`paceline config`: show the effective recipe, or the JSON schema of recipes."""
+"""`paceline config`: show the effective recipe, the keys of recipes, or their JSON schema."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import workloads
+from paceline.cli import recipe_keys, workloads
+from paceline.cli.options import examples
+from paceline.errors import ConfigError, did_you_mean
 from paceline.text import plural
 
-app = typer.Typer(help="Show the effective recipe, or the JSON schema of recipes.", no_args_is_help=True)
+app = typer.Typer(help="Show the effective recipe, the keys of recipes, or their JSON schema.", no_args_is_help=True)
 
 
-@app.command("show")
+@app.command("show", epilog=examples("config show recipe.yaml -n 4", "config show strategy=fsdp batch=64"))
 def show(
     arguments: workloads.Arguments = None,
     ranks: Annotated[
@@ -41,7 +43,20 @@ def show(
         print(f"#   {number}. {each.name:<{width}}  {each.reason}")
 
 
-@app.command("schema")
+@app.command("keys", epilog=examples("config keys", "config keys optimizer", "config keys --json"))
+def keys(
+    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="a section, or the beginning of a key")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """List the keys of recipes with their types, defaults and meaning. Keys are also keywords of the Trainer."""
+    found = [key for key in recipe_keys.recipe_keys() if key.name.startswith(prefix)]
+    if not found:
+        known = [key.name for key in recipe_keys.recipe_keys()]
+        raise ConfigError("unknown-key", f"No key begins with {prefix!r}: {did_you_mean(prefix, known)}")
+    print(json.dumps([key._asdict() for key in found], indent=2) if as_json else recipe_keys.table(found))
+
+
+@app.command("schema", epilog=examples("config schema > schema.json"))
 def schema() -> None:
     """Print the JSON schema of recipes, for use in editors."""
     from paceline.config.recipe import Config

@@ -17,7 +17,7 @@ app = typer.Typer(
     help="Reliable distributed training for PyTorch.",
     no_args_is_help=True,
     invoke_without_command=True,
-    add_completion=False,
+    epilog=options.examples("train", "launch -n 4 train.py", "explain launch.no-script", "--install-completion"),
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -32,11 +32,14 @@ def top_level(
         raise typer.Exit
 
 
-app.command("train", cls=options.HintedCommand, context_settings=train.CONTEXT)(train.train)
-app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT)(launch.launch)
+_LAUNCHES = options.examples(
+    "launch -n 4 train.py --lr 1e-3", "launch --hosts node1,node2 train.py", "launch -n 2 -m package.train"
+)
+app.command("train", cls=options.HintedCommand, context_settings=train.CONTEXT, epilog=train.EXAMPLES)(train.train)
+app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT, epilog=_LAUNCHES)(launch.launch)
 app.command("node", hidden=True)(node.node)
-app.command("parity", context_settings=parity.CONTEXT)(parity.parity)
-app.command("explain")(explain.explain)
+app.command("parity", context_settings=parity.CONTEXT, epilog=parity.EXAMPLES)(parity.parity)
+app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 

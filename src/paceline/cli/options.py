@@ -17,6 +17,11 @@ from paceline.errors import LaunchError
 Verb = TypeVar("Verb", bound=Callable[..., None])
 
 
+def examples(*commands: str) -> str:
+    """The end of a --help page. typer keeps lines apart only if a blank line is between them."""
+    return "\n\n".join(["Examples:", *(f"paceline {command}" for command in commands)])
+
+
 class HintedCommand(TyperCommand):
     """Options of other launchers get a hint instead of "No such option"."""
 

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 import typer
 
 from paceline.cli import workloads
+from paceline.cli.options import examples
 
 CONTEXT = {"allow_interspersed_args": True}
+EXAMPLES = examples("parity recipe.yaml --layouts ddp:2,fsdp:2", "parity recipe.yaml --layouts 'shard=2 tensor=2'")
 
 
 def parity(

@@ -9,6 +9,9 @@ from paceline.cli import options, workloads
 from paceline.config.launch import LaunchSpec
 
 CONTEXT = {"allow_interspersed_args": True}
+EXAMPLES = options.examples(
+    "train", "train recipe.yaml -n 4", "train recipe.yaml schedule=cosine optimizer.lr=3e-4 train.epochs=3"
+)
 
 
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline import log
+from paceline.cli import recipe_keys
 from paceline.config.launch import LaunchSpec, options_of
 from paceline.errors import ConfigError, LaunchError
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 DEFAULT_CPU_RANKS = 2  # of a recipe
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="recipe file, and overrides"),
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]...", help="recipe file, and overrides", autocompletion=recipe_keys.complete
+    ),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.errors import PacelineError, did_you_mean
@@ -17,12 +19,21 @@ def pages() -> dict[str, str]:
     return found
 
 
+def summaries(codes: Mapping[str, str]) -> str:
+    """One line per code: the first sentence of its page."""
+    width = max(map(len, codes))
+    first = {code: " ".join(text.partition("\n\n")[2].split()) for code, text in codes.items()}
+    return "\n".join(
+        f"{code:<{width}}  {re.split(r'(?<=[.:]) ', text)[0].rstrip('.:')}" for code, text in first.items()
+    )
+
+
 def page(code: str) -> str:
     """The page of one code; for a family such as "launch", its codes."""
     known = pages()
-    family = [name for name in known if name.startswith(f"{code}.")]
+    family = {name: text for name, text in known.items() if name.startswith(f"{code}.")}
     if family:
-        return "\n".join(family)
+        return summaries(family)
     if code not in known:
         families = ", ".join(sorted({name.partition(".")[0] for name in known}))
         raise PacelineError(

@@ -8,11 +8,6 @@
         trainer.backward(loss)
         trainer.step()
 
-    for inputs, targets in trainer.loader(dataset):       # with a loss of one's own
-        outputs = trainer.compute(lambda model: model(inputs))
-        trainer.backward(cross_entropy(outputs, targets), weight=len(targets))
-        trainer.step()
-
 Other batches work as well: each data rank passes its own (ranks along a tensor or pipeline axis pass the same one), and
 the weights of all ranks are summed at each step.
 """

@@ -10,7 +10,7 @@ from paceline.errors import PacelineError
 
 def test_a_code_has_a_page_and_a_family_lists_its_codes() -> None:
     assert catalog.page("launch.no-coordinator").startswith("launch.no-coordinator\n\n")
-    codes = catalog.page("launch").splitlines()
+    codes = [line.split()[0] for line in catalog.page("launch").splitlines()]
     assert "launch.coordinator-lost" in codes and all(code.startswith("launch.") for code in codes)
 
 
