@@ -57,7 +57,7 @@ def _first_difference(facts: Facts) -> list[str] | None:
         return None
     for rows in zip_longest(*collectives.all_gather_object(facts)):
         if any(row != rows[0] for row in rows):
-            return ["(nothing)" if row is None else " ".join(row) for row in rows]
+            return ["(nothing)" if row is None else " ".join(row).rstrip() for row in rows]
     return None
 
 
@@ -65,8 +65,10 @@ def _model_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, parameter in model.named_parameters():
         trained = "" if parameter.requires_grad else ", frozen"
         yield f"parameter {name}:", f"{_describe(parameter)}{trained}"
+    yield "no other parameter", ""
     for name, buffer in model.named_buffers():
         yield f"buffer {name}:", _describe(buffer)
+    yield "no other buffer", ""
     for name, module in model.named_modules():
         yield f"module {name or '(the model)'}:", type(module).__qualname__
 
