@@ -95,6 +95,6 @@ def _error(call: str, board: Board, places: dict[int, str]) -> WorldError:
         "different-calls",
         f"Rank {board.rank} called {call}, and not every rank does:\n{by_rank(lines)}",
         why=f"{call} is collective: it waits until every rank has called it",
-        fix="make the same calls in the same order on every rank: take them out of `if trainer.is_main_process:` (print "
-        "results there), and take the same number of steps on every rank",
+        fix="make the same calls in the same order on every rank: take them out of `if trainer.is_main_process:` "
+        "(print results there), and take the same number of steps on every rank",
     )
