@@ -13,6 +13,8 @@ from torch import Tensor
 
 _COLUMNS = 64  # as fast as a single sum on a CPU
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_MOVED = {*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}  # by every backend
 _ODD = -7046029254386353131  # 2⁶⁴ divided by the golden ratio, as a signed integer
 
 
@@ -42,3 +44,10 @@ def checksum(tensor: Tensor) -> int:
     """The checksum of one tensor. Reads it from the device."""
     sums = column_sums(tensor)
     return int(mixed(sums, tensor.device)) if sums else 0
+
+
+def as_moved(tensor: Tensor) -> Tensor:
+    """The tensor, or a view of its bytes if no backend moves its dtype (int16, uint16, float8)."""
+    if tensor.dtype in _MOVED or tensor.dtype.is_complex or not tensor.is_contiguous():
+        return tensor
+    return tensor.view(-1).view(torch.uint8)

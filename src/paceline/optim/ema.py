@@ -25,7 +25,7 @@ class Ema:
     """The exponential moving average of parameters, initialized with their current values."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float, warmup: bool) -> None:
-        named = {name: parameter for name, parameter in parameters.items() if parameter.is_floating_point()}
+        named = {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
         self._decay, self._warmup = decay, warmup
         self.is_swapped = False
         self._names = list(named)

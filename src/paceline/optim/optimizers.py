@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.config.components import OPTIMIZERS, OptimizerFacts
 from paceline.config.sections import OptimizerSection as Settings
@@ -37,7 +37,7 @@ class OptimizerParams:
 
 def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.optim.Optimizer:
     """The recipe's optimizer for a model. It skips frozen parameters, which may be unfrozen later."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point()]
+    named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
     require_trainable(model)
     params = OptimizerParams(model, named, _decay_groups(named, settings.weight_decay), _can_fuse(named))
     build = OPTIMIZERS.find(settings.name, settings.options())
@@ -159,4 +159,11 @@ def _betas(settings: Settings) -> tuple[float, float]:
 
 def _can_fuse(named: list[NamedParameter]) -> bool:
     # Parameters on meta are materialized on cpu or cuda later.
-    return all(p.is_floating_point() and p.device.type in {"cpu", "cuda", "meta"} for _, p in named)
+    kinds = {"cpu", "cuda", "meta"}
+    return all(p.is_floating_point() and p.device.type in kinds and _has_no_gaps(p) for _, p in named)
+
+
+def _has_no_gaps(parameter: Tensor) -> bool:
+    """Fused kernels write past a parameter with gaps in memory (some columns of a matrix), without an error."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return last < max(1, parameter.numel())

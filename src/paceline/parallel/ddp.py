@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.config.sections import DdpSection
 from paceline.errors import LayoutError
 from paceline.models.usage_errors import require_trainable
+from paceline.models.weight_bits import as_moved
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first
 
@@ -39,6 +40,7 @@ def replicate(
         # Renamed in torch 2.13; the old name is deprecated.
         new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         options["forward_sync_buffers" if new else "broadcast_buffers"] = False
+    _exclude_unmovable(step, broadcast=not again)
     return DistributedDataParallel(
         step,
         static_graph=settings.static_graph,
@@ -49,9 +51,19 @@ def replicate(
     )
 
 
+def _exclude_unmovable(step: nn.Module, *, broadcast: bool) -> None:
+    """Keep tensors whose dtype no backend moves (int16, float8) from DDP, and move their bytes."""
+    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    odd = {name: tensor.detach() for name, tensor in named.items() if as_moved(tensor) is not tensor}
+    if odd:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, list(odd))
+    for tensor in odd.values() if broadcast else ():
+        collectives.broadcast(as_moved(tensor))
+
+
 def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
     """Broadcast buffers (running statistics) over the data ranks. DDP does so before each forward but not after the
     last one, and all ranks must evaluate the same model."""
     if mesh.data_ranks > 1:
         for buffer in model.buffers():
-            broadcast_from_first(buffer, mesh.data_group)
+            broadcast_from_first(as_moved(buffer), mesh.data_group)

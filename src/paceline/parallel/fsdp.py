@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.config.sections import FsdpSection
@@ -45,8 +46,12 @@ def shard(
     """
     if settings.offload:
         require_gpu(mesh.device)
-    _require_dims(root)
-    _require_dense(root)
+    _require_shardable(root)
+    for parameter in root.parameters():  # FSDP2 refuses other memory formats (channels_last, a transposed weight)
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    blocks = _self_contained(root, blocks)
+    _require_one_dtype(root, blocks)
     axes = ("replicate", "shard") if mesh.degrees.replicate > 1 else ("shard",)
     param = DTYPES[settings.param_dtype] if settings.param_dtype else gather_dtype
     reduce = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else (torch.float32 if param else None)
@@ -61,8 +66,7 @@ def shard(
     reshard = settings.reshard and mesh.degrees.shard > 1
     _cast_buffers(root, settings)
     sharded: list[FSDPModule] = [
-        fully_shard(block, reshard_after_forward=reshard, mp_policy=block_policy, **options)
-        for block in _self_contained(root, blocks)
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=block_policy, **options) for block in blocks
     ]
     fully_shard(root, reshard_after_forward=False, mp_policy=policy, **options)
     if settings.prefetch > 1:  # 1 is the default of torch
@@ -123,26 +127,32 @@ def _keep_gathered(root: nn.Module, running: list[bool]) -> None:
         group.post_backward = partial(post_backward, group, group.post_backward)
 
 
-def _require_dims(root: nn.Module) -> None:
-    scalars = [name.removeprefix("model.") for name, parameter in root.named_parameters() if not parameter.dim()]
-    if scalars:
+def _require_shardable(root: nn.Module) -> None:
+    odd = [name.removeprefix("model.") for name, p in root.named_parameters() if not p.dim() or not p.numel()]
+    if odd:
         raise LayoutError(
             "scalar-parameter",
-            f"Scalar parameters can't be sharded: {', '.join(scalars[:4])}.",
+            f"Parameters without a dim, or without elements, can't be sharded: {', '.join(odd[:4])}.",
             why="FSDP shards parameters along their first dim",
             fix="give it one dim, nn.Parameter(torch.ones(1)), or use strategy: ddp",
         )
 
 
-def _require_dense(root: nn.Module) -> None:
-    sparse = [name.removeprefix("model.") for name, module in root.named_modules() if getattr(module, "sparse", False)]
-    if sparse:
-        raise LayoutError(
-            "sparse-gradients",
-            f"Sparse gradients can't be sharded: {', '.join(sparse[:4])}.",
-            why="FSDP reduces dense gradients only",
-            fix="create the embedding with sparse=False, or use strategy: ddp",
-        )
+def _require_one_dtype(root: nn.Module, groups: Sequence[nn.Module]) -> None:
+    """FSDP2 reduces the gradients of a group together."""
+    inside = {id(parameter) for group in groups for parameter in group.parameters()}
+    rest = [each for each in root.named_parameters() if id(each[1]) not in inside]
+    for members in (rest, *(list(group.named_parameters()) for group in groups)):
+        first = {p.dtype: name.removeprefix("model.") for name, p in reversed(members) if p.requires_grad}
+        if len(first) > 1:
+            found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+            raise LayoutError(
+                "mixed-dtypes",
+                f"Parameters of one FSDP group have different dtypes: {found}.",
+                why="their gradients are reduced together",
+                fix="use one dtype (precision: bf16 computes in half precision), list the modules with another one in "
+                "blocks:, or use strategy: ddp",
+            )
 
 
 def _self_contained(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.models.weight_bits import as_moved
 from paceline.parallel.same_call import meet
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
@@ -90,13 +91,13 @@ def _gather_stages(own: dict[str, Tensor], mesh: Mesh, is_primary: bool) -> dict
     rank = collectives.rank()
     if rank:
         for tensor in sent.values():
-            torch_dist.send(tensor.to(mesh.device).contiguous(), 0)
+            torch_dist.send(as_moved(tensor.to(mesh.device).contiguous()), 0)
         return {}
     for source, tensors in enumerate(stages):
         if source:
             for name, dtype, shape in tensors:
                 received = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
-                torch_dist.recv(received, source)
+                torch_dist.recv(as_moved(received), source)
                 own[name] = received.cpu()
     return own
 
@@ -142,6 +143,6 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
         if tensor.device.type != "meta":
             with torch.no_grad():
                 on_device = tensor.detach().to(device)
-                collectives.broadcast(on_device)
+                collectives.broadcast(as_moved(on_device))
                 if on_device.data_ptr() != tensor.data_ptr():
                     tensor.copy_(on_device)

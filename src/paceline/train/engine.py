@@ -18,7 +18,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import forward_state, kept_state, loss_halves, own_step, preflight, same_model
+from paceline.guard import forward_state, kept_state, loss_halves, odd_parameters, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
@@ -88,6 +88,7 @@ class Engine:
         self.telemetry.joined(self.world)
         self.model, config = take_over(model, config, self.world.size, self.log)
         self.config = config
+        odd_parameters.require_initialized(self.model)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
         if plan.degrees.tensor > 1:
@@ -97,6 +98,7 @@ class Engine:
         consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
         same_model.require_same_model(self.model, task.optimizer, task.criterion)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
+        odd_parameters.require_supported(self.model, config, self.layout.degrees)
         factory.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
         self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)

@@ -94,19 +94,15 @@ def _advice(engine: Engine, plan: BatchPlan | None, shardable: int) -> Iterator[
     if facts.gather_bytes == facts.param_bytes:  # no half precision yet
         yield "precision: bf16 (half the memory for activations)"
     more = degrees.replicate  # that many replicas can share what each of them holds
-    saved = shardable * (more - 1) // more
-    if saved >= _WORTHWHILE:
-        yield (
-            f"{_sharded(degrees)} (shards parameters, gradients and optimizer states over {more} times as many ranks: "
-            f"{format_bytes(saved)} less on each)"
-        )
+    if (saved := shardable * (more - 1) // more) >= _WORTHWHILE:
+        what = f"parameters, gradients and optimizer states over {more} times as many ranks"
+        yield f"{_sharded(degrees)} (shards {what}: {format_bytes(saved)} less on each)"
     if degrees.shard > 1 and degrees.pipeline == 1 and not config.fsdp.reshard:
         yield "fsdp: {reshard: true} (frees the gathered parameters of a block after its forward)"
     if config.recompute != "full" and _can_recompute(engine):
         yield "recompute: full (activation checkpointing of the model's blocks)"
-    if engine.world.device.type == "cuda" and not config.fsdp.offload and (degrees.is_replicated or degrees.shard > 1):
-        strategy = "strategy: fsdp with " if degrees.is_replicated else ""
-        yield f"{strategy}fsdp: {{offload: true}} (keeps parameters and optimizer states in CPU memory; slow)"
+    if engine.world.device.type == "cuda" and degrees.shard > 1 and not config.fsdp.offload:
+        yield "fsdp: {offload: true} (keeps parameters and optimizer states in CPU memory; slow)"
     yield "smaller samples (image size, sequence length), a smaller model, or more ranks"
 
 
@@ -127,12 +123,10 @@ def _sharded(degrees: Degrees) -> str:
     if degrees.pipeline == degrees.tensor == 1:
         return "strategy: fsdp"
     changed = replace(degrees, replicate=1, shard=degrees.replicate * degrees.shard)
-    parts = [f"{axis}: {changed.of(axis)}" for axis in AXIS_NAMES if changed.of(axis) > 1]
-    return f"layout: {{{', '.join(parts)}}}"
+    return f"layout: {{{', '.join(f'{name}: {changed.of(name)}' for name in AXIS_NAMES if changed.of(name) > 1)}}}"
 
 
 def _can_recompute(engine: Engine) -> bool:
-    config, pipeline = engine.config, engine.layout.degrees.pipeline
-    if pipeline > 1 and config.pipeline.schedule == "zero-bubble":
-        return False
-    return bool(find_blocks(engine.model, config.blocks)) if pipeline == 1 else True
+    if engine.layout.degrees.pipeline > 1:
+        return engine.config.pipeline.schedule != "zero-bubble"
+    return bool(find_blocks(engine.model, engine.config.blocks))
