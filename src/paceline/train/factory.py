@@ -98,12 +98,8 @@ def check(config: Config, ranks: int) -> None:
 
 def _require_section(section: NamedSection | None, key: str, example: str) -> NamedSection:
     if section is None or not section.name:
-        raise ConfigError(
-            "missing-section",
-            f"The recipe names no `{key}:`.",
-            fix=f"add one, e.g. {key}: {{name: {example}}}; in a script, pass the {key} to the Trainer"
-            + (".train()" if key == "data" else ""),
-        )
+        example = f"{key}: {{name: {example}}}, or pass your own object to the Trainer or to train()"
+        raise ConfigError("missing-section", f"The recipe names no `{key}:`.", fix=f"add one, e.g. {example}")
     return section
 
 
