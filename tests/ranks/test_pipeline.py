@@ -244,3 +244,57 @@ def test_the_comparison_bites_when_a_fault_is_built_in(fault: str) -> None:
     one = paceline.launch(all_results, ranks=1, cases=[("gpt", {})])[0]
     found = paceline.launch(broken, ranks=2, fault=fault)
     assert (found["losses"] - one["losses"]).abs().max() > 1e-6
+
+
+class NamedTargets(torch.nn.Module):
+    """Calls its inputs and targets by names of its own."""
+
+    model_spec = paceline.ModelSpec(
+        pipeline=paceline.PipelineSpec(
+            first="embed", blocks="layers", last="read", loss="loss", first_modules=("into",), last_modules=("out",),
+            targets="y",
+        )
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.into(x))
+
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.out(hidden))
+
+    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs, y)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.loss(self.read(hidden), y)
+
+
+class Named(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x, y = tiny.blobs(24)[index]
+        return {"x": x, "y": y}
+
+
+def named_losses(strategy: str) -> list[float]:
+    data = Named()
+    model = NamedTargets()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = paceline.Trainer(model, optimizer, batch=8, run=False, quiet=True, strategy=strategy)
+    return trainer.train(data, max_steps=3).losses
+
+
+def test_the_targets_of_a_spec_may_have_any_name() -> None:
+    found = paceline.launch(named_losses, ranks=2, strategy="pp")
+    assert found == pytest.approx(named_losses("auto"), rel=1e-5)

@@ -60,6 +60,8 @@ class PipelineLossModule(LossModule):
 
     def inputs_of(self, batch: Any) -> Tensor:
         """The input of the first stage: the argument of the model, without targets."""
+        if self._spec is not None and isinstance(batch, dict):
+            batch = {key: value for key, value in batch.items() if key != self._spec.targets}
         if self._select_inputs is None:
             self._select_inputs = choose_outputs(self.model, batch)
         inputs = self._select_inputs(_only_argument, batch)
