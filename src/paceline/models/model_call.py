@@ -115,12 +115,16 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
     if len(known) == len(batch):
         rule = f"model({', '.join(f'{key}=…' for key in batch)})"
         labels = batch.get("labels")
-        # A compiled graph does not show what its loss was divided by.
-        by_tokens = model._compiled_call_impl is not None and isinstance(labels, Tensor) and labels.dim() == 2
-        first = huggingface.label_shift(model) if by_tokens else None
-        if first is None:
+        shift = huggingface.label_shift(model) if isinstance(labels, Tensor) and labels.dim() == 2 else None
+        if shift and labels is not None and labels.shape[1] <= shift:
+            raise TrainError(
+                "no-labels-left",
+                f"Labels of shape {tuple(labels.shape)} leave no token to predict: the model shifts them by one.",
+                fix="use sequences of at least two tokens",
+            )
+        if shift is None or model._compiled_call_impl is None:  # only a compiled graph does not show its divisor
             return rule, lambda model, batch: model(**batch)
-        return f"{rule}; mean over tokens, weighted by counted labels", _token_mean(first)
+        return f"{rule}; mean over tokens, weighted by counted labels", _token_mean(shift)
     if known:
         raise TrainError(
             "ambiguous-batch",

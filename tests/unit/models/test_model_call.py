@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import tiny
 from paceline import Loss
 from paceline.errors import TrainError
 from paceline.models.model_call import infer_call, read_loss
@@ -110,3 +111,9 @@ def test_a_hugging_face_models_labels_count_as_it_counts_them(
     counted = None if first is None else int((labels[:, first:] != -100).sum())
     assert (None if weight is None else int(weight)) == counted
     assert value == 2.0 * (counted or 1)
+
+
+def test_labels_of_length_one_leave_nothing_to_predict() -> None:
+    token = torch.tensor([[3]])
+    with pytest.raises(TrainError, match=r"train\.no-labels-left"):
+        infer_call(tiny.tiny_hf_gpt2(), {"input_ids": token, "labels": token}, None, None)
