@@ -20,35 +20,43 @@ def recipe(old: str, new: str) -> dict[str, str]:
 
 
 ALL = (
-    Mistake("setting-typo", built("model, sgd, criterion=criterion, bach=8"), ("unknown-key", "'batch'")),
+    Mistake(
+        "setting-typo", built("model, sgd, criterion=criterion, bach=8"), ("unknown-key", "fix: did you mean 'batch'?")
+    ),
     Mistake(
         "setting-typo-alone",
         built("model, sgd, criterion=criterion, log_evry=1"),
-        ("unknown-key", "'log_every'"),
+        ("unknown-key", "fix: did you mean 'log_every'?"),
         PYTHON,
     ),
     Mistake(
         "setting-value",
         built('model, sgd, criterion=criterion, precision="float16"'),
-        ("config.bad-value", "fp16"),
+        ("config.bad-value", "fix: did you mean 'fp16'?"),
     ),
-    Mistake("strategy-typo", built('model, sgd, criterion=criterion, strategy="dpp"'), ("bad-value", "'ddp'")),
+    Mistake(
+        "strategy-typo",
+        built('model, sgd, criterion=criterion, strategy="dpp"'),
+        ("bad-value", "fix: did you mean 'ddp'"),
+    ),
     Mistake(
         "optimizer-name",
         built('model, {"name": "adamm", "lr": 1e-3}, criterion=criterion'),
-        ("config.bad-value", "adamw"),
+        ("config.bad-value", "fix: did you mean 'adam' or 'adamw'?"),
     ),
     Mistake(
         "optimizer-key",
         built('model, {"name": "adamw", "learning_rate": 1e-3}, criterion=criterion'),
-        ("unknown-key", "`optimizer.lr`"),
+        ("unknown-key", "fix: the learning rate belongs to the optimizer, `optimizer.lr`"),
     ),
     Mistake(
         "optimizer-class",
         built("model, torch.optim.SGD, criterion=criterion"),
         ("optimizer", "torch.optim.SGD(model.parameters()"),
     ),
-    Mistake("optimizer-string", built('model, "admw", criterion=criterion'), ("config.bad-value", "adamw")),
+    Mistake(
+        "optimizer-string", built('model, "admw", criterion=criterion'), ("bad-value", "fix: did you mean 'adam' or")
+    ),
     Mistake(
         "model-class",
         script("class Net(nn.Module):\n    pass\n\ntrainer = paceline.Trainer(Net, sgd, criterion=criterion)  # <-"),
@@ -78,38 +86,40 @@ ALL = (
     Mistake(
         "huggingface-arguments",
         built("model, sgd, criterion=criterion, per_device_train_batch_size=8, gradient_accumulation_steps=4"),
-        ("unknown-key", "`batch_per_rank`", "`accumulate`", "splits"),
+        ("unknown-key", "fix: per_device_train_batch_size: use `batch_per_rank`", "`accumulate`", "splits"),
     ),
     Mistake(
         "lr-of-the-trainer",
         built("model, criterion=criterion, lr=0.1, epochs=3"),
-        ("unknown-key", "optimizer", "trainer.train("),
+        ("unknown-key", "fix: lr: the learning rate belongs to the optimizer", "trainer.train("),
     ),
-    Mistake("amp", built("model, sgd, criterion=criterion, use_amp=True"), ("unknown-key", 'precision="bf16"')),
     Mistake(
-        "recipe-key", recipe("batch: 8", "bacth: 8"), ("unknown-key", "(recipe.yaml): did you mean 'batch'?"), _TRAIN
+        "amp",
+        built("model, sgd, criterion=criterion, use_amp=True"),
+        ("unknown-key", 'fix: use `precision`: precision="bf16"'),
     ),
+    Mistake("recipe-key", recipe("batch: 8", "bacth: 8  # <-"), ("unknown-key", "fix: did you mean 'batch'?"), _TRAIN),
     Mistake(
         "recipe-section",
-        recipe("max_steps: 2}", "epoch: 2}"),
-        ("unknown-key", "'train.epoch' (recipe.yaml)", "'epochs'"),
+        recipe("max_steps: 2}", "epoch: 2}  # <-"),
+        ("unknown-key", "'train.epoch' (recipe.yaml:5)", "fix: did you mean 'epochs'?"),
         _TRAIN,
     ),
     Mistake(
         "recipe-value",
-        recipe("lr: 0.001}", "lr: fast}"),
-        ("bad-value", "'optimizer.lr' is 'fast' (recipe.yaml)"),
+        recipe("lr: 0.001}", "lr: fast}  # <-"),
+        ("bad-value", "'optimizer.lr' is 'fast' (recipe.yaml:3)", "fix: set optimizer.lr to a number"),
         _TRAIN,
     ),
     Mistake("recipe-model", recipe("name: gpt,", "name: gtp,"), ("model.unknown-name", "'gpt'"), _TRAIN),
     Mistake("recipe-model-option", recipe("layers: 1", "layer: 1"), ("model.unknown-option", "'layers'"), _TRAIN),
     Mistake("recipe-data", recipe("stdlib-text", "stdlib"), ("data.unknown-name", "'stdlib-text'"), _TRAIN),
-    Mistake("recipe-indentation", recipe("batch: 8", "  batch: 8  # <-"), ("config.malformed", "line 4"), _TRAIN),
-    Mistake("recipe-of-others", recipe("batch: 8", "gradient_clip_val: 1.0"), ("(recipe.yaml)", "`clip_norm`"), _TRAIN),
+    Mistake("recipe-indentation", recipe("batch: 8", "  batch: 8  # <-"), ("malformed", "line 4 is indented"), _TRAIN),
+    Mistake("recipe-of-others", recipe("batch: 8", "gradient_clip_val: 1.0  # <-"), ("fix: use `clip_norm`",), _TRAIN),
     Mistake(
         "recipe-override",
         recipe("", ""),
-        ("unknown-key", "known: betas, lr"),
+        ("unknown-key", "fix: use one of betas, lr"),
         f"{_TRAIN} optimizer.rate=1",
     ),
     Mistake("command-typo", {}, ("trian", "train"), "paceline trian recipe.yaml"),

@@ -67,11 +67,11 @@ ALL = (
         ),
         ("mlflow", "pip install"),
     ),
-    Mistake("logger-typo", built(f'{_PLAIN}, loggers=["tensorbord"]'), ("'tensorboard'",)),
+    Mistake("logger-typo", built(f'{_PLAIN}, loggers=["tensorbord"]'), ("fix: did you mean 'tensorboard'?",)),
     Mistake("gpu-on-a-cpu-machine", built(f'{_PLAIN}, device="cuda"'), ("world.no-such-gpu", "cuda")),
     Mistake("cuda-by-hand", script('model = model.to("cuda")  # <-'), ("CUDA", "rank 0")),
     Mistake("nccl-on-a-cpu-machine", built(f'{_PLAIN}, backend="nccl"'), ("nccl", "gloo")),
-    Mistake("bf16-word", built(f'{_PLAIN}, precision="16-mixed"'), ("bad-value", "fp16")),
+    Mistake("bf16-word", built(f'{_PLAIN}, precision="16-mixed"'), ("bad-value", "fix: did you mean 'fp16'?")),
     Mistake("port-in-use", script("pass"), ("launch.port-in-use",), "paceline launch -n 2 --port {port} train.py"),
     Mistake(
         "world-size-exported",

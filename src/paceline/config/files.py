@@ -49,8 +49,8 @@ for _kind in (_Loader, Dumper):
     )
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file."""
+def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in a recipe file, and the line of each dotted key."""
     try:
         text = _read_small(path).decode("utf-8")
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError("unreadable", f"Cannot read recipe {path}: {error}.") from None
-    values = _parse_toml(text, path) if path.suffix == ".toml" else _parse_yaml(text, path)
+    values, lines = _parse_toml(text, path) if path.suffix == ".toml" else _parse_yaml(text, path)
     _require_plain(values, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = "an empty file" if values is None else type(values).__name__
@@ -70,7 +70,7 @@ def read(path: Path) -> dict[str, Any]:
             f"Invalid recipe {path}: expected a mapping, got {kind}.",
             fix="write `key: value` lines, e.g. `batch: 64`",
         )
-    return values
+    return values, lines
 
 
 def _read_small(path: Path) -> bytes:
@@ -84,7 +84,7 @@ def _read_small(path: Path) -> bytes:
         return file.read(_MAX_BYTES)
 
 
-def _parse_yaml(text: str, path: Path) -> Any:
+def _parse_yaml(text: str, path: Path) -> tuple[Any, dict[str, int]]:
     loader = None
     if len(text) > _MAX_BYTES:
         raise ConfigError("malformed", f"{path} has {len(text)} characters, the limit is {_MAX_BYTES}.")
@@ -92,19 +92,43 @@ def _parse_yaml(text: str, path: Path) -> Any:
         loader = _Loader(text)
         node = loader.get_single_node()
         deque(_every_value(node, str(path)), maxlen=0)  # before aliases are expanded, also by `<<`
-        return None if node is None else loader.construct_document(node)
+        return (None, {}) if node is None else (loader.construct_document(node), _key_lines(node))
     except RecursionError:
         raise _too_large(str(path)) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = (getattr(error, "problem", None) or str(error))[:_MAX_SHOWN]
-        raise ConfigError("malformed", f"Invalid YAML in {path}{where}: {problem}.") from None
+        indented, fix = _indentation(text, mark.line, mark.column) if mark else "", ""
+        if indented:
+            problem, fix = indented, "indent the keys of a section alike; top-level keys start in column 1"
+        raise ConfigError("malformed", f"Invalid YAML in {path}{where}: {problem}.", fix=fix) from None
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:  # PyYAML's, for some tags
         raise ConfigError("malformed", f"Invalid value in {path}: {error}.") from None
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _indentation(text: str, line: int, column: int) -> str:
+    """What is wrong if parsing failed at the first key of a line, and the line before has another indentation."""
+    lines = text.splitlines()[: line + 1]
+    if len(lines) <= line or not re.fullmatch(r" *[\w.-]*", lines[line][:column]):
+        return ""
+    before = [number for number, each in enumerate(lines[:line]) if each.partition("#")[0].strip()]
+    indents = [len(lines[number]) - len(lines[number].lstrip()) for number in (*before[-1:], line)]
+    same = len(set(indents)) == 1
+    return "" if same else f"line {line + 1} is indented differently from line {before[-1] + 1}"
+
+
+def _key_lines(node: yaml.Node, path: str = "") -> dict[str, int]:
+    """The line of each dotted key, except for very long ones."""
+    lines = dict[str, int]()
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode) and len(path) + len(key.value) <= _MAX_SHOWN:
+            lines[f"{path}{key.value}"] = key.start_mark.line + 1
+            lines |= _key_lines(value, f"{path}{key.value}.")
+    return lines
 
 
 def _every_value(value: Any, place: str) -> Iterator[Any]:
@@ -145,9 +169,15 @@ def _too_large(place: str) -> ConfigError:
     )
 
 
-def _parse_toml(text: str, path: Path) -> Any:
+def _parse_toml(text: str, path: Path) -> tuple[Any, dict[str, int]]:
+    section, lines = "", dict[str, int]()
+    for number, line in enumerate(text.splitlines(), start=1):  # tomllib tells no lines
+        if found := re.match(r"\s*\[([\w.-]+)\]", line):
+            section = f"{found[1]}."
+        elif found := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault(section + found[1], number)
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text), lines
     except RecursionError:
         raise _too_large(str(path)) from None
     except ValueError as error:  # a TOMLDecodeError, or a number with too many digits
@@ -155,12 +185,17 @@ def _parse_toml(text: str, path: Path) -> Any:
 
 
 def merge(
-    values: Mapping[str, Any], overrides: Sequence[str], origin: str, shorthands: Mapping[str, str]
+    values: Mapping[str, Any],
+    overrides: Sequence[str],
+    origin: str,
+    shorthands: Mapping[str, str],
+    lines: Mapping[str, int],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values with the overrides applied, and the origin of each dotted key. `shorthands` are sections that may be
     given as the value of one of their keys: `ema.warmup=false` completes `ema: 0.9`."""
     merged = _copy(values)
-    origins = dict.fromkeys(flatten(merged, keep_empty=True), origin)
+    leaves = flatten(merged, keep_empty=True)
+    origins = {key: f"{origin}:{lines[key]}" if key in lines else origin for key in leaves}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key or not all(key.split(".")) or key.count(".") > _MAX_DEPTH:
@@ -170,7 +205,7 @@ def merge(
                 fix="write e.g. train.epochs=3",
             )
         _require_plain(key, "an override")
-        value = _parse_yaml(text, Path(f"override {key}"))
+        value, _ = _parse_yaml(text, Path(f"override {key}"))
         _require_plain(value, f"override {key}")
         first = key.split(".")[0]
         if first != key and first in shorthands and isinstance(merged.get(first), (int, float, str)):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from paceline.errors import did_you_mean
 
-Kind = Literal["settings", "options", "methods", "names", "hooks"]
+Kind = Literal["settings", "options", "methods", "names", "hooks", "values"]
 
 
 def find_hint(kind: Kind, name: str) -> str:
@@ -24,3 +24,10 @@ def suggest(kind: Kind, name: str, known: Iterable[str]) -> str:
     known = list(known)
     is_typo = bool(get_close_matches(name, known, n=1, cutoff=0.85))
     return (not is_typo and find_hint(kind, name)) or did_you_mean(name, known)
+
+
+def suggest_value(value: str, known: list[str]) -> str:
+    """The known values that are meant by a value of another framework or with a typo; empty if there is none."""
+    meant = find_hint("values", value.lower())
+    near = [meant] if meant in known else sorted(get_close_matches(value.lower(), known, n=3, cutoff=0.65))
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""

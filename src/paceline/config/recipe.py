@@ -144,20 +144,27 @@ class Config(Section):
     @classmethod
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
         """Read a YAML or TOML recipe, then apply `key=value` overrides."""
-        return cls.from_dict(files.read(Path(path)), overrides, origin=str(path))
+        values, lines = files.read(Path(path))
+        return cls.from_dict(values, overrides, origin=str(path), lines=lines)
 
     @classmethod
     def default(cls, overrides: Sequence[str] = ()) -> Config:
         """The default recipe: a small GPT on the source of the standard library."""
         path = Path(__file__).with_name("default.yaml")
-        return cls.from_dict(files.read(path), overrides, origin="the default recipe")
+        return cls.from_dict(files.read(path)[0], overrides, origin="the default recipe")
 
     @classmethod
     def from_dict(
-        cls, values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "the caller"
+        cls,
+        values: Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        *,
+        origin: str = "the caller",
+        lines: Mapping[str, int] | None = None,
     ) -> Config:
-        """Create a Config from plain values, then apply `key=value` overrides. Errors refer to `origin`."""
-        merged, origins = files.merge(values, overrides, origin, SHORTHANDS)
+        """Create a Config from plain values, then apply `key=value` overrides. Errors refer to `origin` and, if the
+        values were read from a file, to the line of each dotted key."""
+        merged, origins = files.merge(values, overrides, origin, SHORTHANDS, lines or {})
         for key, inner in SHORTHANDS.items():
             expanded = expand(key, merged.get(key))
             if isinstance(expanded, dict) and not isinstance(merged[key], Mapping):

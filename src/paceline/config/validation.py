@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from paceline.config.foreign_names import suggest
+from paceline.config.foreign_names import suggest, suggest_value
 from paceline.errors import ConfigError
 
 KEYWORDS = "Trainer's keywords"  # the origin of settings that are not part of a recipe
@@ -17,28 +19,40 @@ _WIDTH = 200  # of a value
 
 def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[str, str]) -> ConfigError:
     """One error for all findings, with the code of the first one."""
-    findings, lines = error.errors(include_url=False), list[str]()
+    findings, fixes = error.errors(include_url=False), dict[str, tuple[str, str]]()
     for finding in findings[:_SHOWN]:
-        place = ".".join(str(part) for part in finding["loc"] if not _is_union_branch(part, finding["loc"]))
-        shown, came_from = _shown(place), _origin(place, origins)[:_WIDTH]
-        if finding["type"] == "extra_forbidden":
-            hint = suggest("settings", place.rsplit(".", 1)[-1], _known_keys(schema, place.split(".")[:-1]))
-            line = f"unknown key {shown} ({came_from}): {hint}"
-        elif finding["type"] == "model_type":
-            keys = _known_keys(schema, place.split("."))
-            line = f"{shown} is {_shown(finding['input'])} ({came_from}): expected a section, e.g. {place}.{keys[0]}"
-        else:
-            message = finding["msg"][:1].lower() + finding["msg"][1:]
-            line = f"{shown} is {_shown(finding['input'])} ({came_from}): {message}"
-        if line not in lines:
-            lines.append(line)
+        place = ".".join(part for part in finding["loc"] if _is_key(part, finding["loc"]))
+        problem, expected, fix = _describe(finding, place, schema)
+        fixes.setdefault(f"{problem} ({_origin(place, origins)[:_WIDTH]}){expected}", (place[:_WIDTH], fix))
+    lines = list(fixes)
     if len(findings) > _SHOWN:
         lines.append(f"and {len(findings) - _SHOWN} others")
     return ConfigError(
         "unknown-key" if findings[0]["type"] == "extra_forbidden" else "bad-value",
         f"Invalid {'settings' if set(origins.values()) == {KEYWORDS} else 'recipe'}:\n    " + "\n    ".join(lines),
-        fix="run `paceline config schema` for a description of every key",
+        fix="\n    ".join(fix if len(fixes) == 1 else f"{place}: {fix}" for place, fix in fixes.values()),
     )
+
+
+def _describe(finding: ErrorDetails, place: str, schema: type[BaseModel]) -> tuple[str, str, str]:
+    """What is wrong, what was expected, and what to write instead."""
+    *section, key = place.split(".")
+    shown, value = _shown(place), finding["input"]
+    if finding["type"] == "extra_forbidden":
+        hint = suggest("settings", key, _known_keys(schema, section))
+        return f"unknown key {shown}", "", re.sub("^known:", "use one of", hint)
+    if finding["type"] == "model_type":
+        example = f"{place}.{_known_keys(schema, place.split('.'))[0]}"
+        return f"{shown} is {_shown(value)}", f": expected a section, e.g. {example}", f"set {example} instead"
+    message = finding["msg"].removeprefix("Value error, ").partition(", unable to")[0].replace("a valid ", "a ")
+    message = message.replace("Input should be less", "expected a value less").replace("Input should be", "expected")
+    message = message.replace("expected greater", "expected a value greater")
+    message = message[:1].lower() + message[1:]
+    names = re.findall(r"'([^']+)'", message) if finding["type"] == "literal_error" else []
+    hint = suggest_value(value, names) if isinstance(value, str) else ""
+    wanted = message.removeprefix("expected ")
+    hint = hint or (f"set {place[:_WIDTH]} to {wanted}" if wanted != message else f"change {place[:_WIDTH]}")
+    return f"{shown} is {_shown(value)}", f": {message}", hint
 
 
 def _shown(value: Any) -> str:
@@ -46,11 +60,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
-def _is_union_branch(part: Any, location: tuple[Any, ...]) -> bool:
-    """pydantic appends the union member that it tried (`int`, `bool`) to the path."""
+def _is_key(part: Any, location: tuple[Any, ...]) -> TypeGuard[str]:
+    """Not the index in a list, nor the union member that pydantic tried (`int`, `bool`) and appends to the path."""
     if part is location[0] or not isinstance(part, str):
-        return False
-    return part in {"int", "float", "str", "bool", "none"} or part.startswith(("constrained-", "literal["))
+        return isinstance(part, str)
+    return part not in {"int", "float", "str", "bool", "none"} and not part.startswith(("constrained-", "literal["))
 
 
 def _known_keys(schema: type[BaseModel], path: list[str]) -> list[str]:

@@ -53,7 +53,7 @@ def test_the_trainers_keywords_spell_the_names_of_the_registries() -> None:
     "values", [{"optimizer": {"name": "adams"}}, {"schedule": {"name": 3}}, {"precision": "fp8"}, {"loggers": ["cvs"]}]
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"bad-value[^$]*: input should be '[\w-]+', .* or '[\w-]+'"):
+    with pytest.raises(ConfigError, match=r"bad-value[^$]*: expected '[\w-]+', .* or '[\w-]+'"):
         Config.from_dict(values)
 
 
@@ -67,7 +67,7 @@ def test_a_registered_name_is_in_recipe_and_schema_with_its_options() -> None:
     assert Config.from_dict(config.to_dict()).to_dict() == config.to_dict()
     assert "with-options" in Config.json_schema()["$defs"]["Optimizer"]["properties"]["name"]["enum"]
     for name in ("with-options", "adamw"):
-        with pytest.raises(ConfigError, match=r"unknown-key\][^$]*unknown key 'optimizer\.lrr' .*did you mean 'lr'"):
+        with pytest.raises(ConfigError, match=r"unknown key 'optimizer\.lrr' [^$]*fix: did you mean 'lr'"):
             Config.from_dict({"optimizer": {"name": name, "lrr": 1}})
     with pytest.raises(ConfigError, match=r"unknown key 'optimizer\.rho'"):
         Config.from_dict({"optimizer": {"name": "adamw", "rho": 0.1}})

@@ -56,3 +56,33 @@ def test_a_malformed_toml_has_a_code(tmp_path: Path) -> None:
 def test_an_override_that_is_not_yaml_has_a_code(override: str) -> None:
     with pytest.raises(ConfigError, match=r"config\.malformed"):
         Config.from_dict({}, [override])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("r.yaml", "seed: 1\n\noptimizer:\n  lr: 0.1\n  rate: 3\n", "r.yaml:5"),
+        ("r.yaml", "a: &a {bacth: 3}\n", "r.yaml:1"),
+        ("r.toml", "seed = 1\n[optimizer]\nlr = 0.1\nrate = 3\n", "r.toml:4"),
+    ],
+)
+def test_an_error_names_the_line_of_the_key(tmp_path: Path, name: str, text: str, place: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{place}\)"):
+        Config.from_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\n  batch: 8\n", "line 2 is indented differently from line 1"),
+        ("ema: {decay: 0.9}\n  batch: 8\n", "line 2 is indented differently from line 1"),
+        ("train:\n    epochs: 3\n\n  max_steps: 8\n", "line 4 is indented differently from line 2"),
+        ("train:\n  epochs: 3: 4\n", "mapping values are not allowed here"),
+        ('optimizer:\n  name: "sgd" x\n', "expected <block end>"),
+    ],
+)
+def test_wrong_indentation_is_named_and_nothing_else_is_taken_for_it(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        Config.from_file(tmp_path / "r.yaml")

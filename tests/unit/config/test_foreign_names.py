@@ -45,7 +45,7 @@ def test_a_setting_of_another_framework_names_ours() -> None:
     with pytest.raises(ConfigError) as caught:
         Config(gradient_accumulation_steps=4, use_amp=True, train={"num_epochs": 3})
     for words in ("use `accumulate`. It splits `batch`", "`precision`", "`train.epochs`"):
-        assert words in caught.value.what
+        assert words in caught.value.fix
     assert foreign_names.suggest("settings", "bach", ["batch", "seed"]) == "did you mean 'batch'?"
 
 

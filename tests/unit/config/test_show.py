@@ -8,7 +8,7 @@ from paceline.config.recipe import Config
 
 def read_text(text: str, folder: Path) -> dict[str, object]:
     (folder / "shown.yaml").write_text(text)
-    return files.read(folder / "shown.yaml")
+    return files.read(folder / "shown.yaml")[0]
 
 
 def test_show_reads_back_as_the_same_config(tmp_path: Path) -> None:
@@ -23,5 +23,5 @@ def test_show_says_where_each_value_came_from(tmp_path: Path) -> None:
     path.write_text("batch: 8\nseed: 3\n")
     lines = show.effective(Config.from_file(path, ["batch=16"])).splitlines()
     assert [line.split("# ")[1] for line in lines if line.startswith("batch:")] == ["override batch=16"]
-    assert [line.split("# ")[1] for line in lines if line.startswith("seed:")] == [str(path)]
+    assert [line.split("# ")[1] for line in lines if line.startswith("seed:")] == [f"{path}:2"]
     assert [line.split("# ")[1] for line in lines if line.startswith("strategy:")] == ["default"]

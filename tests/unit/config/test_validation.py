@@ -51,3 +51,26 @@ def test_a_bad_value_says_where_it_came_from_and_optional_sections_know_their_ke
     with pytest.raises(ConfigError) as caught:
         Config.from_dict({"profile": 3})
     assert "profile.steps" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"optimizer": "admw"}, "did you mean 'adam' or 'adamw'?"),
+        ({"loggers": ["tensorbord"]}, "did you mean 'tensorboard'?"),
+        ({"strategy": "dpp"}, "did you mean 'ddp' or 'dp' or 'pp'?"),
+        ({"precision": "float16"}, "did you mean 'fp16'?"),
+        ({"precision": "16-mixed"}, "did you mean 'fp16'?"),
+        ({"optimizer": {"lr": "fast"}}, "set optimizer.lr to a number"),
+        ({"batch": 0}, "set batch to a value greater than 0"),
+    ],
+)
+def test_the_fix_of_a_bad_value_is_the_value_that_was_meant(values: dict[str, object], fix: str) -> None:
+    text = message_of(values)
+    assert text.endswith(f"fix: {fix}") and "nput should" not in text and "loggers.0" not in text
+
+
+def test_each_of_several_findings_has_its_own_fix() -> None:
+    assert message_of({"bach": 8, "seeed": 1}).endswith(
+        "fix: bach: did you mean 'batch'?\n    seeed: did you mean 'seed'?"
+    )
