@@ -145,7 +145,7 @@ class Config(Section):
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
         """Read a YAML or TOML recipe, then apply `key=value` overrides."""
         values, lines = files.read(Path(path))
-        return cls.from_dict(values, overrides, origin=str(path), lines=lines)
+        return cls._merged(values, overrides, str(path), lines)
 
     @classmethod
     def default(cls, overrides: Sequence[str] = ()) -> Config:
@@ -155,16 +155,17 @@ class Config(Section):
 
     @classmethod
     def from_dict(
-        cls,
-        values: Mapping[str, Any],
-        overrides: Sequence[str] = (),
-        *,
-        origin: str = "the caller",
-        lines: Mapping[str, int] | None = None,
+        cls, values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "the caller"
     ) -> Config:
-        """Create a Config from plain values, then apply `key=value` overrides. Errors refer to `origin` and, if the
-        values were read from a file, to the line of each dotted key."""
-        merged, origins = files.merge(values, overrides, origin, SHORTHANDS, lines or {})
+        """Create a Config from plain values, then apply `key=value` overrides. Errors refer to `origin`."""
+        return cls._merged(values, overrides, origin, {})
+
+    @classmethod
+    def _merged(
+        cls, values: Mapping[str, Any], overrides: Sequence[str], origin: str, lines: Mapping[str, int]
+    ) -> Config:
+        """`lines`: the line of each dotted key in the file that `origin` names."""
+        merged, origins = files.merge(values, overrides, origin, SHORTHANDS, lines)
         for key, inner in SHORTHANDS.items():
             expanded = expand(key, merged.get(key))
             if isinstance(expanded, dict) and not isinstance(merged[key], Mapping):
