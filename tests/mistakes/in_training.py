@@ -49,7 +49,7 @@ ALL = (
             "model[0].requires_grad_(True)",
             _PLAIN.replace("sgd", "optimizer"),
         ),
-        ("0.weight", "not updated"),
+        ("warning: optimizer", "not updated: 0.weight", "after requires_grad_(True)"),
         succeeds=True,
     ),
     Mistake(
@@ -58,13 +58,17 @@ ALL = (
             "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nmodel[2] = nn.Linear(16, 3)",
             _PLAIN.replace("sgd", "optimizer"),
         ),
-        ("train.other-parameters", "optimizer"),
+        ("train.other-parameters", "lacks 2.weight, 2.bias", "after layers are replaced"),
     ),
     Mistake("unused-layer", net("return self.first(x)[:, :3]"), ("train.unused-parameters", "second.weight")),
     Mistake("wrong-width", net("return self.second(x)  # <-"), ("mat1 and mat2 shapes cannot be multiplied",)),
     Mistake("returns-none", net("self.second(self.first(x))"), ("model.no-output", "None", "return")),
     Mistake("returns-tuple", net("return self.second(self.first(x)), x"), ("tuple", "return a tensor from forward()")),
-    Mistake("returns-dict", net("return {'logits': self.second(self.first(x))}", "model, sgd, batch=16"), ("loss",)),
+    Mistake(
+        "returns-dict",
+        net("return {'logits': self.second(self.first(x))}", "model, sgd, batch=16"),
+        ("pass criterion=… to the Trainer", "returns a dict"),
+    ),
     Mistake("detached", net("return self.second(self.first(x)).detach()"), ("train.no-gradient", "detach")),
     Mistake("no-grad", net("with torch.no_grad():\n            return self.second(self.first(x))"), ("grad",)),
     Mistake(
@@ -106,18 +110,19 @@ ALL = (
             "data = TensorDataset(torch.randn(64, 8), torch.randn(64))\n"
             "model, criterion = nn.Linear(8, 1), nn.MSELoss()"
         ),
-        ("size", "broadcast"),
+        ("output (8, 1) and target (8,) broadcast to (8, 8) in MSELoss", "squeeze the output", "train.py:17"),
         succeeds=True,
+        unwanted=("paceline.Loss", "divisor.py"),
     ),
     Mistake(
         "integer-inputs",
         trained("data = TensorDataset(torch.randint(0, 9, (64, 8)), torch.randint(0, 3, (64,)))"),
-        ("Long", "Float"),
+        ("0 (Linear) received int64 inputs of shape (8, 8)", "return float32 inputs from the dataset (.float())"),
     ),
     Mistake(
         "double-inputs",
         trained("data = TensorDataset(torch.randn(64, 8).double(), torch.randint(0, 3, (64,)))"),
-        ("Double", "Float"),
+        ("0 (Linear) received float64 inputs of shape (8, 8)", "return float32 inputs from the dataset (.float())"),
     ),
     Mistake(
         "nan-input",
@@ -133,7 +138,7 @@ ALL = (
     Mistake(
         "in-place",
         net("h = self.first(x).sigmoid()\n        h += self.second.weight.sum()\n        return self.second(h)"),
-        ("inplace operation",),
+        ("inplace operation", "set_detect_anomaly(True) before train()"),
     ),
     Mistake("device-by-hand", net("return self.second(self.first(x.to('meta')))  # <-"), ("device", "meta")),
     Mistake("empty-data", trained("data = TensorDataset(torch.zeros(0, 8), torch.zeros(0))"), ("data.", "empty")),
@@ -143,8 +148,16 @@ ALL = (
         ("data.smaller-than-batch", "64", "512"),
     ),
     Mistake("no-length", dataset("", "return torch.randn(8), 0"), ("__len__",)),
-    Mistake("length-too-long", dataset(_LEN, "return [(torch.randn(8), 0)][index]  # <-"), ("IndexError", "rank")),
-    Mistake("ragged-samples", dataset(_LEN, "return torch.randn(8 + index % 2), 0"), ("equal size", "collate")),
+    Mistake(
+        "length-too-long",
+        dataset(_LEN, "return [(torch.randn(8), 0)][index]  # <-"),
+        ("Samples.__getitem__(", "__len__ says 64"),
+    ),
+    Mistake(
+        "ragged-samples",
+        dataset(_LEN, "return torch.randn(8 + index % 2), 0"),
+        ("tensor (9,)", "Samples (train.py:17)", "collate_fn"),
+    ),
     Mistake("none-samples", dataset(_LEN, "pass"), ("data.no-sample", "None")),
     Mistake(
         "worker-fails",
@@ -156,9 +169,15 @@ ALL = (
     Mistake(
         "data-is-a-generator",
         trainer(_PLAIN, "trainer.train((sample for sample in data), epochs=1)  # <-"),
-        ("batch", "not samples"),
+        ("data.not-batches", "yields samples, not batches", "pass the Dataset itself"),
+        unwanted=("make them equal",),
     ),
-    Mistake("no-data", trainer(_PLAIN, "trainer.train(epochs=1)  # <-"), ("data",)),
+    Mistake(
+        "no-data",
+        trainer(_PLAIN, "trainer.train(epochs=1)  # <-"),
+        ("trainer.train(data, epochs=1)",),
+        unwanted=("recipe",),
+    ),
     Mistake("no-length-of-training", trainer(_PLAIN, "trainer.train(data)  # <-"), ("epochs", "max_steps")),
     Mistake(
         "own-batch-size-too",
@@ -173,7 +192,7 @@ ALL = (
             "loader = DataLoader(data, 16, num_workers=1, multiprocessing_context='spawn', collate_fn=collate)\n"
             "trainer.train(loader, epochs=1)  # <-",
         ),
-        ("pickle", "lambda"),
+        ("collate_fn of the DataLoader (train.py:14) is a lambda", "top level of a module"),
         PYTHON,
     ),
     Mistake(

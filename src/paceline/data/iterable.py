@@ -21,6 +21,7 @@ from paceline.data.epoch_reader import EpochReader, length_of, preserve_generato
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
 from paceline.data.same_reading import watch_stream
 from paceline.data.slicing import BatchSlice, slices_of
+from paceline.errors import DataError
 from paceline.runtime.rng import RandomStream, derive_seed
 
 # Of ready batches, the first ones are compared between ranks, and then some of them.
@@ -119,10 +120,25 @@ class ReadyBatches:
             except StopIteration:
                 raise no_samples() from None
         self.fingerprint = digest(first)
+        if _is_sample(first):
+            raise DataError(
+                "not-batches",
+                f"The {type(source).__name__} yields samples, not batches: the target of its first item is one number.",
+                why="an iterable is read as batches, whose first dim is the samples",
+                fix="pass the Dataset itself, or a DataLoader, to train()",
+            )
         self.batch, known = samples_in(first), layout_of(first)
         self.kind = None if known is None else known[1]
         if items is source:  # a generator can be consumed only once: put the first batch back
             self.source = chain([first], items)
+
+
+def _is_sample(item: Any) -> bool:
+    """An (input, target) pair of which only the input has dims. A target of a batch has at least one."""
+    if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], torch.Tensor) and item[0].dim()):
+        return False
+    target = item[1]
+    return isinstance(target, int) or (isinstance(target, torch.Tensor) and target.dim() == 0)
 
 
 class BatchStream:

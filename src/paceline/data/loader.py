@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.batches import apply
+from paceline.data.collate_hints import Collate, explain_pickling
 from paceline.data.epoch_lengths import EpochLengths, Place
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
-from paceline.data.seeded_dataset import SeededSamples
+from paceline.data.seeded_dataset import SeededSamples, place_of_reading
 from paceline.data.slicing import BatchSlice, slices_of
 from paceline.errors import DataError
 from paceline.log import rank_log
@@ -96,7 +97,10 @@ class IndexedLoader:
     """A loader for map-style datasets."""
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataShard, seed: int, reading: ReadOptions) -> None:
-        self._samples = SeededSamples(dataset, seed, own_collate=reading.collate not in (None, default_collate))
+        own_collate = reading.collate not in (None, default_collate)
+        self._samples = SeededSamples(dataset, seed, own_collate=own_collate)
+        default = Collate(f"{type(dataset).__name__}{place_of_reading(dataset)}")
+        self._collate = reading.collate if own_collate else default
         self._order, self._part, self._reading = order, part, reading
         self._dataset = dataset
         self._first: Sequence[Any] = ()  # indices of the first step
@@ -126,14 +130,15 @@ class IndexedLoader:
             self._samples,
             batch_sampler=_Keys(self._plan(first_step, epochs), planned),
             num_workers=reading.workers,
-            collate_fn=reading.collate,
+            collate_fn=self._collate,
             pin_memory=reading.pin_memory,
             generator=torch.Generator(),  # otherwise creating an iterator would advance the global RNG
             **dict(reading.options),
         )
         # Workers seed their own generators. Without workers the global RNG is seeded, so its state is restored.
         keep = preserve_rng_state if self._samples.draws and reading.workers == 0 else nullcontext
-        batches = iter(loader)
+        with explain_pickling(loader):
+            batches = iter(loader)
         compare = reading.compare and collectives.world() > 1
         while True:
             with keep():

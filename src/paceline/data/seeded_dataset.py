@@ -42,7 +42,12 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, key: Key) -> Any:
         if self._reading_draws:
             seed_cpu(derive_seed(self._seed, *_numbers(key)))
-        return self._dataset[key[1]]
+        try:
+            return self._dataset[key[1]]
+        except Exception as error:
+            length = f"; __len__ says {self.count}" if isinstance(error, LookupError) and self.count is not None else ""
+            error.add_note(f"paceline: {type(self._dataset).__name__}.__getitem__({key[1]!r}) failed{length}")
+            raise
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
         """Called by torch's loader, which collates the result immediately afterwards."""
@@ -50,10 +55,10 @@ class SeededSamples(Dataset[Any]):
         if self._own_collate:
             seed_cpu(derive_seed(self._seed, *_numbers(keys[0]), len(keys)))
         elif samples[0] is None:
-            read = getattr(type(self._dataset), "__getitem__", None)
             raise DataError(
                 "no-sample",
-                f"{type(self._dataset).__name__}.__getitem__({keys[0][1]!r}){place_of(read)} returned None.",
+                f"{type(self._dataset).__name__}.__getitem__({keys[0][1]!r}){place_of_reading(self._dataset)} "
+                "returned None.",
                 fix="end it with a return statement",
             )
         return samples
@@ -63,6 +68,11 @@ class SeededSamples(Dataset[Any]):
         if name.startswith("__") or name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+
+def place_of_reading(dataset: Any) -> str:
+    """` (train.py:12)`: where the user defined __getitem__."""
+    return place_of(getattr(type(dataset), "__getitem__", None))
 
 
 def _numbers(key: Key) -> tuple[int, int]:

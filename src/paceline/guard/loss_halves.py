@@ -11,6 +11,7 @@ random is not judged, nor is one whose halves fail. Every rank runs the same num
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,10 @@ from math import isclose, isfinite
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from paceline.data.batches import apply, layout_of, rows_of
 from paceline.data.loader import MicroBatch
@@ -28,12 +32,14 @@ from paceline.models.divisor import LossGraph, divisor_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.parallel.fsdp import reshard_all
+from paceline.run.user_frame import running_user_frame
 from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-5}
 _HALF = 2e-2
 _SMALL = 1e-2  # losses are compared as if they were at least this
+_ELEMENTWISE = (functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss)
 
 Sum = tuple[float, float]  # the sum of a loss and its weight
 
@@ -63,25 +69,59 @@ def compare(
         pair = replace(micro, batch=doubled, samples=2 * micro.samples)
         return compare(module, run, pair, draw, user_code, replicated=replicated, twice=True)
     spans = [(0, samples), (0, samples // 2), (samples // 2, samples)]
-    with snapshot.preserved(module.model, *user_code), _trial_mode(module, replicated) as tolerance:
+    with (
+        snapshot.preserved(module.model, *user_code),
+        _trial_mode(module, replicated) as tolerance,
+        Broadcasts(module) as mixed,
+    ):
         batch, half, rest = (_loss(module, run, micro, span if judges else None, draw) for span in spans)
-        differs = judges and not _adds_up(batch, half, rest, tolerance)
+        differs = mixed.found is not None or (judges and not _adds_up(batch, half, rest, tolerance))
         if not any(collectives.all_gather_object(differs)):
             return None
         torch.manual_seed(torch.initial_seed() ^ 1)
         again = _loss(module, run, micro, spans[0] if judges else None, draw)
         is_random = again is None or not _adds_up(batch, again, (0.0, 0.0), tolerance)
-    text = None
-    if differs and not is_random and batch and half and rest:
+    text = mixed.found
+    if text is None and differs and not is_random and batch and half and rest:
         total, weight = half[0] + rest[0], half[1] + rest[1]
         text = (
             f"the loss of {samples} samples is {batch[0] / batch[1]:.6g}, but {total / weight:.6g} from its halves, "
             f"of weights {half[1]:g} and {rest[1]:g}: it depends on the number of ranks and micro-batches. If it is a "
             "mean over something else than samples, or a sum, return paceline.Loss(sum, weight). If it couples samples "
-            "(a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If the "
-            "first dim of the batch is not its samples, change the collate function"
+            "(a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If output "
+            "and target have different shapes, they broadcast: make them equal. If the first dim of the batch is not "
+            "its samples, change the collate function"
         )
     return next((found for found in collectives.all_gather_object(text) if found), None)
+
+
+class Broadcasts(TorchFunctionMode):
+    """Finds an elementwise loss whose output and target broadcast to more elements than either of them has."""
+
+    def __init__(self, module: LossModule) -> None:
+        super().__init__()
+        criterion = module.call.criterion if module.call is not None else None
+        self._name = type(criterion).__name__ if isinstance(criterion, nn.Module) else None
+        self.found: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ELEMENTWISE or args[0].shape == args[1].shape:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        with warnings.catch_warnings():  # torch's own, which would name a line of paceline
+            warnings.simplefilter("ignore")
+            result = func(*args, **kwargs)
+        output, target = args[:2]
+        shape = torch.broadcast_shapes(output.shape, target.shape)
+        if shape.numel() > max(output.numel(), target.numel()) and self.found is None:
+            fix = "make their shapes equal"
+            if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
+                fix = "squeeze the output (.squeeze(-1)), or use targets.unsqueeze(-1)"
+            self.found = (
+                f"output {tuple(output.shape)} and target {tuple(target.shape)} broadcast to {tuple(shape)} in "
+                f"{self._name or func.__name__}: every output is compared with every target; {fix} "
+                f"({running_user_frame()})"
+            )
+        return result
 
 
 @contextmanager

@@ -179,8 +179,9 @@ def _call_with_batch(model: Any, batch: Any) -> Any:
         return model(batch)
     except TypeError as error:
         error.add_note(
-            f"paceline: the model was called with the batch, {_describe(batch)}, as its only argument. "
-            "For (input, target) batches pass criterion=…; otherwise loss_fn=lambda model, batch: …"
+            f"paceline: without a criterion, the model is called with the batch, {_describe(batch)}, as its only "
+            "argument. For (input, target) batches pass criterion=… to the Trainer; if forward() returns a dict, "
+            "loss_fn=lambda model, batch: criterion(model(batch[0])[key], batch[1])"
         )
         raise
 

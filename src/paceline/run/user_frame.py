@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import re
 import sys
 import sysconfig
@@ -50,6 +51,16 @@ def find_user_frame(error: BaseException) -> UserFrame | None:
         summary = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__))
         found = [UserFrame(each.filename, each.lineno or 0, each.name, each.line or "") for each in summary]
     return next((frame for frame in reversed(found) if is_user_file(frame.file)), None)
+
+
+def running_user_frame() -> UserFrame | None:
+    """The innermost frame of the user's code that is running now, for warnings."""
+    frame = next((each for each, _ in traceback.walk_stack(None) if is_user_file(each.f_code.co_filename)), None)
+    if frame is None:
+        return None
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    return UserFrame(code.co_filename, frame.f_lineno, code.co_name, line)
 
 
 def _was_handled_by_library(error: BaseException, handled: BaseException) -> bool:

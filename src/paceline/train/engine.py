@@ -162,7 +162,7 @@ class Engine:
     def _report_untrained(self, optimizer: torch.optim.Optimizer) -> None:
         untrained = factory.check_parameters(self.model, optimizer)
         if untrained:
-            self.log.info(f"optimizer: these trainable parameters are not updated: {', '.join(untrained)}")
+            self.log.warning(factory.UNTRAINED.format(", ".join(untrained)))
 
     def _build_optimizer(self) -> None:
         """Called after the layout is applied: the optimizer holds the parameters of this rank."""

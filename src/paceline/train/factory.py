@@ -67,6 +67,12 @@ def build_meta_model(config: Config) -> nn.Module:
 
 def build_data(config: Config) -> tuple[Any, Any]:
     """The recipe's training and validation data."""
+    if config.model is None and (config.data is None or not config.data.name):
+        raise ConfigError(
+            "missing-section",
+            "trainer.train() got no data.",
+            fix="pass it: trainer.train(data, epochs=1)",
+        )
     section = _require_section(config.data, "data", "stdlib-text")
     return get_data(section.name, **section.options())
 
@@ -103,19 +109,29 @@ def _require_section(section: NamedSection | None, key: str, example: str) -> Na
     return section
 
 
+UNTRAINED = (
+    "optimizer: these trainable parameters are not updated: {}; create the optimizer after requires_grad_(True), or "
+    "freeze them with requires_grad_(False)"
+)
+_SHOWN = 8
+
+
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the trainable parameters that the optimizer does not hold. Foreign parameters are an error."""
     trainable = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for parameter, name in trainable.items() if parameter not in held]
     foreign = held - {id(parameter) for parameter in model.parameters()}
     if foreign:
         raise TrainError(
             "other-parameters",
-            f"The optimizer holds {len(foreign)} parameters that do not belong to the model.",
+            f"The optimizer holds {len(foreign)} parameters that do not belong to the model, and lacks "
+            f"{', '.join(missing[:_SHOWN])}{', …' if len(missing) > _SHOWN else ''}.",
             why="it would update parameters that the loss does not depend on, instead of the model's",
-            fix="create the optimizer from the parameters() of the model that is passed to the Trainer",
+            fix="create the optimizer from the parameters() of the model that is passed to the Trainer, after layers "
+            "are replaced",
         )
-    return [name for parameter, name in trainable.items() if parameter not in held]
+    return missing
 
 
 def open_sinks(config: Config, run: RunFolder | None, world: World, recreate: Callable[[], None]) -> Sinks:

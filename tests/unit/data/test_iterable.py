@@ -13,7 +13,9 @@ from torch.utils.data import (
 )
 
 from paceline.data.adopt import adopt, batch_of
+from paceline.data.iterable import ReadyBatches
 from paceline.data.loader import DataShard
+from paceline.errors import DataError
 from reading import Numbers, Stream, micros, samples_by_step, spec_for
 
 
@@ -115,3 +117,8 @@ def test_ready_batches_are_sliced_by_rank() -> None:
     assert [sorted(step) for step in steps] == [list(range(7)), list(range(7, 12))]
     unbatched = DataLoader(TensorDataset(torch.arange(8).reshape(2, 4)), batch_size=None)
     assert [sorted(step) for step in samples_by_step(unbatched, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_an_iterable_of_samples_is_refused() -> None:
+    with pytest.raises(DataError, match=r"yields samples, not batches"):
+        ReadyBatches(((torch.zeros(8), torch.tensor(1)) for _ in range(4)), seed=0)
