@@ -78,7 +78,7 @@ ALL = (
     Mistake(
         "train-keyword",
         trainer("model, sgd, criterion=criterion", "trainer.train(data, max_epochs=3)  # <-"),
-        ("max_epochs",),
+        ("config.unknown-key", "fix: use epochs=3"),
     ),
     Mistake(
         "lightning-fit", trainer("model, sgd, criterion=criterion", "trainer.fit(data)  # <-"), ("fit", "trainer.train")

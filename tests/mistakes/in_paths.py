@@ -22,7 +22,7 @@ ALL = (
     Mistake(
         "checkpoint-file",
         {**trainer(_PLAIN, 'trainer.load_checkpoint("weights.pt")  # <-'), "weights.pt": "hello"},
-        ("checkpoint.", "weights.pt"),
+        ("checkpoint.", "weights.pt", "not a pickle"),
     ),
     Mistake(
         "checkpoint-of-another-model",
@@ -89,7 +89,9 @@ ALL = (
         env={"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
     ),
     Mistake("negative-ranks", script("pass"), ("launch.",), "paceline launch -n -2 train.py"),
-    Mistake("gpus-asked-for", script("pass"), ("ranks",), "paceline launch -n all train.py"),
+    Mistake(
+        "gpus-asked-for", script("pass"), ("-n expects a number", "fix: omit it"), "paceline launch -n all train.py"
+    ),
     Mistake(
         "export-before-training", {}, ("checkpoint.",), "paceline checkpoint export runs/none --to safetensors -o out"
     ),

@@ -207,6 +207,6 @@ ALL = (
     Mistake(
         "accumulate-ported",
         trained("", "model, sgd, criterion=criterion, batch=16, accumulate=32"),
-        ("accumulate", "batch"),
+        ("batch (16) is the samples of one optimizer step over all ranks", "accumulate splits it", "batch=512"),
     ),
 )

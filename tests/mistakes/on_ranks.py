@@ -138,7 +138,7 @@ ALL = (
     Mistake(
         "launch-calls",
         script("def main(rank):\n    pass\n\npaceline.launch(main(0), ranks=2)  # <-"),
-        ("function",),
+        ("launch.not-a-function", "got None", "paceline.launch(main, ranks=2"),
         PYTHON,
     ),
     Mistake(

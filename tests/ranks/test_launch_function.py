@@ -115,6 +115,11 @@ def test_a_function_for_spawn_gets_its_rank_and_world_size() -> None:
     assert paceline.launch(lambda rank, world_size=5: world_size, ranks=1, rank=7) == 5
 
 
+def test_the_result_of_a_call_is_not_a_function() -> None:
+    with pytest.raises(PacelineError, match=r"launch\.not-a-function.* got None"):
+        paceline.launch(print(end=""), ranks=2)  # type: ignore[func-returns-value]
+
+
 def test_a_missing_argument_is_named_before_ranks_start() -> None:
     def train(rank: int, learning_rate: float, *, data: str) -> None: ...
 

@@ -90,7 +90,10 @@ def _from_torch(path: Path) -> Any:
         raise (_foreign(path, "not a pickle") if code is None else _needs_code(path, code[1])) from None
     except Exception as error:  # a corrupted or forged file may raise anything
         first_line = str(error).partition("\n")[0]
-        raise _foreign(path, f"{type(error).__name__}: {first_line[:100]}".removesuffix(": ")) from None
+        # torch looks up the first bytes as instructions: a KeyError says that it is no pickle at all.
+        plain = isinstance(error, KeyError)
+        seen = "not a pickle" if plain else f"{type(error).__name__}: {first_line[:100]}".removesuffix(": ")
+        raise _foreign(path, seen) from None
 
 
 def _check_archive(path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, TypeVar
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -26,13 +28,28 @@ class HintedCommand(TyperCommand):
     """Options of other launchers get a hint instead of "No such option"."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # NoSuchOption of click, or of the copy of click in newer versions of typer
             name = getattr(error, "option_name", "")
             if hint := find_hint("options", name):
                 raise LaunchError("bad-options", f"Unknown option {name}.", fix=hint) from None
+            _require_number(getattr(error, "param", None), given)
             raise
+
+
+def _require_number(param: Any, given: list[str]) -> None:
+    """Raise an error in plain words if the value of a numeric option is a word."""
+    kind = options_of(LaunchSpec).get(getattr(param, "name", ""), (None, None))[1]
+    if not {int, float} & {kind, *get_args(kind)}:
+        return
+    flag, value = next(((flag, value) for flag, value in pairwise(given) if flag in param.opts), ("", "0"))
+    if flag and not re.fullmatch(r"[-+.\d]+", value):
+        omitted = "omit it for one rank per GPU, or pass" if "-n" in param.opts else "pass"
+        raise LaunchError(
+            "bad-options", f"{flag} expects a number, got {value!r}.", fix=f"{omitted} a number: {flag} 2"
+        ) from None
 
 
 def launch_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:

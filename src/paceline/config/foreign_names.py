@@ -10,7 +10,7 @@ from typing import Literal
 
 from paceline.errors import did_you_mean
 
-Kind = Literal["settings", "options", "methods", "names", "hooks", "values"]
+Kind = Literal["settings", "options", "methods", "names", "hooks", "values", "arguments"]
 
 
 def find_hint(kind: Kind, name: str) -> str:

@@ -7,7 +7,7 @@ from math import ceil
 
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.plan.derived import FROM_RECIPE, Derived
+from paceline.plan.derived import FROM_SETTINGS, Derived
 from paceline.plan.layout import LayoutPlan
 from paceline.text import plural
 
@@ -52,23 +52,27 @@ def derive_batch(config: Config, layout: LayoutPlan, loader_batch: int | None = 
     if micro is not None and accumulate is not None:
         if ceil(size / (accumulate * ranks)) != micro:
             raise _inconsistent(size, micro, accumulate, ranks)
-        derived_micro, derived_groups = Derived(micro, FROM_RECIPE), Derived(accumulate, FROM_RECIPE)
+        derived_micro, derived_groups = Derived(micro, FROM_SETTINGS), Derived(accumulate, FROM_SETTINGS)
     elif micro is not None:
         groups = ceil(size / (micro * ranks))
-        derived_micro = Derived(micro, FROM_RECIPE)
+        derived_micro = Derived(micro, FROM_SETTINGS)
         derived_groups = Derived(groups, f"batch {size} / ({micro} per rank × {data_ranks}), rounded up")
     else:
         groups = accumulate or 1
-        derived_groups = Derived(groups, FROM_RECIPE if accumulate else "default: no gradient accumulation")
+        derived_groups = Derived(groups, FROM_SETTINGS if accumulate else "default: no gradient accumulation")
         derived_micro = Derived(
             ceil(size / (groups * ranks)),
             f"batch {size} / ({plural(groups, 'accumulation step')} × {data_ranks}), rounded up",
         )
-    if int(derived_groups.value) > size:
+    groups = int(derived_groups.value)
+    if groups > size:
         raise ConfigError(
             "more-groups-than-samples",
-            f"accumulate is {derived_groups.value}, but the batch contains only {plural(size, 'sample')}.",
-            fix="decrease accumulate or increase batch",
+            f"accumulate is {groups}, but the batch contains only {plural(size, 'sample')}.",
+            why=f"batch ({size}) is the samples of one optimizer step over all ranks; accumulate splits it, and does "
+            "not enlarge it as in other libraries",
+            fix=f"set accumulate to at most {size}; or, coming from another library, batch={size * groups} "
+            f"({size} × {groups}{f'; × {data_ranks}, if {size} was per rank' if ranks > 1 else ''})",
         )
     return BatchPlan(layout, batch, derived_micro, derived_groups)
 
@@ -95,7 +99,7 @@ def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Deriv
             fix="set only one of them, or make them equal; an iterable must yield batches, not samples",
         )
     if config.batch is not None:
-        return Derived(config.batch, FROM_RECIPE)
+        return Derived(config.batch, FROM_SETTINGS)
     if config.batch_per_rank is not None:
         return _per_rank(config.batch_per_rank, ranks, f"{config.batch_per_rank} per rank")
     if loader_batch is not None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-FROM_RECIPE = "from the recipe"
+FROM_SETTINGS = "requested"  # in a recipe or by a keyword of the Trainer
+_LABELS = {"horizon": "total steps"}  # of rows, on screen
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Derived:
 
 def table(rows: Mapping[str, Derived]) -> str:
     """Derived values in three columns: name, value, reason."""
+    rows = {_LABELS.get(name, name): row for name, row in rows.items()}
     names = max(len(name) for name in rows)
     values = max(len(_value(row.value)) for row in rows.values())
     return "\n".join(f"  {name:<{names}}  {_value(row.value):<{values}}  {row.reason}" for name, row in rows.items())

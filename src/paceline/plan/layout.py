@@ -13,7 +13,7 @@ from typing import Literal
 from paceline.config.recipe import Config
 from paceline.config.sections import LayoutSection
 from paceline.errors import ConfigError, LayoutError
-from paceline.plan.derived import FROM_RECIPE
+from paceline.plan.derived import FROM_SETTINGS
 from paceline.text import plural
 
 
@@ -181,7 +181,7 @@ def _from_section(config: Config, section: LayoutSection, world: int) -> LayoutP
         )
     degrees = Degrees(**{axis: world // fixed if degree == "auto" else degree for axis, degree in requested.items()})
     rest = f"; {open_axes[0]} takes the remaining ranks of {world}" if open_axes else ""
-    return LayoutPlan("layout", degrees, f"{FROM_RECIPE}{rest}")
+    return LayoutPlan("layout", degrees, f"{FROM_SETTINGS}{rest}")
 
 
 def _product(requested: dict[str, int | str]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError
-from paceline.plan.derived import FROM_RECIPE
+from paceline.plan.derived import FROM_SETTINGS
 from paceline.text import plural
 
 ONE_STAGE = ("gpipe", "1f1b")
@@ -40,7 +40,7 @@ def choose_microbatches(settings: PipelineSection, ranks: int, samples: int) -> 
     """The number of micro-batches for `samples` samples per rank, and a description of the schedule."""
     stages = stages_per_rank(settings)
     if settings.microbatches is not None:
-        count, reason = settings.microbatches, FROM_RECIPE
+        count, reason = settings.microbatches, FROM_SETTINGS
     else:
         count, reason = 2 * ranks, "2 per pipeline rank"
         if samples < count:

@@ -103,7 +103,7 @@ def _in_steps(config: Config, key: str, number: int, steps_per_epoch: int | None
             "no-horizon",
             f"schedule.{key} is given in epochs, but the data has no fixed length.",
             why="the number of steps per epoch is unknown, or changes with the epoch",
-            fix="set schedule.unit: steps",
+            fix='set schedule.unit to "steps"',
         )
     arithmetic = f"{plural(number, 'epoch')} × {plural(steps_per_epoch, 'step')}"
     return Derived(number * steps_per_epoch, f"schedule.{key}: {arithmetic}")
@@ -141,7 +141,9 @@ def _milestones(config: Config, steps_per_epoch: int | None) -> tuple[Derived | 
 def learning_rate(config: Config, batch: int) -> Derived:
     optimizer = config.optimizer
     if optimizer.lr_rule == "none":
-        return Derived(optimizer.lr, "optimizer.lr; lr_rule: none")
+        return Derived(
+            optimizer.lr, "optimizer.lr" if "lr" in optimizer.model_fields_set else "default of optimizer.lr"
+        )
     if optimizer.reference_batch is None:
         raise ConfigError(
             "no-reference-batch",

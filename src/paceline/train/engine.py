@@ -311,7 +311,7 @@ class Engine:
         several = groups > 1 or self.mesh.degrees.pipeline > 1
         forward_state.warn_of_buffers(own, counted, self.log.warning, several=several)
         standstill.shorten_timeout(self.config.timeout)  # compilation is done
-        self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')} (micro-batch weight {weight:g})")
+        self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')}")
 
     def _compare_halves(self, micro: MicroBatch, groups: int) -> None:
         """Warn if a batch is sliced, and the loss depends on how."""

@@ -16,7 +16,7 @@ from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.guard.scheduler_check import interval_problem
 from paceline.optim.schedules import Plateau, from_plan
-from paceline.plan.derived import Derived
+from paceline.plan.derived import FROM_SETTINGS, Derived
 from paceline.plan.schedule import SchedulePlan
 from paceline.train.optimizer_step import Updater
 
@@ -55,7 +55,11 @@ class LearningRate:
     def begin(self, plan: SchedulePlan, epochs: int | None, warn: Callable[[str], None]) -> dict[str, Derived]:
         """Prepare a `train()` call and return the rows to print. `epochs`: of the run, if it ends after some."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
-        rows = plan.rows()
+        name, chosen = self._config.optimizer.name, "name" in self._config.optimizer.model_fields_set
+        row = Derived(name, FROM_SETTINGS if chosen else "default: no optimizer was passed")
+        if not self._owns_optimizer:
+            row = Derived(type(optimizer).__name__, "passed to the Trainer")
+        rows = {"optimizer": row, **plan.rows()}
         if not self._owns_optimizer:
             rows["learning rate"] = Derived(float(optimizer.param_groups[0]["lr"]), "from the optimizer")
         if self.scheduler is not None:

@@ -48,7 +48,7 @@ from paceline.train.evaluate import Evaluation
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
-from paceline.train.method_hints import MethodHints
+from paceline.train.method_hints import MethodHints, hinted
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
@@ -140,6 +140,7 @@ class Trainer(MethodHints):
         """The current epoch, starting at 0; after its last batch, the next one: `range(trainer.epoch, epochs)`."""
         return self._engine.position.current_epoch
 
+    @hinted
     def train(
         self, data: Any = None, val: Any = None, *, epochs: int | None = None, max_steps: int | None = None
     ) -> History:

@@ -26,3 +26,9 @@ def test_an_option_of_another_launcher_names_ours(command: str, option: str, our
 def test_another_unknown_option_is_reported_by_typer() -> None:
     done = CliRunner().invoke(app, ["launch", "--rnk", "2", "train.py"])
     assert done.exit_code == 2 and "No such option: --rnk" in done.output
+
+
+def test_a_word_where_a_number_is_expected_is_refused_in_plain_words() -> None:
+    error = CliRunner().invoke(app, ["launch", "-n", "all", "train.py"]).exception
+    assert isinstance(error, LaunchError) and error.what == "-n expects a number, got 'all'."
+    assert error.fix == "omit it for one rank per GPU, or pass a number: -n 2"

@@ -164,7 +164,7 @@ def test_a_run_leaves_its_recipe_derived_values_metrics_and_checkpoint(in_folder
     run = Path(history.run or "")
     assert run == in_folder / "runs" / "mlp"
     assert paceline.Config.from_file(run / "config.yaml").to_dict() == config.to_dict()
-    assert json.loads((run / "derived.json").read_text())["batch"] == {"value": 10, "reason": "from the recipe"}
+    assert json.loads((run / "derived.json").read_text())["batch"] == {"value": 10, "reason": "requested"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "evaluation" not in line]
     assert [line["loss"] for line in steps] == history.losses
@@ -292,7 +292,7 @@ def test_in_plain_python_it_says_how_to_start_more(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "paceline launch -n 2" in said
     assert "criterion(model(input), target)" in said
-    assert "from the recipe" in said
+    assert "requested" in said
 
 
 def test_a_model_that_can_not_take_the_batch_says_how_it_got_it() -> None:
