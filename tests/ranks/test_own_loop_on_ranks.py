@@ -422,7 +422,7 @@ def test_settings_that_a_custom_loop_cannot_honour_are_named(
         trainer.training_step(batch)
     said = capsys.readouterr().out
     assert said.count("no effect in a custom loop: eval_every") == 1 and "save_best (evaluations are yours" in said
-    assert said.count("no effect without a run folder (run: false): save_every, save_best") == 1
+    assert said.count("no effect without a run folder (run=False): save_every, save_best") == 1
 
 
 class Branching(nn.Module):

@@ -121,7 +121,7 @@ class Spare(nn.Module):
 def test_an_unused_parameter_is_an_error_that_names_it_and_says_what_to_set() -> None:
     code, text = code_of(lambda: tiny.classifier_trainer(Spare()).train(tiny.blobs(), max_steps=1))
     assert code == "train.unused-parameters"
-    assert "spare.weight, spare.bias" in text and "Linear" in text and "unused_parameters: allow" in text
+    assert "spare.weight, spare.bias" in text and "Linear" in text and 'unused_parameters="allow"' in text
 
 
 @ranks(2)

@@ -27,14 +27,14 @@ def refusal(model: nn.Module) -> str:
 def test_sharded_models_are_refused_with_the_setting_to_use() -> None:
     mesh = init_device_mesh("cpu", (2,))
     said = refusal(FullyShardedDataParallel(tiny.classifier(), device_id=torch.device("cpu")))
-    assert "it is in FullyShardedDataParallel" in said and "set strategy: fsdp" in said
+    assert "it is in FullyShardedDataParallel" in said and 'set strategy="fsdp"' in said
     model = tiny.classifier()
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     said = refusal(model)
-    assert "fully_shard was applied to it" in said and "strategy: fsdp, and blocks: [0]" in said
+    assert "fully_shard was applied to it" in said and "strategy=\"fsdp\", and blocks=['0']" in said
     said = refusal(parallelize_module(tiny.classifier(), mesh, {"0": ColwiseParallel()}))
-    assert "parameter 0.weight is a DTensor" in said and "strategy: tp" in said
+    assert "parameter 0.weight is a DTensor" in said and 'strategy="tp"' in said
     alone = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
     said = refusal(DistributedDataParallel(tiny.classifier(), process_group=alone))
     assert "process_group of 1 of 2 ranks" in said

@@ -116,7 +116,7 @@ def require_same_samples(samples: Any, dataset: Any, epoch: int, indices: Sequen
             why="each rank selects its samples of one dataset by index; with different datasets some samples are lost "
             "and others are read twice",
             fix="build the same dataset on every rank: sort file lists (os.listdir has no fixed order), seed random "
-            "splits, and do not split it by rank; preflight: false disables this check",
+            "splits, and do not split it by rank; preflight=False disables this check",
         )
 
 

@@ -85,7 +85,7 @@ class SampleShares:
                     "same-samples",
                     f"Workers {first[share.rows]} and {share.worker} of a rank read the same samples.",
                     why="every worker runs a copy of the stream; without get_worker_info() it yields all of it again",
-                    fix="split the stream with torch.utils.data.get_worker_info(), or set workers: 1",
+                    fix="split the stream with torch.utils.data.get_worker_info(), or set workers=1",
                 )
             yield share
 

@@ -115,8 +115,8 @@ def report(
         "nonfinite",
         f"Non-finite {kind} at step {record['step']}{_origin(rank, ranks)}.",
         why=_why(None if rank is None else ranks[rank], repeated=micros is not None),
-        fix="check these samples; lower the learning rate or set clip_norm; nonfinite: skip skips such steps, "
-        "nonfinite: stop ends training with the parameters before the step",
+        fix='check these samples; lower the learning rate or set clip_norm; nonfinite="skip" skips such steps, '
+        'nonfinite="stop" ends training with the parameters before the step',
     )
 
 

@@ -62,7 +62,7 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
             "shared-memory",
             f"Different parameters share memory: {_some(shared)}.",
             why="each is sharded or moved by itself, so they would no longer change together",
-            fix="assign the same nn.Parameter in both places (ties are kept), clone() one, or use strategy: ddp",
+            fix='assign the same nn.Parameter in both places (ties are kept), clone() one, or use strategy="ddp"',
         )
 
 

@@ -71,7 +71,7 @@ def require_separable(optimizer: torch.optim.Optimizer, facts: OptimizerFacts | 
             "optimizer-couples-parameters",
             f"{kind.__name__} updates a parameter differently if it holds another one as well (a global norm?).",
             why="in a pipeline, the optimizer of a stage holds the parameters of that stage only",
-            fix="use strategy: ddp or fsdp, or set clip_norm, which is computed over all stages",
+            fix='use strategy="ddp" or fsdp, or set clip_norm, which is computed over all stages',
         )
 
 

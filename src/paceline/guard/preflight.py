@@ -47,9 +47,9 @@ _LOSS_TOLERANCE = 1e-3  # above the rounding of half precision, below the error 
 _ONCE_DIFFERENTIABLE = {  # part of torch's message → what can't be differentiated twice, what to do
     "once_differentiable": (
         "a batch norm that is synchronized over ranks, or a cross-entropy of logits that are sharded",
-        "set sync_batchnorm: false, or use GroupNorm or LayerNorm; for logits, replicate the head",
+        "set sync_batchnorm=False, or use GroupNorm or LayerNorm; for logits, replicate the head",
     ),
-    "does not currently support double backward": ("a compiled graph", "set compile: false"),
+    "does not currently support double backward": ("a compiled graph", "set compile=False"),
 }
 
 
@@ -138,7 +138,7 @@ def _require_plain(loss: Any) -> None:
             "The loss is computed from sharded parameters, outside the forward of their block.",
             why="there, a parameter is the shard of this rank, and FSDP neither gathers it nor reduces its gradient",
             fix="use the weight_decay of the optimizer, compute the penalty in the forward of the module that has the "
-            "parameters, or use strategy: ddp",
+            'parameters, or use strategy="ddp"',
         )
 
 
@@ -272,7 +272,7 @@ def unused_parameters_error(model: nn.Module, names: list[str]) -> TrainError:
         "unused-parameters",
         f"The loss does not depend on {shown} (in {', '.join(modules)}).",
         why="with several ranks, every trainable parameter must receive a gradient to complete the reduction",
-        fix="use them in forward(), freeze them with requires_grad_(False), or set unused_parameters: allow",
+        fix='use them in forward(), freeze them with requires_grad_(False), or set unused_parameters="allow"',
     )
 
 
@@ -291,7 +291,7 @@ def _require_same_data(fingerprints: list[Any]) -> None:
             why="each rank selects its shard of one dataset by index; with different datasets some samples are lost "
             "and others are read twice",
             fix="build the same dataset on every rank (seed random splits) and let the Trainer shard it; "
-            "preflight: false disables this check",
+            "preflight=False disables this check",
         )
 
 
@@ -304,5 +304,5 @@ def _require_disjoint(rows: list[list[int]]) -> None:
                 "same-samples",
                 f"Ranks {duplicates[0]} and {rank} received the same samples.",
                 why="each rank's batch must hold different samples; these would be counted twice, others never",
-                fix="use trainer.loader(dataset), or a DistributedSampler; preflight: false disables this check",
+                fix="use trainer.loader(dataset), or a DistributedSampler; preflight=False disables this check",
             )

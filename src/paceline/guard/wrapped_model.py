@@ -28,11 +28,11 @@ from paceline.parallel.data_parallel import gpus
 
 _MB = 1 << 20
 _SHARDING = {
-    ShardingStrategy.FULL_SHARD: "strategy: fsdp",
-    ShardingStrategy.SHARD_GRAD_OP: "strategy: fsdp and fsdp: {reshard: false}",
-    ShardingStrategy.HYBRID_SHARD: "strategy: hsdp",
-    ShardingStrategy._HYBRID_SHARD_ZERO2: "strategy: hsdp and fsdp: {reshard: false}",
-    ShardingStrategy.NO_SHARD: "strategy: ddp",
+    ShardingStrategy.FULL_SHARD: 'strategy="fsdp"',
+    ShardingStrategy.SHARD_GRAD_OP: 'strategy="fsdp" and fsdp={"reshard": False}',
+    ShardingStrategy.HYBRID_SHARD: 'strategy="hsdp"',
+    ShardingStrategy._HYBRID_SHARD_ZERO2: 'strategy="hsdp" and fsdp={"reshard": False}',
+    ShardingStrategy.NO_SHARD: 'strategy="ddp"',
 }
 
 
@@ -74,7 +74,7 @@ def _data_parallel_settings(model: nn.DataParallel[Any], config: Config, ranks: 
     if config.strategy == "auto" and config.layout is None and len(wanted) == len(gpus()):
         return {"strategy": "dp"}
     log.warning(
-        f"the model is wrapped in DataParallel over {len(wanted)} GPUs, but this run uses one: set strategy: dp (all "
+        f'the model is wrapped in DataParallel over {len(wanted)} GPUs, but this run uses one: set strategy="dp" (all '
         "visible GPUs; see CUDA_VISIBLE_DEVICES), or start one rank per GPU with paceline launch"
     )
     return {}
@@ -100,7 +100,7 @@ def _require_supported(ddp: DistributedDataParallel) -> None:
     group = ddp.process_group
     found = {
         "a communication hook": (ddp._comm_hooks, "remove it; gradients are reduced in their own dtype"),
-        "mixed_precision": (ddp.mixed_precision, "set precision: bf16 (or fp16) instead"),
+        "mixed_precision": (ddp.mixed_precision, 'set precision="bf16" (or fp16) instead'),
         "ignored parameters": (ddp.parameters_to_ignore, "freeze them with requires_grad_(False)"),
         f"a process_group of {group.size()} of {torch_dist.get_world_size()} ranks": (
             group.size() != torch_dist.get_world_size(),
@@ -132,25 +132,25 @@ def _obstacles(model: nn.Module, ranks: int) -> Iterator[tuple[str, str, str]]:
         yield (
             f"it is a {type(model).__name__} of DeepSpeed",
             why,
-            "set strategy: fsdp (ZeRO-3), or fsdp: {offload: true}",
+            'set strategy="fsdp" (ZeRO-3), or fsdp={"offload": True}',
         )
     for name, part in modules:
         if isinstance(part, FullyShardedDataParallel):
-            settings = _SHARDING.get(part.sharding_strategy, "strategy: fsdp")
+            settings = _SHARDING.get(part.sharding_strategy, 'strategy="fsdp"')
             yield f"{_place(name)} is in FullyShardedDataParallel", shards, f"set {settings}"
     sharded = [name for name, part in modules if isinstance(part, FSDPModule)]
     if sharded:
-        names = ", ".join([name for name in sharded if name][:4])
-        blocks = f", and blocks: [{names}] (or a pattern) for the modules to gather" if names else ""
-        yield f"fully_shard was applied to {_place(sharded[0])}", shards, f"set strategy: fsdp{blocks}"
+        names = [name for name in sharded if name][:4]
+        blocks = f", and blocks={names} (or a pattern) for the modules to gather" if names else ""
+        yield f"fully_shard was applied to {_place(sharded[0])}", shards, f'set strategy="fsdp"{blocks}'
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            plan = "set strategy: tp, and tensor: {plan: …} or a ModelSpec with its tensor_plan"
+            plan = 'set strategy="tp", and tensor={"plan": …} or a ModelSpec with its tensor_plan'
             yield f"parameter {name} is a DTensor (parallelize_module)", shards, plan
     for name, part in modules:
         if isinstance(part, DistributedDataParallel) and ranks > 1:
             why = "DDP reduces the gradients of this part, and the Trainer would reduce them again"
-            yield f"its module {name} is in DistributedDataParallel", why, "set strategy: ddp"
+            yield f"its module {name} is in DistributedDataParallel", why, 'set strategy="ddp"'
 
 
 def _place(name: str) -> str:

@@ -43,14 +43,14 @@ def plan_of(model: nn.Module, override: Mapping[str, str] | None) -> Mapping[str
             f"The layout has a tensor axis, but {type(model).__name__} declares no tensor plan.",
             why="whether a layer is sharded over its outputs or its inputs depends on what the model computes",
             fix='set tensor.plan: {"layers.0": column, "layers.2": row} in the recipe, or on the model, '
-            "model_spec = paceline.ModelSpec(tensor_plan=…); or use strategy: fsdp",
+            'model_spec = paceline.ModelSpec(tensor_plan=…); or use strategy="fsdp"',
         )
     unknown = sorted(set(plan.values()) - set(STYLES))
     if unknown:
         raise LayoutError(
             "tensor-plan-word",
             f"The tensor plan of {type(model).__name__} uses unsupported styles: {', '.join(unknown)}.",
-            fix="set tensor.plan (column, row, sequence, vocabulary), or use strategy: fsdp",
+            fix='set tensor.plan (column, row, sequence, vocabulary), or use strategy="fsdp"',
         )
     return plan
 

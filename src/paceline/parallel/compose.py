@@ -218,7 +218,7 @@ def _fsdp(subject: Subject, context: Composition) -> str | None:
 
 
 _GATHERED_AT_ONCE = (
-    "fsdp: the full model is gathered at once, because ranks may run different modules (unused_parameters: allow); "
+    'fsdp: the full model is gathered at once, because ranks may run different modules (unused_parameters="allow"); '
     "set blocks to gather by block, if every rank runs every block"
 )
 
@@ -260,9 +260,9 @@ def _data_parallel(subject: Subject, context: Composition) -> str:
     found = gpus()
     if len(found) > 1:
         subject.forward, subject.slices = DataParallel(subject.step, found), True
-        return f"dp: one process, {len(found)} GPUs; strategy: ddp with `paceline launch` is faster"
+        return f'dp: one process, {len(found)} GPUs; strategy="ddp" with `paceline launch` is faster'
     count = "one GPU" if found else "no GPU"
-    return f"dp: {count}, running on {context.mesh.device}; for several ranks: paceline launch -n 2, strategy: ddp"
+    return f'dp: {count}, running on {context.mesh.device}; for several ranks: paceline launch -n 2, strategy="ddp"'
 
 
 def _microbatches(subject: Subject, context: Composition) -> None:

@@ -134,7 +134,7 @@ def _require_shardable(root: nn.Module) -> None:
             "scalar-parameter",
             f"Parameters without a dim, or without elements, can't be sharded: {', '.join(odd[:4])}.",
             why="FSDP shards parameters along their first dim",
-            fix="give it one dim, nn.Parameter(torch.ones(1)), or use strategy: ddp",
+            fix='give it one dim, nn.Parameter(torch.ones(1)), or use strategy="ddp"',
         )
 
 
@@ -150,8 +150,8 @@ def _require_one_dtype(root: nn.Module, groups: Sequence[nn.Module]) -> None:
                 "mixed-dtypes",
                 f"Parameters of one FSDP group have different dtypes: {found}.",
                 why="their gradients are reduced together",
-                fix="use one dtype (precision: bf16 computes in half precision), list the modules with another one in "
-                "blocks:, or use strategy: ddp",
+                fix='use one dtype (precision="bf16" computes in half precision), list the modules with another one in '
+                'blocks, or use strategy="ddp"',
             )
 
 
@@ -223,9 +223,9 @@ def reduce_unused(root: FSDPModule) -> None:
     if not hasattr(root, "set_reduce_scatter_unused_params"):
         raise LayoutError(
             "unused-needs-newer-torch",
-            f"unused_parameters: allow is not supported by FSDP2 in torch {torch.__version__}.",
+            f'unused_parameters="allow" is not supported by FSDP2 in torch {torch.__version__}.',
             why="ranks that use different parameters would reduce mismatched gradients",
-            fix="upgrade torch, freeze the unused parameters, or use strategy: ddp",
+            fix='upgrade torch, freeze the unused parameters, or use strategy="ddp"',
         )
     root.set_reduce_scatter_unused_params(True)
 

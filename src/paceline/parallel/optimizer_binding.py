@@ -39,7 +39,7 @@ def bind(
             "optimizer-needs-whole-weights",
             f"{type(optimizer).__name__} does not support sharded parameters.",
             why="it computes statistics of full matrices, but each rank holds only a shard",
-            fix="use adamw, adam, sgd or adagrad, or strategy: ddp",
+            fix='use adamw, adam, sgd or adagrad, or strategy="ddp"',
         )
     as_local_shards = not sharded or facts.elementwise
     held: dict[Tensor, Tensor] = {}
@@ -95,7 +95,7 @@ def raise_on_mixed_tensors(error: RuntimeError, optimizer: optim.Optimizer) -> N
             "optimizer-mixes-tensors",
             f"{type(optimizer).__name__} mixes plain tensors with sharded parameters (DTensors).",
             why="optimizers from outside torch receive DTensors, so that norms are computed over the full parameter",
-            fix="create its state with torch.zeros_like(parameter), not torch.zeros(shape); or use strategy: ddp",
+            fix='create its state with torch.zeros_like(parameter), not torch.zeros(shape); or use strategy="ddp"',
         ) from error
 
 

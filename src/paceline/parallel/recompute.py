@@ -94,10 +94,10 @@ class _Again:
         if self._cached is not None and self._count > 1:
             raise LayoutError(
                 "selective-double-backward",
-                "recompute: selective recomputes a block once, but a second backward went through it.",
+                'recompute="selective" recomputes a block once, but a second backward went through it.',
                 why="the loss contains gradients (autograd.grad with create_graph=True), and saved outputs are freed "
                 "after the first backward",
-                fix="set recompute: full, or recompute: off",
+                fix='set recompute="full", or recompute="off"',
             )
         with ExitStack() as stack:
             if self._draw is not None:

@@ -43,8 +43,8 @@ def devices_of(settings: SplitSection) -> list[torch.device]:
     if len(names) < 2:
         raise LayoutError(
             "one-device",
-            f"strategy: split needs at least two devices, got {len(names)}.",
-            fix="list the devices, split: {devices: [cuda:0, cpu]}, or use strategy: single",
+            f'strategy="split" needs at least two devices, got {len(names)}.',
+            fix='list the devices, split={"devices": ["cuda:0", "cpu"]}, or use strategy="single"',
         )
     return [_parse_device(name) for name in names]
 

@@ -102,7 +102,7 @@ def _one_process(name: str, reason: str) -> Planner:
                 "single-in-a-world",
                 f"strategy: {name} runs in one process, but there are {world} ranks.",
                 why="each rank would train a separate model on the same data",
-                fix="set strategy: ddp (or auto), or launch one rank",
+                fix='set strategy="ddp" (or auto), or launch one rank',
             )
         return LayoutPlan(name, Degrees(), reason)
 
@@ -122,8 +122,8 @@ def _hybrid(world: int, nodes: int) -> LayoutPlan:
     if nodes > 1:
         raise LayoutError(
             "uneven-nodes",
-            f"strategy: hsdp requires the same number of ranks on every node, got {world} ranks on {nodes} nodes.",
-            fix="launch the same number of ranks on every node, or use strategy: fsdp",
+            f'strategy="hsdp" requires the same number of ranks on every node, got {world} ranks on {nodes} nodes.',
+            fix='launch the same number of ranks on every node, or use strategy="fsdp"',
         )
     if world % 2 == 0 and world > 2:
         return LayoutPlan(

@@ -149,7 +149,7 @@ class Incompatible:
 
 INCOMPATIBLE = (
     Incompatible(
-        "micro_batch: auto with a sharded or split model",
+        'micro_batch="auto" with a sharded or split model',
         "finder-and-layout",
         lambda config, degrees: (
             config.micro_batch == "auto" and (not degrees.is_replicated or config.strategy == "split")
@@ -173,21 +173,21 @@ INCOMPATIBLE = (
             degrees.pipeline > 1 and config.pipeline.schedule == "zero-bubble" and config.recompute != "off"
         ),
         "zero-bubble splits each backward in two, and each half would recompute the block",
-        "set recompute: off, or use pipeline.schedule: 1f1b",
+        'set recompute="off", or use pipeline.schedule: 1f1b',
     ),
     Incompatible(
         "adafactor or muon with sharded parameters",
         "optimizer-needs-whole-weights",
         lambda config, degrees: OPTIMIZERS.facts(config.optimizer.name).needs_full and not degrees.is_replicated,
         "these optimizers need full matrices, but each rank holds only a shard",
-        "use adamw, adam or sgd, or strategy: ddp",
+        'use adamw, adam or sgd, or strategy="ddp"',
     ),
     Incompatible(
-        "a pipeline with compile: model",
+        'a pipeline with compile="model"',
         "pipeline-and-compile",
         lambda config, degrees: degrees.pipeline > 1 and config.compile == "model",
         "no rank holds the full model",
-        "set compile: true to compile each block",
+        "set compile=True to compile each block",
     ),
 )
 

@@ -216,7 +216,7 @@ def not_usable(folder: Path, reason: str) -> LaunchError:
     return LaunchError(
         "run-folder",
         f"Can't write to the run folder {folder}: {reason}.",
-        fix="set run: to a writable path, or run: false to write nothing",
+        fix="set run to a writable path, or run=False to write nothing",
     )
 
 

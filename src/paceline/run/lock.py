@@ -126,5 +126,5 @@ def _in_use(folder: RunFolder, holder: dict[str, object], who: str = "") -> Chec
         "run-in-use",
         f"The run folder {folder} is in use by {who or where}.",
         why="two jobs in one run folder would mix their checkpoints and metrics",
-        fix="wait for that job or stop it, or set another run folder (run: NAME)",
+        fix='wait for that job or stop it, or set another run folder (run="NAME")',
     )

@@ -47,7 +47,7 @@ def choose_device(wanted: str | int | torch.device | None, rank_info: RankInfo) 
 def _existing(device: torch.device, count: int) -> torch.device:
     if device.index >= count:
         here = f"this machine has {', '.join(gpu_names()) or 'no GPU'}"
-        fix = "use device: cpu or fewer ranks, or check CUDA_VISIBLE_DEVICES"
+        fix = 'use device="cpu" or fewer ranks, or check CUDA_VISIBLE_DEVICES'
         if not torch.backends.cuda.is_built():
             here, fix = (
                 f"this torch ({torch.__version__}) was built without CUDA",

@@ -107,7 +107,7 @@ def _require_available(backend: str, device: torch.device) -> None:
     if not torch_dist.is_backend_available(backend):
         what, fix = f"Backend {backend} is not part of this torch ({torch.__version__})", "install a build that has it"
     elif backend == "nccl" and device.type != "cuda":
-        what, fix = f"Backend nccl needs a GPU on each rank, and this rank uses {device}", "set device: cuda"
+        what, fix = f"Backend nccl needs a GPU on each rank, and this rank uses {device}", 'set device="cuda"'
     else:
         return
     raise WorldError("no-backend", f"{what}.", fix=f"{fix}; or omit backend: it is nccl on GPUs and gloo on CPUs")
@@ -198,7 +198,7 @@ def _init_error(backend: str, rank_info: RankInfo, error: Exception) -> WorldErr
         f"Rank {rank_info.rank} of {rank_info.world} failed to initialize {backend} at {address}: "
         f"{_first_line(error)}.",
         fix="check that every rank was started and that the address is reachable; "
-        "fallback: true continues with gloo or a single rank",
+        "fallback=True continues with gloo or a single rank",
     )
 
 

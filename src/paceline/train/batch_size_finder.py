@@ -45,14 +45,14 @@ class BatchSizeFinder:
         if chosen.type != "cuda":
             raise TrainError(
                 "finder-on-cpu",
-                f"micro_batch: auto requires a GPU, got device {chosen}.",
+                f'micro_batch="auto" requires a GPU, got device {chosen}.',
                 why="running out of CPU memory raises no error: the machine swaps, or the kernel kills a process",
                 fix="set micro_batch to a number",
             )
         if torch.cuda.is_initialized():
             raise TrainError(
                 "finder-after-cuda",
-                "micro_batch: auto requires that CUDA is not initialized yet in this process.",
+                'micro_batch="auto" requires that CUDA is not initialized yet in this process.',
                 why="trials run in forked processes, and CUDA can't be used after a fork",
                 fix="build the model on the CPU, and create the Trainer before anything uses the GPU",
             )
@@ -91,7 +91,7 @@ def search(fits: Callable[[int], bool], max_size: int) -> int:
         raise TrainError(
             "finder-nothing-fits",
             "A micro-batch of one sample does not fit in GPU memory.",
-            fix="use a smaller model or shorter samples, precision: bf16, or recompute: full",
+            fix='use a smaller model or shorter samples, precision="bf16", or recompute="full"',
         )
     good, bad = 1, max_size + 1
     while good < max_size:

@@ -91,7 +91,7 @@ class Loaders:
             found = finder.find(sample, int(batch.micro_batch.value))
         self._finder = None
         self._engine.config = self._engine.config.model_copy(update={"micro_batch": found})
-        self._engine.log.info(f"micro_batch: auto selected {found} samples")
+        self._engine.log.info(f'micro_batch="auto" selected {found} samples')
         return self._batch_plan(data)
 
     def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:

@@ -92,17 +92,17 @@ def _advice(engine: Engine, plan: BatchPlan | None, shardable: int) -> Iterator[
         yield _smaller_micro_batch(config, plan, degrees.data_ranks)
     facts = PRECISIONS.facts(config.precision)
     if facts.gather_bytes == facts.param_bytes:  # no half precision yet
-        yield "precision: bf16 (half the memory for activations)"
+        yield 'precision="bf16" (half the memory for activations)'
     more = degrees.replicate  # that many replicas can share what each of them holds
     if (saved := shardable * (more - 1) // more) >= _WORTHWHILE:
         what = f"parameters, gradients and optimizer states over {more} times as many ranks"
         yield f"{_sharded(degrees)} (shards {what}: {format_bytes(saved)} less on each)"
     if degrees.shard > 1 and degrees.pipeline == 1 and not config.fsdp.reshard:
-        yield "fsdp: {reshard: true} (frees the gathered parameters of a block after its forward)"
+        yield 'fsdp={"reshard": True} (frees the gathered parameters of a block after its forward)'
     if config.recompute != "full" and _can_recompute(engine):
-        yield "recompute: full (activation checkpointing of the model's blocks)"
+        yield 'recompute="full" (activation checkpointing of the model\'s blocks)'
     if engine.world.device.type == "cuda" and degrees.shard > 1 and not config.fsdp.offload:
-        yield "fsdp: {offload: true} (keeps parameters and optimizer states in CPU memory; slow)"
+        yield 'fsdp={"offload": True} (keeps parameters and optimizer states in CPU memory; slow)'
     yield "smaller samples (image size, sequence length), a smaller model, or more ranks"
 
 
@@ -113,17 +113,17 @@ def _smaller_micro_batch(config: Config, plan: BatchPlan, data_ranks: int) -> st
     effect = f"{micro} instead of {plan.micro_batch.value} samples at a time, with the same result"
     if isinstance(config.micro_batch, int):
         derives_batch = config.batch is None and config.batch_per_rank is None
-        accumulate = f" and accumulate: {groups}" if config.accumulate is not None or derives_batch else ""
-        return f"micro_batch: {micro}{accumulate} ({effect})"
-    return f"accumulate: {groups} ({effect})"
+        accumulate = f" and accumulate={groups}" if config.accumulate is not None or derives_batch else ""
+        return f"micro_batch={micro}{accumulate} ({effect})"
+    return f"accumulate={groups} ({effect})"
 
 
 def _sharded(degrees: Degrees) -> str:
     """The setting that shards what is replicated now."""
     if degrees.pipeline == degrees.tensor == 1:
-        return "strategy: fsdp"
+        return 'strategy="fsdp"'
     changed = replace(degrees, replicate=1, shard=degrees.replicate * degrees.shard)
-    return f"layout: {{{', '.join(f'{name}: {changed.of(name)}' for name in AXIS_NAMES if changed.of(name) > 1)}}}"
+    return f"layout={ ({name: changed.of(name) for name in AXIS_NAMES if changed.of(name) > 1}) }"
 
 
 def _can_recompute(engine: Engine) -> bool:

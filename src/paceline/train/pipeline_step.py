@@ -70,7 +70,7 @@ class PipelineLossModule(LossModule):
                 "pipeline-inputs",
                 f"A pipeline requires one input tensor, got a {type(inputs).__name__}.",
                 why="the input is split into micro-batches by rows",
-                fix="use (input, target) batches, or a dict with one input; or strategy: fsdp",
+                fix='use (input, target) batches, or a dict with one input; or strategy="fsdp"',
             )
         return inputs
 

@@ -388,7 +388,7 @@ class Trainer(MethodHints):
         if self.config.nonfinite == "raise" or not may_stop:
             raise error
         engine.log.warning(str(error))
-        return f"non-finite step {record['step']} (nonfinite: stop)"
+        return f'non-finite step {record["step"]} (nonfinite="stop")'
 
     def _get_custom_loop(self) -> CustomLoop:
         if self._custom_loop is None:

@@ -32,7 +32,7 @@ def test_out_of_memory_says_what_was_requested_what_was_free_and_what_to_change(
     assert caught.value.code == "train.out-of-memory"
     assert f"tried to allocate {8 * 2**20:.1f} GiB" in text and "was free" in text and "rank 0 (cpu)" in text
     assert "micro-batch of 8 samples" in text
-    assert "accumulate: 4 (4 instead of 8 samples" in text and "precision: bf16" in text
+    assert "accumulate=4 (4 instead of 8 samples" in text and 'precision="bf16"' in text
 
 
 class Deep(nn.Module):
@@ -60,9 +60,9 @@ PLAN = {"plan": {"blocks.*.0": "column", "blocks.*.1": "row"}}
 @pytest.mark.parametrize(
     ("settings", "expected", "absent"),
     [
-        ({"batch": 16}, ["accumulate: 2 (8 instead of 16", "recompute: full", "precision: bf16"], ["strategy"]),
-        ({"batch": 16, "micro_batch": 8}, ["micro_batch: 4 (4 instead of 8"], []),
-        ({"batch": None, "micro_batch": 6}, ["micro_batch: 3 and accumulate: 2"], []),
+        ({"batch": 16}, ["accumulate=2 (8 instead of 16", 'recompute="full"', 'precision="bf16"'], ["strategy"]),
+        ({"batch": 16, "micro_batch": 8}, ["micro_batch=4 (4 instead of 8"], []),
+        ({"batch": None, "micro_batch": 6}, ["micro_batch=3 and accumulate=2"], []),
         ({"batch": 1, "precision": "bf16", "recompute": "full"}, ["smaller samples"], ["accumulate", "bf16", "recom"]),
     ],
 )
@@ -74,20 +74,20 @@ def test_advice_on_one_rank(settings: dict[str, Any], expected: list[str], absen
 @ranks(2)
 def test_advice_counts_data_ranks_and_leaves_out_what_is_on() -> None:
     said = advice(batch=12, strategy="ddp", **BLOCKS)
-    assert "accumulate: 2 (3 instead of 6" in said
-    assert "strategy: fsdp (shards parameters, gradients and optimizer states over 2 times" in said
+    assert "accumulate=2 (3 instead of 6" in said
+    assert 'strategy="fsdp" (shards parameters, gradients and optimizer states over 2 times' in said
     said = advice(batch=12, strategy="fsdp", precision="bf16", recompute="full", **BLOCKS)
     assert not any(part in said for part in ("strategy", "recompute", "precision"))
     said = advice(batch=12, strategy="fsdp", fsdp={"reshard": False}, recompute="every-2", **BLOCKS)
-    assert "fsdp: {reshard: true}" in said and "recompute: full" in said
+    assert 'fsdp={"reshard": True}' in said and 'recompute="full"' in said
     said = advice(batch=12, strategy="tp", tensor=PLAN, **BLOCKS)
-    assert "accumulate: 2 (6 instead of 12" in said and "strategy" not in said and "layout" not in said
+    assert "accumulate=2 (6 instead of 12" in said and "strategy" not in said and "layout" not in said
 
 
 @ranks(4)
 def test_advice_shards_the_replicas_of_a_layout() -> None:
     said = advice(batch=12, layout={"replicate": 2, "tensor": 2}, tensor=PLAN, **BLOCKS)
-    assert "accumulate: 2 (3 instead of 6" in said and "layout: {shard: 2, tensor: 2}" in said
+    assert "accumulate=2 (3 instead of 6" in said and "layout={'shard': 2, 'tensor': 2}" in said
 
 
 def test_out_of_memory_is_explained_in_a_custom_loop_too() -> None:

@@ -343,7 +343,7 @@ def test_deterministic_gives_the_same_bits_twice() -> None:
 def test_dp_without_several_gpus_says_what_it_does_instead(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = tiny.classifier_trainer(strategy="dp", quiet=False)
     trainer.train(tiny.blobs(), max_steps=1)
-    assert "strategy: ddp" in capsys.readouterr().out
+    assert 'strategy="ddp"' in capsys.readouterr().out
 
 
 class Growing(Sampler[int]):

@@ -97,7 +97,7 @@ def layer_sequence(model: nn.Module) -> LayerSequence:
             f"{type(model).__name__} can't be partitioned into pipeline stages.",
             why="a pipeline needs a sequence of layers: an nn.Sequential (with a criterion) or a PipelineSpec",
             fix="set model_spec = paceline.ModelSpec(pipeline=paceline.PipelineSpec(…)) on the class, or use "
-            "strategy: fsdp",
+            'strategy="fsdp"',
         )
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and (isinstance(module, _BatchNorm) or module.track_running_stats):
@@ -105,7 +105,7 @@ def layer_sequence(model: nn.Module) -> LayerSequence:
                 "pipeline-and-batchnorm",
                 f"Pipelines do not support batch norm, or running statistics: {name}.",
                 why="micro-batches are padded to equal size, and the padding would change the statistics",
-                fix="use GroupNorm or LayerNorm, or strategy: ddp or fsdp",
+                fix='use GroupNorm or LayerNorm, or strategy="ddp" or fsdp',
             )
     return found
 

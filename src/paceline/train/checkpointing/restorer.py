@@ -252,7 +252,7 @@ class Restorer:
             "nothing-good",
             f"All {len(skipped)} checkpoints in {folder} are corrupted: {', '.join(skipped)}.",
             why="starting over would look like a resumed run",
-            fix="run paceline checkpoint verify for details, or set another run: name to start over",
+            fix="run paceline checkpoint verify for details, or set another name, run=…, to start over",
         )
 
     def check_data(self, data: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -227,7 +227,7 @@ def warn_of_saves(config: Config, log: Log) -> None:
     """For a run without a folder."""
     wanted = [name for name in ("save_every", "save_minutes", "save_best") if getattr(config, name) is not None]
     if wanted:
-        log.warning(f"no effect without a run folder (run: false): {', '.join(wanted)}")
+        log.warning(f"no effect without a run folder (run=False): {', '.join(wanted)}")
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
@@ -256,8 +256,8 @@ def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFol
     if config.run is False:
         raise CheckpointError(
             "nothing-to-resume",
-            "resume: auto requires a run folder, but run: false disables it.",
-            fix="set a run: name, or the path of a checkpoint in resume:",
+            'resume="auto" requires a run folder, but run=False disables it.',
+            fix='set run="NAME", or resume to the path of a checkpoint',
         )
     launched = environment.run_folder()  # named by the launcher after the recipe or script
     name = _requested_name(config, default_name if launched is None else launched.requested_name)
