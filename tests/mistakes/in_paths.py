@@ -10,7 +10,11 @@ ALL = (
     Mistake("script-path", {}, ("launch.no-script", "trian.py"), "paceline launch -n 2 trian.py"),
     Mistake("script-folder", {}, ("launch.no-script",), "paceline launch -n 2 ."),
     Mistake("script-syntax", {"train.py": "import torch\nfor epoch in range(3)  # <-\n    pass\n"}, ("SyntaxError",)),
-    Mistake("missing-module", {"train.py": "import torch\nimport torhc  # <-\n"}, ("ModuleNotFoundError", "torhc")),
+    Mistake(
+        "missing-module",
+        {"train.py": "import torch\nimport torhc  # <-\n"},
+        ("ModuleNotFoundError", "torhc", "at: train.py:2"),
+    ),
     Mistake("recipe-path", {}, ("config.missing-file", "recipies/gpt.yaml"), "paceline train recipies/gpt.yaml"),
     Mistake("recipe-is-a-script", script("pass"), ("train.py", "paceline launch"), "paceline train train.py"),
     Mistake("script-is-a-recipe", {"r.yaml": "batch: 8\n"}, ("r.yaml", "paceline train"), "paceline launch r.yaml"),
@@ -70,7 +74,12 @@ ALL = (
     Mistake("logger-typo", built(f'{_PLAIN}, loggers=["tensorbord"]'), ("fix: did you mean 'tensorboard'?",)),
     Mistake("gpu-on-a-cpu-machine", built(f'{_PLAIN}, device="cuda"'), ("world.no-such-gpu", "cuda")),
     Mistake("cuda-by-hand", script('model = model.to("cuda")  # <-'), ("CUDA", "rank 0")),
-    Mistake("nccl-on-a-cpu-machine", built(f'{_PLAIN}, backend="nccl"'), ("nccl", "gloo")),
+    Mistake(
+        "nccl-on-a-cpu-machine",
+        built(f'{_PLAIN}, backend="nccl"'),
+        ("[world.no-backend]", "gloo", "at: train.py:"),
+        unwanted=("Traceback",),
+    ),
     Mistake("bf16-word", built(f'{_PLAIN}, precision="16-mixed"'), ("bad-value", "fix: did you mean 'fp16'?")),
     Mistake("port-in-use", script("pass"), ("launch.port-in-use",), "paceline launch -n 2 --port {port} train.py"),
     Mistake(

@@ -162,7 +162,7 @@ ALL = (
     Mistake(
         "worker-fails",
         dataset(_LEN, "return self.images[index], 0  # <-", f"{_PLAIN}, workers=2"),
-        ("AttributeError", "images"),
+        ("AttributeError", "images", "at: train.py:18", "library frames"),
     ),
     Mistake("data-is-a-path", trainer(_PLAIN, 'trainer.train("data.csv", epochs=1)  # <-'), ("data.", "str")),
     Mistake("data-is-arrays", trainer(_PLAIN, "trainer.train(data.tensors, epochs=1)  # <-"), ("TensorDataset",)),
@@ -202,7 +202,7 @@ ALL = (
             "for inputs, targets in trainer.loader(data):\n    loss = criterion(model(inputs), targets)\n"
             "    loss.backward()\n    trainer.step()  # <-",
         ),
-        ("train.", "trainer.backward"),
+        ("train.", "weight=len(targets)) instead of loss.backward()"),
     ),
     Mistake(
         "accumulate-ported",

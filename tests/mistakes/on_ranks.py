@@ -40,7 +40,11 @@ ALL = (
         trainer(
             _PLAIN, "if trainer.is_main_process:\n    paceline.dist.barrier()  # <-\ntrainer.train(data, epochs=1)"
         ),
-        ("barrier", "rank"),
+        (
+            "rank 0: dist.barrier() at train.py:15",
+            "at: train.py:15",
+            "call dist.barrier() and trainer.train() on",
+        ),
     ),
     Mistake(
         "rank-returns-early",
@@ -48,10 +52,10 @@ ALL = (
             f"{_RANK}import sys\n"
             f"trainer = paceline.Trainer({_PLAIN})\n"
             f"if dist.rank() == 1:\n"
-            f"    sys.exit()\n"
-            f"trainer.train(data, epochs=1)  # <-"
+            f"    sys.exit()  # <-\n"
+            f"trainer.train(data, epochs=1)"
         ),
-        ("rank 1: has ended",),
+        ("rank 1: has ended at", "on every rank", "exit on some ranks"),
     ),
     Mistake(
         "other-model-on-a-rank",
@@ -95,7 +99,7 @@ ALL = (
             "sampler = torch.utils.data.DistributedSampler(data)\n"
             "trainer.train(DataLoader(data, batch_size=16, sampler=sampler), epochs=1)"
         ),
-        ("DistributedSampler",),
+        ("DistributedSampler", "2 ranks × 16 = 32", "not needed"),
         succeeds=True,
     ),
     Mistake(

@@ -208,9 +208,11 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
     if isinstance(loader.dataset, IterableDataset):
         return _stream(loader, loader.dataset, spec, reading, say, drop_last)
     if _is_distributed(loader) and spec.training:
+        ranks = sampler.num_replicas
         say(
-            "data: the DistributedSampler of the DataLoader selects the samples of each rank; the global batch is "
-            f"their sum ({spec.batch}); samples that it repeats to make ranks even are trained on twice"
+            "data: the DistributedSampler of the DataLoader selects the samples of each rank, and repeats some to make "
+            f"ranks even; global batch: {ranks} ranks × {spec.batch / ranks:g} = {spec.batch}. It is not needed: "
+            f"without it, and with batch_size={spec.batch}, the Trainer divides each batch among ranks, without repeats"
         )
         return OwnBatches(loader, sampler, spec.batch, spec.part)
     seeded = spec.training and bool(generators_in(sampler))  # by the user, whose generator determines the order

@@ -254,8 +254,10 @@ def _cause(
 def _places(found: _Exits, witness: RankExit) -> list[str]:
     """The lines of the user's code at which ranks failed like this one: one line, or those of different ranks."""
     kind, ranks = found.kinds[witness.rank], dict[str, list[RankExit]]()
+    apart = witness.error_code == "world.different-calls"  # the others are at fault as much as this one
     for each in found.exits:
-        if each.place and found.kinds[each.rank] == kind and each.error_code == witness.error_code:
+        alike = found.kinds[each.rank] == kind and each.error_code == witness.error_code
+        if each.place and (alike or (apart and found.kinds[each.rank] in ("lost-connection", "timeout"))):
             ranks.setdefault(each.place, []).append(each)
     if len(ranks) < 2 or not witness.place:
         return [witness.place] * bool(witness.place)

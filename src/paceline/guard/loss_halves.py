@@ -1,7 +1,7 @@
 """Compares the loss of a batch with those of its halves, before the first step.
 
 If the loss of a batch is not the weighted mean of the losses of its slices, it depends on the number of ranks and
-micro-batches: a mean over something else than samples, a sum, a loss across samples, or a batch whose first dim is not
+micro-batches: a mean over something other than samples, a sum, a loss across samples, or a batch whose first dim is not
 its samples. Nothing can be done about it here, so it is a warning.
 
 The model runs in eval mode, uncompiled, without gradients and in full precision where that is possible. A loss that is
@@ -87,10 +87,10 @@ def compare(
         text = (
             f"the loss of {samples} samples is {batch[0] / batch[1]:.6g}, but {total / weight:.6g} from its halves, "
             f"of weights {half[1]:g} and {rest[1]:g}: it depends on the number of ranks and micro-batches. If it is a "
-            "mean over something else than samples, or a sum, return paceline.Loss(sum, weight). If it couples samples "
-            "(a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If output "
-            "and target have different shapes, they broadcast: make them equal. If the first dim of the batch is not "
-            "its samples, change the collate function"
+            "mean over something other than samples, or a sum, return paceline.Loss(sum, weight). If it couples "
+            "samples (a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If "
+            "output and target have different shapes, they broadcast: make them equal. If the first dim of the batch "
+            "is not its samples, change the collate function"
         )
     return next((found for found in collectives.all_gather_object(text) if found), None)
 

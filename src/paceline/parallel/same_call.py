@@ -13,8 +13,10 @@ certain that they will not come:
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections import Counter
 
 import torch.distributed as torch_dist
 
@@ -26,6 +28,7 @@ from paceline.runtime.whereabouts import Board, Post, progress
 
 _POLLS_AT_FIRST, _SHORT, _LONG = 50, 0.0002, 0.005
 _LOOK_EVERY = 0.5  # seconds
+_CALL = re.compile(r"^([^:\n]+\(\)) (?:at|as well)\b", re.MULTILINE)
 _LOOKS = 4  # in a row with the same result: a post may be older than the call
 
 
@@ -91,10 +94,16 @@ def _look(board: Board, number: int, own_call: str) -> tuple[bool, dict[int, str
 
 def _error(call: str, board: Board, places: dict[int, str]) -> WorldError:
     lines = [places.get(rank, f"{call} as well") for rank in range(board.world)]
+    ranks = Counter(_CALL.findall("\n".join(lines)))
+    # Which of two calls should be conditional cannot be known: a minority of ranks is an indication.
+    fewest = [each for each, count in ranks.items() if count == min(ranks.values())]
+    alone = f"Rank {board.rank} called {call}, but other ranks did not"
     return WorldError(
         "different-calls",
-        f"Rank {board.rank} called {call}, and not every rank does:\n{by_rank(lines)}",
-        why=f"{call} is collective: it waits until every rank has called it",
-        fix="make the same calls in the same order on every rank: take them out of `if trainer.is_main_process:` "
-        "(print results there), and take the same number of steps on every rank",
+        f"{'Ranks made different calls' if len(ranks) > 1 else alone}:\n{by_rank(lines)}",
+        why="each of these calls waits until every rank has made it"
+        if len(ranks) > 1
+        else f"{call} is collective: it waits until every rank has called it",
+        fix=f"call {' and '.join(fewest)} on every rank: not inside `if trainer.is_main_process:` or another condition "
+        "on the rank, nor after a return, break or exit on some ranks; take the same number of steps on every rank",
     )

@@ -103,7 +103,7 @@ def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Deriv
     if config.batch_per_rank is not None:
         return _per_rank(config.batch_per_rank, ranks, f"{config.batch_per_rank} per rank")
     if loader_batch is not None:
-        return Derived(loader_batch, "batch size of the DataLoader, which is the global batch")
+        return Derived(loader_batch, "batch size of the DataLoader; the sum over ranks if it has a DistributedSampler")
     micro = _micro_batch(config)
     if micro is not None:
         groups = config.accumulate or 1

@@ -54,11 +54,8 @@ class FailureRecord:
 
     @property
     def place(self) -> str:
-        """`train.py:17, in main: trainer.train(data)`; empty if the traceback ends there anyway, or if no code of the
-        user was running."""
-        ends_there = self.text.rpartition('File "')[2].startswith(f'{self.file}", line {self.line}')
-        frame = UserFrame(self.file, self.line, self.function, self.code_line)
-        return str(frame) if self.file and not ends_there else ""
+        """`train.py:17, in main: trainer.train(data)`; empty if no code of the user was running."""
+        return str(UserFrame(self.file, self.line, self.function, self.code_line)) if self.file else ""
 
     @property
     def log_text(self) -> str:

@@ -20,6 +20,9 @@ _PACELINE = str(Path(errors.__file__).parent)
 _INSTALLED = {"site-packages", "dist-packages"}
 # DataLoader workers send their traceback as text.
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)\n(?: +(.*)\n)?', re.MULTILINE)
+# A frame in a traceback with its source lines. Only frames of a SyntaxError have no function.
+_BLOCK = r' +File "(.+)", line \d+, in .+\n(?: {4}.*\n)*(?:  \[Previous line .*\n)?'
+_BLOCKS = re.compile(rf"^(?:{_BLOCK})+", re.MULTILINE)
 _LONGEST = 100  # characters of code
 _WORKER_TRACEBACK = "Original Traceback (most recent call last):\n"
 
@@ -40,9 +43,15 @@ class UserFrame:
 def find_user_frame(error: BaseException) -> UserFrame | None:
     """The innermost frame of the user's code in the traceback of an error, or of the error that a library handled by
     raising this one. None if no code of the user was running."""
-    handled = error.__cause__ or error.__context__
-    if handled is not None and _was_handled_by_library(error, handled) and (frame := find_user_frame(handled)):
-        return frame
+    chain = [error]
+    while (handled := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        if any(handled is each for each in chain) or not _was_handled_by_library(chain[-1], handled):
+            break  # `raise error from error` makes a cycle
+        chain.append(handled)
+    return next(filter(None, map(_own_frame, reversed(chain))), None)
+
+
+def _own_frame(error: BaseException) -> UserFrame | None:
     if isinstance(error, SyntaxError) and error.filename and is_user_file(error.filename):
         return UserFrame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip())
     if _WORKER_TRACEBACK in str(error):
@@ -67,6 +76,27 @@ def _was_handled_by_library(error: BaseException, handled: BaseException) -> boo
     """A traceback starts at the function that handled the exception. An `except` of the user's code may do anything."""
     trace = handled.__traceback__
     return handled is error.__cause__ or (trace is not None and not is_user_file(trace.tb_frame.f_code.co_filename))
+
+
+def hide_library_frames(text: str, whole: str) -> str:
+    """A traceback with the user's frames alone, and the innermost if it is not paceline's. `whole`: the file that has
+    all of them."""
+    shown = _BLOCKS.sub(lambda found: _shown_frames(found.group()), text)
+    first = re.search(r"^  … \(\d+ library frames?", shown, re.MULTILINE)
+    return f"{shown[: first.end()]}; the whole traceback is in {whole}{shown[first.end() :]}" if first else shown
+
+
+def _shown_frames(frames: str) -> str:
+    found = [(each.group(), each.group(1)) for each in re.finditer(_BLOCK, frames)]
+    last, shown, hidden = found[-1][0], "", 0
+    for block, file in [*found, ("", "")]:
+        if block and not is_user_file(file) and (block is not last or file.startswith(_PACELINE)):
+            hidden += 1
+            continue
+        if hidden:
+            shown += f"  … ({hidden} library frame{'s' * (hidden > 1)})\n"
+        shown, hidden = shown + block, 0
+    return shown
 
 
 @cache

@@ -93,7 +93,9 @@ def init_world(
         _init(name, rank_info, timeout)
     except Exception as error:
         if not fallback:
-            raise error if isinstance(error, WorldError) else _init_error(name, rank_info, error) from error
+            if isinstance(error, WorldError):
+                raise
+            raise _init_error(name, rank_info, error) from error
         return _fall_back(name, rank_info, chosen, timeout, error)
     return World(rank_info, chosen, name)
 

@@ -18,6 +18,7 @@ from paceline.runtime import collectives, process_group
 class Progress:  # counters of this process: while they change, it does not stand still
     micros = 0  # micro-batches of training whose forward has begun
     read = 0  # batches of evaluations and of `trainer.loader`
+    ended = "has ended"  # how, if the launcher knows
 
 
 progress = Progress()

@@ -244,8 +244,10 @@ class CustomLoop:
         if self._added is None:
             raise TrainError(
                 "step-without-backward",
-                "trainer.step() was called without a backward since the last step.",
-                fix="call trainer.forward(batch) and trainer.backward(loss) first",
+                "trainer.step() was called without trainer.backward(loss) since the last step.",
+                why="the Trainer does not see loss.backward(): it reduces and weights gradients in trainer.backward()",
+                fix="call loss = trainer.forward(batch) and trainer.backward(loss) before trainer.step(); or, for "
+                "your own loss, trainer.backward(loss, weight=len(targets)) instead of loss.backward()",
             )
         if not self._synced and self.engine.world.size > 1:
             raise TrainError(

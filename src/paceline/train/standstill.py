@@ -51,7 +51,7 @@ class StandstillWatch:
         self._stop.set()
         self._thread.join(_INTERVAL)
         with suppress(Exception):  # the group is destroyed, or the rank with the store has ended
-            self.board.post("has ended", ended=True)
+            self.board.post(progress.ended, ended=True)
 
     def _run(self) -> None:
         before, place, cpu, stood, warned = None, StackPlace("", ""), 0.0, 0.0, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -226,6 +227,17 @@ def test_ranks_that_fail_alike_at_different_lines_show_each_line() -> None:
     assert cause.text.splitlines()[1:] == [
         "  at: /home/me/train.py:17, in main: trainer.train(data) (rank 0)",
         "  at: /home/me/train.py:21, in main: trainer.train(data) (rank 1)",
+    ]
+
+
+def test_ranks_at_different_calls_show_the_lines_of_all() -> None:
+    lost = failed_at(0, 16)
+    assert lost.record is not None
+    lost = replace(lost, time=9.0, record=replace(lost.record, time=9.0, text=traceback(CLOSED)))
+    cause = find_cause([lost, failed_at(1, 17, "different-calls")])
+    assert cause.text.splitlines()[1:] == [
+        "  at: /home/me/train.py:16, in main: trainer.train(data) (rank 0)",
+        "  at: /home/me/train.py:17, in main: trainer.train(data) (rank 1)",
     ]
 
 

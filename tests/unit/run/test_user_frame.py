@@ -12,9 +12,10 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset
 
+from paceline import errors
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.run.user_frame import UserFrame, find_user_frame
+from paceline.run.user_frame import UserFrame, find_user_frame, hide_library_frames
 
 
 def frame_of(error: BaseException) -> UserFrame:
@@ -67,6 +68,32 @@ def test_an_exception_that_the_user_handled_is_not_the_place() -> None:
         except KeyError:
             Config(batches=3)
     assert frame_of(caught.value).code == "Config(batches=3)"
+
+
+def test_a_cycle_of_causes_ends() -> None:
+    source = "try:\n    raise error\nexcept Exception as caught:\n    raise caught from caught\n"
+    with pytest.raises(ConfigError) as caught:
+        exec(compile(source, str(Path(torch.__file__)), "exec"), {"error": ConfigError("type", "Wrong.")})
+    assert caught.value.__cause__ is caught.value
+    assert frame_of(caught.value).function == "test_a_cycle_of_causes_ends"
+
+
+def test_library_frames_are_hidden_except_the_innermost_of_others() -> None:
+    def frame(file: str, source: str = "    call()\n") -> str:
+        return f'  File "{file}", line 3, in f\n{source}'
+
+    head, torchs, ours = "Traceback (most recent call last):\n", frame(torch.__file__), frame(errors.__file__)
+    user, marked = frame("/home/me/train.py"), frame("/env/site-packages/x.py", "    call(1)\n         ^\n")
+    hidden = "  … ({})\n"
+    for text, shown in {
+        user: user,
+        user + ours + torchs + user: user + hidden.format("2 library frames") + user,
+        user + ours + ours: user + hidden.format("2 library frames"),
+        user + ours + ours + marked: user + hidden.format("2 library frames") + marked,
+    }.items():
+        both = "{0}{1}ValueError: x\n\nDuring handling\n\n{0}{1}KeyError: y\n    File\n"
+        expected = both.format(head, shown).replace("s)\n", "s; the whole traceback is in rank-0.log)\n", 1)
+        assert hide_library_frames(both.format(head, text), "rank-0.log") == expected
 
 
 def test_a_syntax_error_is_at_its_line(tmp_path: Path) -> None:

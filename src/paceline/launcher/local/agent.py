@@ -141,7 +141,7 @@ class _Monitor:
                 self._heard.attach(None)
         self._note()
         if number := self._ranks.ended_leftovers:
-            log.info(f"ended {number} process{'es' * (number > 1)} that ranks had left running")
+            log.info(f"note: ended {number} child process{'es' * (number > 1)} of ranks that had exited")
 
     def outcome(self) -> LocalResult:
         first, logs = self._start.node.first_rank, self._start.logs.folder

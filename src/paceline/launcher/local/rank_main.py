@@ -25,6 +25,7 @@ from paceline.launcher.local.titles import set_title
 from paceline.launcher.workload import Target
 from paceline.run import failures, heartbeat, regular_files
 from paceline.run.folder import RunFolder
+from paceline.run.user_frame import find_user_frame
 from paceline.runtime import environment, gloo_threads
 
 _EXIT_SECONDS = 10.0
@@ -51,6 +52,10 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
                 text = f"rank {rank_info.rank} called sys.exit({code}){words}\n"
                 failure = replace(failures.describe(request, rank_info.rank), exit_code=code, text=text)
                 failures.write(failure, logs)
+            elif frame := find_user_frame(request):
+                _tell_ranks(f"has ended at {frame}")
+        else:
+            _tell_ranks("has ended: its code returned")
         if failure is None:
             heartbeat.mark_returned(logs.heartbeat(rank_info.rank))
             _finish()
@@ -61,6 +66,12 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
         failures.write(failure, logs, to_log=True)
     if failure is not None:
         _fail(failure.exit_code)
+
+
+def _tell_ranks(ended: str) -> None:
+    """For ranks that wait for this one."""
+    if "paceline.runtime.whereabouts" in sys.modules:
+        sys.modules["paceline.runtime.whereabouts"].progress.ended = ended
 
 
 def _fail(code: int) -> None:

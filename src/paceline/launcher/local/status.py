@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import log
@@ -18,6 +19,7 @@ from paceline.launcher.local.start import AgentObserver, LocalStart
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
 from paceline.run.ledger import Ledger
+from paceline.run.user_frame import hide_library_frames
 from paceline.runtime import environment
 
 if TYPE_CHECKING:
@@ -42,11 +44,17 @@ def show_cause(cause: Cause, logs: RankLogs | None) -> None:
     who = f"rank {cause.rank} failed first" if cause.rank is not None else f"node {cause.node} failed first"
     log = logs.of_rank(cause.rank) if logs is not None and cause.rank is not None else ""
     lines = [f"\n{who}{f' (log: {log})' if log else ''}: {cause.kind}", cause.what]
-    if cause.text and not has_traceback(cause.text) and not cause.text.startswith("["):
+    if cause.text and cause.kind != "exception" and not has_traceback(cause.text) and not cause.text.startswith("["):
         lines.append("last lines of its log:" if cause.rank is not None else "last lines of its output:")
-    lines += [cause.text] * bool(cause.text) + [f"fix: {cause.fix}"] * bool(cause.fix)
+    text = hide_library_frames(f"{cause.text}\n", _file_of(cause, log)).rstrip() if log else cause.text
+    lines += [text] * bool(text) + [f"fix: {cause.fix}"] * bool(cause.fix)
     sys.stdout.flush()
     print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _file_of(cause: Cause, log: str) -> str:
+    """Of these kinds, the text is that of a rank that waited for the one to blame."""
+    return str(Path(log).parent) if cause.kind in ("timeout", "lost-connection") else log
 
 
 def describe_progress(message: Mapping[str, Any], names: Sequence[str] = ()) -> str:

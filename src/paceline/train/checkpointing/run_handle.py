@@ -112,7 +112,7 @@ class RunHandle:
             if rows is not None and self._world.size == 1 and not environment.was_launched():
                 if ignored := environment.incomplete_rank():
                     self._log.warning(
-                        f"{ignored} is ignored: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set together"
+                        f"{ignored} is ignored: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set together"
                     )
                 self._log.info(f"running on one rank; to use more: paceline launch -n 2 {shlex.join(sys.argv)}")
         elif self._lock is None:
