@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 _OURS = str(Path(__file__).parents[1]) + "/"
 _TORCH = str(Path((find_spec("torch") or __spec__).origin or "").parent) + "/"  # without an import
 _NOT_USERS = (_OURS, _TORCH, sysconfig.get_path("stdlib") + "/", "<")
+_WRAPPER = f"{_OURS}train/method_hints.py"  # a frame between the user's code and a method of the Trainer
 _WAITING = (
     f"{_TORCH}distributed/",
     f"{_TORCH}autograd/graph.py",  # the backward, which waits for the reduction of gradients
@@ -35,7 +36,8 @@ def place_of(frame: FrameType | None) -> StackPlace:
     """Where a stack stands, whose innermost frame this is."""
     frames = []
     while frame is not None:
-        frames.append(frame)
+        if frame.f_code.co_filename != _WRAPPER:
+            frames.append(frame)
         frame = frame.f_back
     names = {frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames}
     activity: Activity = "debugger" if names & _DEBUGGERS else _activity(frames)
