@@ -33,6 +33,13 @@ _LEN = "    def __len__(self):\n        return 64\n\n"
 
 ALL = (
     Mistake("no-criterion", trained("", "model, sgd, batch=16"), ("criterion", "loss_fn")),
+    Mistake(
+        "no-optimizer",
+        trained("", "model, criterion=criterion, batch=16"),
+        ("optimizer      adamw", "default: no optimizer was passed", "requested"),
+        unwanted=("recipe", "horizon"),
+        succeeds=True,
+    ),
     Mistake("all-frozen", trained("model.requires_grad_(False)"), ("train.nothing-to-train", "requires_grad")),
     Mistake(
         "optimizer-of-another-model",

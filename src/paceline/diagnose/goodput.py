@@ -2,7 +2,7 @@
 
 `summarize(folder).table()` reads
 
-    effective training time: 91.3 % of 12 min 4 s
+    time in training steps: 91.3 % of 12 min 4 s
       start 2.1 s, rendezvous 0.4 s, load 0.8 s, first step 1.2 s, saves 3.0 s, lost and replayed 8.2 s (12 steps)
 """
 
@@ -45,7 +45,7 @@ class Goodput:
         return self.training / self.total if self.total else 0.0
 
     def line(self) -> str:
-        return f"effective training time: {self.effective:.1%} of {format_duration(self.total)}".replace("%", " %")
+        return f"time in training steps: {self.effective:.1%} of {format_duration(self.total)}".replace("%", " %")
 
     def table(self) -> str:
         """The line, followed by the rest of the time; activities shorter than 0.05 s are omitted."""

@@ -185,13 +185,13 @@ def test_without_a_ledger_there_is_no_summary(tmp_path: Path) -> None:
     Ledger(RunFolder(tmp_path / "missing")).note("stepped", step=1)
     found = summarize(RunFolder(tmp_path))
     assert found.total == found.effective == 0.0
-    assert found.table() == "effective training time: 0.0 % of 0.0 s"
+    assert found.table() == "time in training steps: 0.0 % of 0.0 s"
 
 
 def test_a_person_reads_where_the_time_went() -> None:
     found = Goodput(start=2.1, rendezvous=0.4, load=0.8, compile=1.2, training=661.0, saves=50, lost=8.2, lost_steps=12)
     assert found.table() == (
-        "effective training time: 91.3 % of 12 min 4 s\n"
+        "time in training steps: 91.3 % of 12 min 4 s\n"
         "  start 2.1 s, rendezvous 0.4 s, load 0.8 s, first step 1.2 s, saves 50.0 s, "
         "lost and replayed 8.2 s (12 steps)"
     )
