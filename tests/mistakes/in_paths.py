@@ -73,7 +73,7 @@ ALL = (
     ),
     Mistake("logger-typo", built(f'{_PLAIN}, loggers=["tensorbord"]'), ("fix: did you mean 'tensorboard'?",)),
     Mistake("gpu-on-a-cpu-machine", built(f'{_PLAIN}, device="cuda"'), ("world.no-such-gpu", "cuda")),
-    Mistake("cuda-by-hand", script('model = model.to("cuda")  # <-'), ("CUDA", "rank 0")),
+    Mistake("cuda-by-hand", script('model = model.to("cuda")  # <-'), ("remove .cuda()", "CPU build")),
     Mistake(
         "nccl-on-a-cpu-machine",
         built(f'{_PLAIN}, backend="nccl"'),

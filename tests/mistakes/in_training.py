@@ -84,7 +84,8 @@ ALL = (
             "def loss_fn(model, batch):\n    return criterion(model(batch[0]), batch[1]).item()",
             "model, sgd, loss_fn=loss_fn, batch=16",
         ),
-        ("train.no-loss", "float", "tensor"),
+        ("train.no-loss", "loss_fn(model, batch) (train.py:13), got a float", "return the scalar tensor"),
+        unwanted=("criterion=",),
     ),
     Mistake(
         "loss-per-sample",
@@ -134,14 +135,15 @@ ALL = (
     Mistake(
         "nan-input",
         trained("data.tensors[0][5, 0] = float('nan')"),
-        ("train.nonfinite", "sample 5"),
+        ("train.nonfinite", "sample 5", "mend or remove this sample"),
+        unwanted=("learning rate or",),
     ),
     Mistake(
         "lr-too-high",
         trained("", 'model, {"name": "sgd", "lr": 1e20}, criterion=criterion, batch=16, log_every=1'),
-        ("step", "lr"),
+        ("step", "weights as large as", "fix: lower the learning rate"),
     ),
-    Mistake("log-of-zero", net("return torch.log(self.second(self.first(x)) * 0)"), ("step",)),
+    Mistake("log-of-zero", net("return torch.log(self.second(self.first(x)) * 0)"), ("Net", "log, sqrt", "clamp")),
     Mistake(
         "in-place",
         net("h = self.first(x).sigmoid()\n        h += self.second.weight.sum()\n        return self.second(h)"),

@@ -149,7 +149,10 @@ ALL = (
         "launch-arguments", script("def main(lr):\n    pass\n\npaceline.launch(main, ranks=2)  # <-"), ("lr",), PYTHON
     ),
     Mistake(
-        "batch-smaller-than-ranks", trained("", "model, sgd, criterion=criterion, batch=1"), ("batch",), succeeds=True
+        "batch-smaller-than-ranks",
+        trained("", "model, sgd, criterion=criterion, batch=1"),
+        ("batch 1 < 2 data ranks",),
+        succeeds=True,
     ),
     Mistake(
         "batch-indivisible",

@@ -11,7 +11,6 @@ random is not judged, nor is one whose halves fail. Every rank runs the same num
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,27 +18,23 @@ from math import isclose, isfinite
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from paceline.data.batches import apply, layout_of, rows_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
 from paceline.guard import snapshot
+from paceline.models.broadcasts import Broadcasts
 from paceline.models.divisor import LossGraph, divisor_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.parallel.fsdp import reshard_all
-from paceline.run.user_frame import running_user_frame
 from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-5}
 _HALF = 2e-2
 _SMALL = 1e-2  # losses are compared as if they were at least this
-_ELEMENTWISE = (functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss)
 
 Sum = tuple[float, float]  # the sum of a loss and its weight
 
@@ -72,7 +67,7 @@ def compare(
     with (
         snapshot.preserved(module.model, *user_code),
         _trial_mode(module, replicated) as tolerance,
-        Broadcasts(module) as mixed,
+        Broadcasts(module.call and module.call.criterion) as mixed,
     ):
         batch, half, rest = (_loss(module, run, micro, span if judges else None, draw) for span in spans)
         differs = mixed.found is not None or (judges and not _adds_up(batch, half, rest, tolerance))
@@ -93,35 +88,6 @@ def compare(
             "is not its samples, change the collate function"
         )
     return next((found for found in collectives.all_gather_object(text) if found), None)
-
-
-class Broadcasts(TorchFunctionMode):
-    """Finds an elementwise loss whose output and target broadcast to more elements than either of them has."""
-
-    def __init__(self, module: LossModule) -> None:
-        super().__init__()
-        criterion = module.call.criterion if module.call is not None else None
-        self._name = type(criterion).__name__ if isinstance(criterion, nn.Module) else None
-        self.found: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _ELEMENTWISE or args[0].shape == args[1].shape:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        with warnings.catch_warnings():  # torch's own, which would name a line of paceline
-            warnings.simplefilter("ignore")
-            result = func(*args, **kwargs)
-        output, target = args[:2]
-        shape = torch.broadcast_shapes(output.shape, target.shape)
-        if shape.numel() > max(output.numel(), target.numel()) and self.found is None:
-            fix = "make their shapes equal"
-            if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
-                fix = "squeeze the output (.squeeze(-1)), or use targets.unsqueeze(-1)"
-            self.found = (
-                f"output {tuple(output.shape)} and target {tuple(target.shape)} broadcast to {tuple(shape)} in "
-                f"{self._name or func.__name__}: every output is compared with every target; {fix} "
-                f"({running_user_frame()})"
-            )
-        return result
 
 
 @contextmanager

@@ -28,6 +28,14 @@ from paceline.runtime.noise import NoiseContext
 
 Record = dict[str, Any]  # of a step
 _SHOWN = 16
+_LARGE = 1e6
+_IN_DATA, _OWN_OPERATION = "the data is not finite", "own operations"
+_TOO_LARGE = "earlier updates made weights as large as"
+_FIXES = {  # part of the reason → what to do
+    _IN_DATA: "mend or remove this sample",
+    _TOO_LARGE: "lower the learning rate, or set clip_norm",
+    _OWN_OPERATION: "keep the arguments of log, sqrt and divisions in it away from zero: clamp them, or add an eps",
+}
 
 
 class NonfiniteGuard:
@@ -115,7 +123,7 @@ def report(
         "nonfinite",
         f"Non-finite {kind} at step {record['step']}{_origin(rank, ranks)}.",
         why=_why(None if rank is None else ranks[rank], repeated=micros is not None),
-        fix='check these samples; lower the learning rate or set clip_norm; nonfinite="skip" skips such steps, '
+        fix=f'{_fix(None if rank is None else ranks[rank])}; nonfinite="skip" skips such steps, '
         'nonfinite="stop" ends training with the parameters before the step',
     )
 
@@ -136,6 +144,11 @@ def _why(facts: dict[str, Any] | None, *, repeated: bool) -> str:
     return str(facts["where"])
 
 
+def _fix(facts: dict[str, Any] | None) -> str:
+    where = str(facts["where"]) if facts else ""
+    return next((fix for sign, fix in _FIXES.items() if sign in where), "lower the learning rate or set clip_norm")
+
+
 def _locate(module: Any, micros: Iterable[MicroBatch], draw: NoiseContext) -> dict[str, Any]:
     """Repeat a step and find the first non-finite value: in the data, a parameter, a module's output or a gradient."""
     where: str | None = None
@@ -151,7 +164,7 @@ def _locate(module: Any, micros: Iterable[MicroBatch], draw: NoiseContext) -> di
             if value is not None and value.requires_grad:  # a pipeline's forward is without gradients
                 module(micro.batch)[0].backward()
         draw.samples = None
-        reason = in_inputs or next(iter(found), None)
+        reason = in_inputs or next((f"{text}{_large(module.model)}" for text in found), None)
         if reason and where is None and micro.samples:
             where, samples = reason, [_plain(index) for index in micro.indices]
         if micro.last:
@@ -170,7 +183,7 @@ def _in_data(micro: MicroBatch) -> str | None:
         if not _finite(tensor):
             rows = [row for row in range(len(tensor)) if not _finite(tensor[row])] if tensor.dim() else []
             which = [micro.indices[row] for row in rows if row < len(micro.indices)]
-            return f"the data is not finite{f': sample {which[0]}' if which else ''}"
+            return f"{_IN_DATA}{f': sample {which[0]}' if which else ''}"
     return None
 
 
@@ -179,6 +192,14 @@ def _in_parameters(model: nn.Module) -> str | None:
         if not _finite(local_shard(parameter)):
             return f"parameter {name} is not finite after an earlier update"
     return None
+
+
+def _large(model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        shard = local_shard(parameter).detach()
+        if shard.is_floating_point() and shard.numel() and (largest := float(shard.abs().max())) > _LARGE:
+            return f"; {_TOO_LARGE} {largest:.1e} in {name}"
+    return ""
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -195,7 +216,9 @@ def _first_nonfinite(model: nn.Module) -> Iterator[list[str]]:
 
     def check(text: str, *values: Any) -> None:  # the last value is the output or the gradient
         if not found and not all(map(_finite, tensors_in(values[-1]))):
-            found.append(text)
+            composed = len(values) == 3 and any(True for _ in values[0].children())
+            finite = composed and all(map(_finite, tensors_in(values[1])))
+            found.append(text + (f", in its {_OWN_OPERATION}: its inputs and submodules are finite" if finite else ""))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():

@@ -25,6 +25,7 @@ from paceline.errors import TrainError
 from paceline.models import huggingface
 from paceline.models.losses import Loss
 from paceline.models.usage_errors import explain_criterion
+from paceline.run.user_frame import place_of
 
 IGNORED_LABEL = -100
 _TARGETS = ("targets", "labels", "target", "label")
@@ -217,16 +218,18 @@ def _describe(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
-def read_loss(result: Any) -> tuple[Tensor, Tensor | float | None, Mapping[str, Any] | None]:
+def read_loss(
+    result: Any, call: CallRule | None = None
+) -> tuple[Tensor, Tensor | float | None, Mapping[str, Any] | None]:
     """(sum, weight, metrics) from a Loss; (mean, None, …) from a scalar; either from a dict or object with `loss`."""
     if type(result) is Loss:
-        return _scalar(result.sum), result.weight, None
+        return _scalar(result.sum, call), result.weight, None
     if isinstance(result, Tensor):
-        return _scalar(result), None, None
+        return _scalar(result, call), None, None
     inner, weight, metrics = (_part(result, name) for name in ("loss", "weight", "metrics"))
     if isinstance(inner, Loss):
-        return _scalar(inner.sum), inner.weight, metrics
-    value = _scalar(result if inner is None else inner)
+        return _scalar(inner.sum, call), inner.weight, metrics
+    value = _scalar(result if inner is None else inner, call)
     if weight is None:
         return value, None, metrics
     if isinstance(weight, Tensor):
@@ -238,18 +241,23 @@ def _part(result: Any, name: str) -> Any:
     return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
 
 
-def _scalar(value: Any) -> Tensor:
+def _scalar(value: Any, call: CallRule | None) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         # Half precision is too coarse for sums over many micro-batches.
         wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
         return wide if wide.dim() == 0 else wide.reshape(())
     got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    what = f"Expected a loss, got {got}."
+    fix = f"return {'its mean, or paceline.Loss(sum, weight)' if isinstance(value, Tensor) else 'the scalar tensor'}"
+    if call is not None and call.rule.startswith(("loss_fn", "criterion")):
+        what = f"Expected a loss from {call.rule}{place_of(call.criterion or call.loss)}, got {got}."
+    elif call is not None:
+        fix = "return the loss from forward(), or pass criterion=… or loss_fn=lambda model, batch: … to the Trainer"
     raise TrainError(
         "no-loss",
-        f"Expected a loss, got {got}.",
+        what,
         why="item(), float() and numpy() cut it off from the parameters"
         if isinstance(value, (int, float))
         else "a loss is a scalar tensor, a dict or object with `loss`, or a paceline.Loss(sum, weight)",
-        fix="return the scalar tensor from loss_fn, the criterion or forward(); if forward() does not compute a "
-        "loss, pass criterion=… or loss_fn=lambda model, batch: …",
+        fix=fix,
     )

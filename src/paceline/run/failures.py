@@ -22,6 +22,15 @@ from paceline.run.user_frame import UserFrame, find_user_frame, is_user_file
 
 _TAIL_BYTES = 1 << 16
 _RESERVED_BYTES = 1 << 14
+_MOVED = (
+    "remove .cuda() and .to('cuda'): the Trainer moves the model and the batches to the device of its rank, which "
+    "without a GPU is the CPU"
+)
+_HINTS = {  # part of torch's message → what to do
+    "Torch not compiled with CUDA enabled": f"this torch is a CPU build; {_MOVED}",
+    "Found no NVIDIA driver": f"this machine has no GPU; {_MOVED}",
+    "No CUDA GPUs are available": f"no GPU is visible to this rank; {_MOVED}",
+}
 _DUMPED = re.compile(r' +File "(.+)", line \d+ in ')
 
 
@@ -107,6 +116,7 @@ def describe(error: BaseException, rank: int) -> FailureRecord:
     if isinstance(error, PacelineError):
         return FailureRecord(rank, now, 1, str(error), error.to_dict(), *place)
     text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
+    text += "".join(f"paceline: {hint}\n" for sign, hint in _HINTS.items() if sign in str(error))
     return FailureRecord(rank, now, 1, text, None, *place)
 
 

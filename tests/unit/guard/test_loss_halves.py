@@ -147,16 +147,9 @@ def test_two_means_that_ignore_different_targets_only_later_are_warned_about(cap
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("loss", [functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss])
-def test_an_output_and_a_target_that_broadcast_are_named_with_their_shapes(loss: Any, capsys: Any) -> None:
-    model, read = nn.Linear(6, 1), lambda model, batch: loss(model(batch[0]), batch[1].float())
-    found = warnings_of(read, capsys, model)
+def test_an_output_and_a_target_that_broadcast_are_named_with_their_shapes(capsys: Any) -> None:
+    found = warnings_of(lambda m, batch: functional.mse_loss(m(batch[0]), batch[1].float()), capsys, nn.Linear(6, 1))
     assert "output (6, 1) and target (6,) broadcast to (6, 6)" in found
     assert "targets.unsqueeze(-1)" in found
     assert "test_loss_halves.py" in found
     assert "paceline.Loss" not in found
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-def test_a_constant_target_is_no_broadcast(capsys: Any) -> None:
-    assert "broadcast" not in warnings_of(lambda m, batch: functional.mse_loss(m(batch[0]), torch.ones(1)), capsys)

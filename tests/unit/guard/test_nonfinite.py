@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import paceline
 import tiny
 from paceline.errors import TrainError
 
@@ -153,3 +154,22 @@ def test_a_loss_that_is_not_finite_over_finite_outputs_is_told_apart() -> None:
     with pytest.raises(TrainError) as caught:
         tiny.classifier_trainer(loss_fn=divides).train(tiny.blobs(), max_steps=1)
     assert "the loss computed from them is not" in str(caught.value)
+
+
+class Logarithm(Overflowing):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.log(self.after(self.before(inputs)) * 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "lr", "expected"),
+    [(Logarithm(), 0.1, "fix: keep the arguments of log"), (nn.Linear(8, 2), 1e30, "fix: lower the learning rate")],
+    ids=["log of zero", "learning rate"],
+)
+def test_the_fix_belongs_to_the_cause(model: nn.Module, lr: float, expected: str) -> None:
+    trainer = paceline.Trainer(
+        model, {"name": "sgd", "lr": lr}, criterion=nn.MSELoss(), batch=16, run=False, quiet=True
+    )
+    with pytest.raises(TrainError) as caught:
+        trainer.train(TensorDataset(torch.ones(48, 8), torch.zeros(48, 2)), epochs=4)
+    assert expected in str(caught.value)
