@@ -176,6 +176,12 @@ def explain_backward() -> Iterator[None]:
                 why="FSDP registers hooks on the output, and frees the gathered parameters too early",
                 fix="write y = y + x, or set fsdp: {reshard: false} and verify with `paceline parity`",
             ) from error
+        if "modified by an inplace operation" in str(error) and not hasattr(error, "__notes__"):
+            error.add_note(
+                "paceline: to see the line of forward(), call torch.autograd.set_detect_anomaly(True) before train(); "
+                "then replace x += y, x.relu_() or x[i] = y after it by operations that return a new tensor"
+            )
+            raise
         for sign, (part, fix) in _ONCE_DIFFERENTIABLE.items():
             if sign in str(error):
                 raise LayoutError(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.config.recipe import Config
 from paceline.config.validation import KEYWORDS
 from paceline.data import adopt
+from paceline.data.input_dtypes import explain_dtypes
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import nonfinite, preflight
@@ -43,7 +44,6 @@ from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult
 from paceline.train.custom_loop_setup import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects
-from paceline.train.error_hints import explain_torch_errors
 from paceline.train.evaluate import Evaluation
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.loaders import Loaders
@@ -192,7 +192,7 @@ class Trainer(MethodHints):
                 preflight.explain_unused_parameters(self.model),
                 preflight.explain_backward(),
                 explain_no_gradient(self.model),
-                explain_torch_errors(self.model),
+                explain_dtypes(self.model),
             ):
                 loop.run(job)
         except BaseException as error:

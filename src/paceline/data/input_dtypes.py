@@ -1,4 +1,4 @@
-"""Notes for errors of torch that do not name their cause: which layer received which dtype, in-place operations."""
+"""Names the layer that received inputs of another dtype than its parameters have."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ _OTHER_DTYPE = re.compile(r"dtype|scalar type|Input type")
 
 
 @contextmanager
-def explain_torch_errors(model: nn.Module) -> Iterator[None]:
+def explain_dtypes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if _OTHER_DTYPE.search(str(error)) and (hint := _other_dtype(error, model)):
             error.add_note(f"paceline: {hint}")
-        if "modified by an inplace operation" in str(error):
-            error.add_note(
-                "paceline: to see the line of forward(), call torch.autograd.set_detect_anomaly(True) before train(); "
-                "there, replace x += y, x.relu_() or x[i] = y after it by operations that return a new tensor"
-            )
         raise
 
 
