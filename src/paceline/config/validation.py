@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config.foreign_names import suggest, suggest_value
-from paceline.errors import ConfigError
+from paceline.config.foreign_names import find_hint, suggest, suggest_value
+from paceline.errors import ConfigError, did_you_mean
 
 KEYWORDS = "Trainer's keywords"  # the origin of settings that are not part of a recipe
 _SHOWN = 20  # findings
@@ -32,6 +32,18 @@ def explain(error: ValidationError, schema: type[BaseModel], origins: Mapping[st
         f"Invalid {'settings' if set(origins.values()) == {KEYWORDS} else 'recipe'}:\n    " + "\n    ".join(lines),
         fix="\n    ".join(fix if len(fixes) == 1 else f"{place}: {fix}" for place, fix in fixes.values()),
     )
+
+
+def explain_argument(method: str, name: str, value: object, known: list[str], settings: Collection[str]) -> ConfigError:
+    """The error for an unknown argument of a method of the Trainer."""
+    shown = repr(value) if isinstance(value, (int, float, str)) else "…"
+    fix = find_hint("settings", name) or did_you_mean(name, known)
+    if name in settings:
+        fix = f"pass it to the Trainer: Trainer(…, {name}={shown})"
+    elif ours := find_hint("arguments", name):
+        fix = f"use {ours}={shown}"
+    why = f"its arguments are {', '.join(known)}; everything else is set in Trainer(…)"
+    return ConfigError("unknown-key", f"{method}() has no argument {name!r}.", why=why, fix=fix)
 
 
 def _describe(finding: ErrorDetails, place: str, schema: type[BaseModel]) -> tuple[str, str, str]:

@@ -55,12 +55,11 @@ class LearningRate:
     def begin(self, plan: SchedulePlan, epochs: int | None, warn: Callable[[str], None]) -> dict[str, Derived]:
         """Prepare a `train()` call and return the rows to print. `epochs`: of the run, if it ends after some."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
-        name, chosen = self._config.optimizer.name, "name" in self._config.optimizer.model_fields_set
-        row = Derived(name, FROM_SETTINGS if chosen else "default: no optimizer was passed")
+        own = self._config.optimizer
+        reason = FROM_SETTINGS if "name" in own.model_fields_set else "default: no optimizer was passed"
+        rows = {"optimizer": Derived(own.name, reason), **plan.rows()}
         if not self._owns_optimizer:
-            row = Derived(type(optimizer).__name__, "passed to the Trainer")
-        rows = {"optimizer": row, **plan.rows()}
-        if not self._owns_optimizer:
+            rows["optimizer"] = Derived(type(optimizer).__name__, "passed to the Trainer")
             rows["learning rate"] = Derived(float(optimizer.param_groups[0]["lr"]), "from the optimizer")
         if self.scheduler is not None:
             rows["scheduler"] = Derived(type(self.scheduler).__name__, f"steps {self.interval}")

@@ -5,42 +5,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from paceline.config.foreign_names import find_hint
 from paceline.config.recipe import Config
-from paceline.errors import ConfigError, did_you_mean
+from paceline.config.validation import explain_argument
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def hinted(method: Callable[P, R]) -> Callable[P, R]:
+def hinted(method: Method) -> Method:
     """Unknown keyword arguments of the method get a hint instead of Python's TypeError."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
 
     @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in known:
-                raise ConfigError(
-                    "unknown-key",
-                    f"{method.__name__}() has no argument {name!r}.",
-                    why=f"its arguments are {', '.join(known)}; everything else is set in Trainer(…)",
-                    fix=_instead(name, kwargs[name], known),
-                )
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - known:
+            raise explain_argument(method.__name__, name, kwargs[name], known, Config.model_fields)
         return method(*args, **kwargs)
 
-    return call
-
-
-def _instead(name: str, value: object, known: list[str]) -> str:
-    shown = repr(value) if isinstance(value, (int, float, str)) else "…"
-    if name in Config.model_fields:
-        return f"pass it to the Trainer: Trainer(…, {name}={shown})"
-    if ours := find_hint("arguments", name):
-        return f"use {ours}={shown}"
-    return find_hint("settings", name) or did_you_mean(name, known)
+    return cast("Method", call)
 
 
 class MethodHints:
