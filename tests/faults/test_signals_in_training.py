@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import tiny
 from faults import worlds
 from paceline.checkpoint import directory
+from paceline.train import rank_poll
 
 STEPS, SENT = 8, 5
 
@@ -67,7 +68,8 @@ def test_between_log_points_a_signal_is_noticed_too(tmp_path: Path) -> None:
     assert len(saved(tmp_path)) == 1
 
 
-def test_a_sigterm_in_the_last_second_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_sigterm_in_the_last_second_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_poll, "_INTERVAL", 1e9)  # a slow machine would notice it before the end
     ended = worlds.run(2, partial(train, tmp_path, log_every=100, callbacks=[Sends(signal.SIGTERM, after=STEPS - 1)]))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2
     assert saved(tmp_path) == [directory.step_name(STEPS)]

@@ -54,7 +54,7 @@ def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0)
         folder = Path(name)
         processes = {rank: _fork(rank, number, body, folder) for rank in range(number)}
         codes = _wait(processes, timeout)
-        if any(codes.values()):
+        if any(code != 0 for code in codes.values()):
             raise RankFailure(_report(codes, folder, timeout))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def test_a_rank_that_hangs_is_ended() -> None:
 
     with pytest.raises(RankFailure, match="rank 1"):
         run_on_ranks(2, body, timeout=2.0)
+
+
+def test_a_hang_of_every_rank_is_a_failure() -> None:
+    with pytest.raises(RankFailure, match="rank 1: still running, killed"):
+        run_on_ranks(2, signal.pause, timeout=2.0)
 
 
 def test_a_rank_that_dies_is_named() -> None:
