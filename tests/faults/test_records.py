@@ -115,7 +115,7 @@ def test_without_scheduled_saves_the_survivor_saves_and_says_whose_losses_it_has
 ) -> None:
     monkeypatch.setattr(last_records, "SECONDS", 0.1)
     ended = worlds.run(2, partial(train, tmp_path / "r", Ends(5, [1]), save_every=None, log_every=10, quiet=False))
-    assert "step 5 was saved" in ended[0].output and "losses of this rank only" in ended[0].output
+    assert "step 5 was saved" in ended[0].output and "those of this rank only (of_rank)" in ended[0].output
     assert worlds.values(2, partial(train, tmp_path / "r", save_every=None))
 
 
@@ -125,7 +125,7 @@ def test_more_than_a_few_steps_are_not_trained_again_for_their_records(
     monkeypatch.setattr(last_records, "SECONDS", 0.1)
     monkeypatch.setattr(saver, "_FEW_STEPS", 2)
     ended = worlds.run(2, partial(train, tmp_path / "r", Ends(8, [1]), save_every=5, log_every=2, quiet=False))
-    assert "step 8 was saved" in ended[0].output and "losses of this rank only" in ended[0].output
+    assert "step 8 was saved" in ended[0].output and "those of this rank only (of_rank)" in ended[0].output
     [said, _] = worlds.run(2, partial(train, tmp_path / "r", log_every=2, quiet=False))
     assert "from step-000008" in said.output
 

@@ -245,7 +245,8 @@ class Saver:
         message = self._attempt(lambda: self.write(target, recorded=recorded, after=after), step)
         if spare:
             return f"{message}, but the run resumes from {self._run.parent}: other ranks died with their last losses"
-        return message if recorded else f"{message}; the last losses that were logged are those of this rank only"
+        only = "the last losses in metrics.jsonl are those of this rank only (of_rank)"
+        return message if recorded else f"{message}; {only}"
 
     def _attempt(self, save: Callable[[], None], step: int) -> str:
         try:
