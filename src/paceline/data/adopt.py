@@ -208,11 +208,11 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
     if isinstance(loader.dataset, IterableDataset):
         return _stream(loader, loader.dataset, spec, reading, say, drop_last)
     if _is_distributed(loader) and spec.training:
-        ranks = sampler.num_replicas
+        ranks, shuffled = sampler.num_replicas, ", shuffle=True" if sampler.shuffle else ""
         say(
-            "data: the DistributedSampler of the DataLoader selects the samples of each rank, and repeats some to make "
-            f"ranks even; global batch: {ranks} ranks × {spec.batch / ranks:g} = {spec.batch}. It is not needed: "
-            f"without it, and with batch_size={spec.batch}, the Trainer divides each batch among ranks, without repeats"
+            "data: the DistributedSampler of the DataLoader selects the samples of each rank, and repeats some if "
+            f"they are uneven; global batch: {ranks} ranks × {spec.batch / ranks:g} = {spec.batch}. It is not needed: "
+            f"with DataLoader(…, batch_size={spec.batch}{shuffled}), the Trainer divides each batch among ranks"
         )
         return OwnBatches(loader, sampler, spec.batch, spec.part)
     seeded = spec.training and bool(generators_in(sampler))  # by the user, whose generator determines the order

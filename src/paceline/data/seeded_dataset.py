@@ -45,7 +45,9 @@ class SeededSamples(Dataset[Any]):
         try:
             return self._dataset[key[1]]
         except Exception as error:
-            length = f"; __len__ says {self.count}" if isinstance(error, LookupError) and self.count is not None else ""
+            length = ""
+            if isinstance(error, LookupError) and self.count is not None:
+                length = f"; __len__ says {self.count}: check that it is the number of samples"
             error.add_note(f"paceline: {type(self._dataset).__name__}.__getitem__({key[1]!r}) failed{length}")
             raise
 

@@ -78,7 +78,7 @@ def _filled_parameters(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> lis
             "not-a-function",
             f"launch() takes a function, got {fn!r:.60}.",
             why="launch(main(…)) calls main here, once, and passes what it returned",
-            fix="pass the function itself, and its arguments by name: paceline.launch(main, ranks=2, lr=0.1)",
+            fix="pass the function itself, and its arguments by name: paceline.launch(main, ranks=2, NAME=VALUE)",
         )
     signature = inspect.signature(fn)
     bound = signature.bind_partial(**kwargs).arguments

@@ -38,8 +38,8 @@ class Loaders:
             batch = self._find_micro_batch(self._finder, data, batch)
         if batch.size < mesh.data_ranks:
             self._engine.log.warning(
-                f"batch {batch.size} < {mesh.data_ranks} data ranks: {mesh.data_ranks - batch.size} of them have no "
-                f"sample in any step; set batch to {mesh.data_ranks} or more"
+                f"batch {batch.size} < {mesh.data_ranks} data ranks, so that {mesh.data_ranks - batch.size} of them "
+                f"get no sample in any step; set batch to {mesh.data_ranks} or more"
             )
         self.plan = batch
         return self._loader(data, batch.size, batch.groups), batch
