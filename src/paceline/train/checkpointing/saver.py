@@ -245,7 +245,7 @@ class Saver:
         message = self._attempt(lambda: self.write(target, recorded=recorded, after=after), step)
         if spare:
             return f"{message}, but the run resumes from {self._run.parent}: other ranks died with their last losses"
-        only = "the last losses in metrics.jsonl are those of this rank only (of_rank)"
+        only = "the last recorded losses are those of this rank only (of_rank)"
         return message if recorded else f"{message}; {only}"
 
     def _attempt(self, save: Callable[[], None], step: int) -> str:
