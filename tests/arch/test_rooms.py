@@ -12,31 +12,31 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020, 021, 022).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020, 021, 022, 023).
 CEILINGS = {
     "": 480,
-    "config": 1_250,
-    "plan": 1_850,
+    "config": 1_280,
+    "plan": 1_950,
     "run": 1_250,
     "diagnose": 1_450,
     "watch": 1_500,
-    "runtime": 2_100,
+    "runtime": 2_350,
     "launcher": 5_800,
-    "models": 2_100,
-    "data": 3_000,
+    "models": 2_550,
+    "data": 3_050,
     "precision": 400,
-    "parallel": 3_300,
+    "parallel": 3_550,
     "sync": 900,
     "optim": 650,
     "checkpoint": 2_500,
     "monitor": 1_000,
-    "guard": 2_600,
-    "train": 5_950,
+    "guard": 2_700,
+    "train": 6_200,
     "doctor": 800,
     "bench": 750,
     "search": 700,
-    "testing": 570,
-    "cli": 1_500,
+    "testing": 630,
+    "cli": 1_530,
 }
 
 
