@@ -52,6 +52,7 @@ ELSEWHERE = {
     "train/optimizer_step": ["unit/guard/test_nonfinite", "unit/precision/test_scaler", "unit/optim/test_clip"],
     "train/pipeline_step": ["ranks/test_pipeline"],
     "train/rank_poll": ["faults/test_signals_in_training"],
+    "train/slice_step": ["ranks/test_same_bits"],
     "train/standstill": ["faults/test_standstill"],
     "train/step": ["ranks/test_parity", "unit/train/test_custom_loop"],
     "train/telemetry": ["ranks/test_restarts_resume", "contract/test_run_files"],

@@ -105,7 +105,10 @@ class Config(Section):
     precision: Annotated[str, NameIn(PRECISIONS)] = Field("fp32", description="dtype of the computation")
     tf32: bool = Field(False, description="use TF32 for fp32 matrix multiplications on GPUs")
     compile: bool | Literal["blocks", "model"] = Field(False, description="torch.compile blocks (true), or the model")
-    deterministic: bool = Field(False, description="bitwise reproducible results; slower on GPUs")
+    deterministic: bool | Literal["everywhere"] = Field(
+        False, description="bitwise reproducible results; everywhere: on any number of ranks as well; slower"
+    )
+    slices: PositiveInt = Field(12, description="slices of a batch, with deterministic: everywhere")
     preflight: bool = Field(True, description="check all ranks with a step of weight zero before the first step")
     unused_parameters: Literal["error", "allow"] = Field("error", description="parameters without gradient")
     sync_batchnorm: bool = Field(True, description="compute batch norm statistics over all ranks")
@@ -185,6 +188,11 @@ class Config(Section):
             super().__init__(**values)
         except ValidationError as error:
             raise validation.explain(error, type(self), {}) from None
+
+    @property
+    def fixed_order(self) -> bool:
+        """Whether gradients are added in an order that does not depend on the number of ranks."""
+        return self.deterministic == "everywhere"
 
     def origin(self, key: str) -> str:
         """The origin of a dotted key's value: a file, an override, or the default."""

@@ -87,7 +87,7 @@ class SampleStream:
             if self._drop_last and len(chunk) < self._batch:
                 return
             content = hash(tuple(comparable(sample) for sample in chunk)) if self._watched else 0
-            for share in slices_of(len(chunk), self._batch, self._part.groups, self._part.rank, self._part.ranks):
+            for share in self._part.slices(len(chunk), self._batch):
                 batch = self._collate(list(own_or_placeholder(chunk, share))) if step >= first_step else None
                 yield micro_of(batch, share, len(chunk), epoch, step, (), content)
             step += 1
@@ -185,8 +185,7 @@ class BatchStream:
 
     def _shares_of(self, total: int) -> list[BatchSlice]:
         """Cached, because nearly all batches have the same length."""
-        part = self._part
-        self._shares[total] = list(slices_of(total, self._batch, part.groups, part.rank, part.ranks))
+        self._shares[total] = list(self._part.slices(total, self._batch))
         return self._shares[total]
 
 

@@ -22,7 +22,7 @@ from paceline.data.epoch_lengths import EpochLengths, Place
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededSamples, place_of_reading
-from paceline.data.slicing import BatchSlice, slices_of
+from paceline.data.slicing import BatchSlice, fixed_slices, slices_of
 from paceline.errors import DataError
 from paceline.log import rank_log
 from paceline.runtime import collectives
@@ -57,6 +57,13 @@ class DataShard:
     rank: int = 0
     ranks: int = 1
     groups: int = 1
+    fixed: bool = False  # whether a batch has the same slices on any number of ranks
+
+    def slices(self, samples: int, batch: int) -> Iterator[BatchSlice]:
+        """The slices of this rank in a step of `samples` samples."""
+        if self.fixed:
+            return fixed_slices(samples, self.groups * self.ranks, self.rank, self.ranks)
+        return slices_of(samples, batch, self.groups, self.rank, self.ranks)
 
 
 class Loader(Protocol):
@@ -183,10 +190,9 @@ class IndexedLoader:
             )
 
     def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
-        part = self._part
         self._first = self._first or indices
         content = content_of(indices) if self._watched else 0
-        for share in slices_of(len(indices), self._order.batch, part.groups, part.rank, part.ranks):
+        for share in self._part.slices(len(indices), self._order.batch):
             yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
 
 

@@ -43,6 +43,15 @@ def slice_bounds(length: int, parts: int, part: int) -> tuple[int, int]:
     return length * part // parts, length * (part + 1) // parts
 
 
+def fixed_slices(samples: int, slices: int, rank: int, ranks: int) -> Iterator[BatchSlice]:
+    """The slices of a rank if a step is cut into `slices` on any number of ranks: consecutive ones, each in a group.
+    Where there are fewer samples, some are empty, with the same placeholder everywhere."""
+    groups = slices // ranks
+    for group in range(groups):
+        start, stop = slice_bounds(samples, slices, rank * groups + group)
+        yield BatchSlice(group, groups, start, stop, start, stop)
+
+
 def slices_of(samples: int, batch: int, groups: int, rank: int, ranks: int) -> Iterator[BatchSlice]:
     """The slices of a rank in a step of `samples` samples; fewer than `batch` only in the last step of an epoch.
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from paceline.config.recipe import Config
@@ -42,11 +43,14 @@ def require_initialized(model: nn.Module) -> None:
 def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> None:
     """For the layout of this run."""
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
-    if sparse and degrees.world > 1:
+    if sparse and (degrees.world > 1 or config.fixed_order):
+        where = "with deterministic: everywhere" if config.fixed_order else "on several ranks"
         raise LayoutError(
             "sparse-gradients",
-            f"Sparse gradients are not supported on several ranks: {_some(sparse)}.",
-            why="FSDP can't reduce them, and DDP scales dense gradients wrongly if sparse ones are ready first",
+            f"Sparse gradients are not supported {where}: {_some(sparse)}.",
+            why="slices are added as dense gradients"
+            if config.fixed_order
+            else "FSDP can't reduce them, and DDP scales dense gradients wrongly if sparse ones are ready first",
             fix="create the embedding with sparse=False",
         )
     if sparse and (config.clip_norm is not None or config.clip_value is not None or config.nonfinite != "raise"):
@@ -56,6 +60,15 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
             why="torch computes neither norms nor limits of sparse tensors",
             fix="create the embedding with sparse=False, or remove the setting",
         )
+    norms = [name for name, part in model.named_modules() if _keeps_statistics(part, model)]
+    if norms and config.fixed_order:
+        raise LayoutError(
+            "everywhere-and-batchnorm",
+            f"deterministic: everywhere does not support layers with statistics over samples: {_some(norms)}.",
+            why="they are computed over the samples of all ranks, or change with every slice that a rank computes",
+            fix="use GroupNorm or LayerNorm, freeze them (eval mode, in a model in training mode), or set "
+            "deterministic: true",
+        )
     shared = [] if degrees.is_replicated else _sharing_memory(list(model.named_parameters()))
     if shared:
         raise LayoutError(
@@ -64,6 +77,13 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
             why="each is sharded or moved by itself, so they would no longer change together",
             fix='assign the same nn.Parameter in both places (ties are kept), clone() one, or use strategy="ddp"',
         )
+
+
+def _keeps_statistics(module: nn.Module, model: nn.Module) -> bool:
+    """A batch norm that is trained, or an instance norm with running statistics."""
+    if not isinstance(module, _NormBase) or (model.training and not module.training):
+        return False
+    return isinstance(module, _BatchNorm) or module.running_mean is not None
 
 
 def _sharing_memory(named: Sequence[tuple[str, Tensor]]) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 
 from paceline.config.recipe import Config
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LayoutError
 from paceline.plan.derived import FROM_SETTINGS, Derived
 from paceline.plan.layout import LayoutPlan
 from paceline.text import plural
@@ -22,6 +22,7 @@ class BatchPlan:
     batch: Derived
     micro_batch: Derived
     accumulate: Derived
+    slices: int | None = None  # of a batch, with deterministic: everywhere
 
     @property
     def size(self) -> int:
@@ -32,7 +33,7 @@ class BatchPlan:
         return int(self.accumulate.value)
 
     def rows(self) -> dict[str, Derived]:
-        return {
+        rows = {
             "world": Derived(self.layout.degrees.world, "ranks in the process group"),
             "strategy": Derived(self.layout.strategy, self.layout.reason),
             "layout": Derived(str(self.layout.degrees), plural(self.layout.degrees.data_ranks, "data rank")),
@@ -40,6 +41,11 @@ class BatchPlan:
             "micro_batch": self.micro_batch,
             "accumulate": self.accumulate,
         }
+        if self.slices is not None:
+            rows["slices"] = Derived(
+                self.slices, "added in a fixed order on any number of ranks; one CPU thread per rank"
+            )
+        return rows
 
 
 def derive_batch(config: Config, layout: LayoutPlan, loader_batch: int | None = None) -> BatchPlan:
@@ -47,6 +53,8 @@ def derive_batch(config: Config, layout: LayoutPlan, loader_batch: int | None = 
     ranks = layout.degrees.data_ranks
     data_ranks = plural(ranks, "data rank")
     batch = _global_batch(config, ranks, loader_batch)
+    if config.fixed_order:
+        return _in_slices(config, layout, batch)
     micro, accumulate = _micro_batch(config), config.accumulate
     size = int(batch.value)
     if micro is not None and accumulate is not None:
@@ -101,17 +109,24 @@ def _global_batch(config: Config, ranks: int, loader_batch: int | None) -> Deriv
     if config.batch is not None:
         return Derived(config.batch, FROM_SETTINGS)
     if config.batch_per_rank is not None:
-        return _per_rank(config.batch_per_rank, ranks, f"{config.batch_per_rank} per rank")
+        return _per_rank(config, config.batch_per_rank, ranks, f"{config.batch_per_rank} per rank")
     if loader_batch is not None:
         return Derived(loader_batch, "batch size of the DataLoader; the sum over ranks if it has a DistributedSampler")
     micro = _micro_batch(config)
     if micro is not None:
         groups = config.accumulate or 1
-        return _per_rank(micro * groups, ranks, f"micro_batch {micro} × {plural(groups, 'accumulation step')}")
+        return _per_rank(config, micro * groups, ranks, f"micro_batch {micro} × {plural(groups, 'accumulation step')}")
     return Derived(DEFAULT_BATCH, "default")
 
 
-def _per_rank(samples: int, ranks: int, arithmetic: str) -> Derived:
+def _per_rank(config: Config, samples: int, ranks: int, arithmetic: str) -> Derived:
+    if config.fixed_order:
+        raise ConfigError(
+            "contradiction",
+            f"deterministic: everywhere, but the batch is {arithmetic} × {plural(ranks, 'data rank')}.",
+            why="on another number of ranks it would be another batch, and another result",
+            fix="set batch, the samples of a step over all ranks",
+        )
     reason = f"{arithmetic} × {plural(ranks, 'data rank')}: the result depends on the number of ranks"
     return Derived(samples * ranks, reason)
 
@@ -125,3 +140,37 @@ def _inconsistent(size: int, micro: int, accumulate: int, ranks: int) -> ConfigE
         f"{ceil(size / (accumulate * ranks))} per rank, not {micro}",
         fix="remove one of the three; it is derived from the other two",
     )
+
+
+def _in_slices(config: Config, layout: LayoutPlan, batch: Derived) -> BatchPlan:
+    """A batch in slices, the same on any number of ranks; each is a micro-batch."""
+    size, ranks = int(batch.value), layout.degrees.data_ranks
+    slices, micro = min(config.slices, size), _micro_batch(config)
+    named = f"{slices} slices" if slices == config.slices else f"{slices} slices (one for each sample)"
+    rows, data_ranks = ceil(size / slices), plural(ranks, "data rank")
+    if slices % ranks:
+        more = [number for number in (lcm(slices, ranks), ceil(slices / ranks) * ranks) if number <= size]
+        raise LayoutError(
+            "slices-and-ranks",
+            f"A batch of {size} is computed in {named}, which {data_ranks} can't share equally.",
+            why="with deterministic: everywhere, every rank computes the same number of slices",
+            fix=(f"set slices: {more[0]} in all runs to compare" if more else f"set batch to a multiple of {ranks}")
+            + f", or launch a number of ranks that divides {slices}",
+        )
+    if micro is not None and micro < rows:
+        raise ConfigError(
+            "slices-and-micro-batch",
+            f"micro_batch is {micro}, but a batch of {size} in {named} has up to {plural(rows, 'sample')} in each.",
+            why="with deterministic: everywhere, a slice is computed at once, so that its bits are the same everywhere",
+            fix=f"set slices: {_enough_slices(slices, size, micro)} in all runs to compare, or remove micro_batch",
+        )
+    ignored = [key for key, value in (("micro_batch", micro), ("accumulate", config.accumulate)) if value is not None]
+    note = f"; {' and '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect" if ignored else ""
+    reason = f"batch {size} in {named}, rounded up (deterministic: everywhere{note})"
+    groups = Derived(slices // ranks, f"{named} / {data_ranks}")
+    return BatchPlan(layout, batch, Derived(rows, reason), groups, slices)
+
+
+def _enough_slices(slices: int, size: int, micro: int) -> int:
+    """The smallest multiple with at most `micro` samples in each; one for each sample if there is none."""
+    return next((more for more in range(slices, size, slices) if ceil(size / more) <= micro), size)

@@ -64,8 +64,8 @@ PASSES = (
     Pass(
         "broadcast",
         "model",
-        "copies rank 0's parameters to every rank before they are sharded",
-        lambda config, degrees: is_sharded(config, degrees) and degrees.world > 1,
+        "copies rank 0's parameters to every rank before they are sharded, or where DDP does not",
+        lambda config, degrees: (is_sharded(config, degrees) or config.fixed_order) and degrees.world > 1,
     ),
     Pass(
         "pipeline",
@@ -77,7 +77,7 @@ PASSES = (
         "sync_batchnorm",
         "model",
         "before compile, which traces the synchronized layers",
-        lambda config, degrees: config.sync_batchnorm and degrees.data_ranks > 1,
+        lambda config, degrees: config.sync_batchnorm and degrees.data_ranks > 1 and not config.fixed_order,
     ),
     Pass(
         "tensor",
@@ -107,7 +107,7 @@ PASSES = (
         "ddp",
         "step",
         "wraps the step: gradients are averaged during the backward",
-        lambda config, degrees: degrees.replicate > 1 and not _uses_fsdp(config, degrees),
+        lambda config, degrees: degrees.replicate > 1 and not (_uses_fsdp(config, degrees) or config.fixed_order),
     ),
     Pass(
         "data_parallel",
@@ -188,6 +188,29 @@ INCOMPATIBLE = (
         lambda config, degrees: degrees.pipeline > 1 and config.compile == "model",
         "no rank holds the full model",
         "set compile=True to compile each block",
+    ),
+    Incompatible(
+        "deterministic: everywhere with a sharded or split model",
+        "everywhere-and-layout",
+        lambda config, degrees: (
+            config.fixed_order and (is_sharded(config, degrees) or config.strategy in ("dp", "split"))
+        ),
+        "only where every rank holds the full model are all sums inside it computed in the same order",
+        'use strategy="ddp", or deterministic: true, which gives the same bits on the same layout',
+    ),
+    Incompatible(
+        'deterministic: everywhere with micro_batch="auto"',
+        "everywhere-and-finder",
+        lambda config, degrees: config.fixed_order and config.micro_batch == "auto",
+        "a slice is a micro-batch, and its size must not depend on the memory of a machine",
+        "remove micro_batch, and set slices to a number at which a slice fits in memory everywhere",
+    ),
+    Incompatible(
+        "deterministic: everywhere with compile",
+        "everywhere-and-compile",
+        lambda config, degrees: config.fixed_order and bool(config.compile),
+        "kernels are compiled for the shapes that a rank has seen, which differ with the number of ranks",
+        "remove compile",
     ),
 )
 

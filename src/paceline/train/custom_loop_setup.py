@@ -13,6 +13,7 @@ import torch
 
 from paceline.config.recipe import Config
 from paceline.data.loader import Loader
+from paceline.errors import TrainError
 from paceline.monitor.progress_bar import Silent
 from paceline.plan import derived
 from paceline.plan.schedule import derive_schedule
@@ -42,6 +43,13 @@ def open_custom_loop(
 ) -> CustomLoop:
     """Collective: must be called on every rank."""
     config, position = engine.config, engine.position
+    if config.fixed_order:
+        raise TrainError(
+            "everywhere-and-loop",
+            "Custom loops are not supported with deterministic: everywhere.",
+            why="the Trainer must compute each slice of a batch by itself, and add their gradients in a fixed order",
+            fix="use trainer.train(data) with callbacks, or set deterministic: true",
+        )
     saves = config.save_every is not None or config.save_minutes is not None
     if isinstance(config.run, str) or (saves and config.run is not False):  # otherwise it writes nothing
         run.create(config)

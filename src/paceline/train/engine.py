@@ -54,6 +54,7 @@ from paceline.train.evaluate import run_loss
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.sharded_params import ShardedParams
+from paceline.train.slice_step import SliceStepper
 from paceline.train.step import Stepper
 from paceline.train.telemetry import Telemetry
 
@@ -217,12 +218,10 @@ class Engine:
             # Under `raise` one rank may block its updates; `stop` relies on the norm, which all ranks know.
             "watch": self.watch if config.nonfinite == "raise" else None,
         }
+        kind: type[Stepper] = SliceStepper if config.fixed_order else Stepper
         if isinstance(self.module, PipelineLossModule):
-            self.stepper: Stepper = PipelineStepper(
-                self.module, self.wrapped, settings=config.pipeline, log=self.log.info, **parts
-            )
-        else:
-            self.stepper = Stepper(self.module, self.wrapped, **parts)
+            kind, parts = PipelineStepper, {**parts, "settings": config.pipeline, "log": self.log.info}
+        self.stepper = kind(self.module, self.wrapped, **parts)
         self._power_iterations = PowerIterations(self.model)
         if self._power_iterations:
             self.stepper.before_micro = self._before_micro
@@ -309,7 +308,8 @@ class Engine:
         self.stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
         self._compare_halves(micro, groups)
         several = groups > 1 or self.mesh.degrees.pipeline > 1
-        forward_state.warn_of_buffers(own, counted, self.log.warning, several=several)
+        fixed = self.config.fixed_order
+        forward_state.warn_of_buffers(own, counted, self.log.warning, several=several, fixed_order=fixed)
         standstill.shorten_timeout(self.config.timeout)  # compilation is done
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')}")
 
@@ -325,7 +325,8 @@ class Engine:
             self.log.warning(f"loss: {warning}")
         if degrees.pipeline == 1:
             own, counted = kept_state.find(self.module, run, micro, self.draw, code)
-            forward_state.warn_of_buffers(own, counted, self.log.warning, several=groups > 1)
+            fixed = self.config.fixed_order
+            forward_state.warn_of_buffers(own, counted, self.log.warning, several=groups > 1, fixed_order=fixed)
 
     def _check_in_first_step(self, groups: int) -> None:
         """One rank runs no trial: the first step itself shows the weight and the unused parameters."""

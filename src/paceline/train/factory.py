@@ -192,3 +192,5 @@ def set_torch_flags(config: Config, device: torch.device) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matmul
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    if config.fixed_order:
+        torch.set_num_threads(1)  # kernels on a CPU divide their sums among threads

@@ -6,14 +6,17 @@ from typing import Any
 
 from paceline.data import adopt
 from paceline.data.epoch_reader import preserve_generators
+from paceline.data.iterable import OwnBatches
 from paceline.data.loader import DataShard, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
+from paceline.errors import DataError
 from paceline.guard import run_setup
 from paceline.parallel.same_call import meet
 from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.engine import Engine
+from paceline.train.slice_step import SliceStepper
 
 
 class Loaders:
@@ -42,7 +45,12 @@ class Loaders:
                 f"get no sample in any step; set batch to {mesh.data_ranks} or more"
             )
         self.plan = batch
-        return self._loader(data, batch.size, batch.groups), batch
+        loader = self._loader(data, batch.size, batch.groups)
+        if batch.slices is not None:
+            _require_same_everywhere(loader)
+            assert isinstance(self._engine.stepper, SliceStepper)
+            self._engine.stepper.cut(batch.slices)
+        return loader, batch
 
     def position(self, loader: Loader) -> dict[str, Any]:
         """Values that determine which samples a step reads; saved in checkpoints and compared on resume."""
@@ -67,9 +75,11 @@ class Loaders:
         """Return a loader over `data`, once, in micro-batches no larger than in training. Collective."""
         meet()
         data = adopt.look_at(data, self._engine.config.seed)
-        ranks = self._engine.mesh.data_ranks
-        batch = self._batch_of(data) or derive_batch(self._engine.config, self._engine.layout).size
+        ranks, config = self._engine.mesh.data_ranks, self._engine.config
+        batch = self._batch_of(data) or derive_batch(config, self._engine.layout).size
         groups = -(-batch // (int(self.plan.micro_batch.value) * ranks)) if self.plan else 1
+        if config.fixed_order:  # the same number of slices on any number of ranks
+            groups = -(-groups * ranks // config.slices) * config.slices // ranks
         loader = self._loader(data, batch, groups, evaluating=True)
         if ordered and ranks > 1:
             require_order(loader)
@@ -103,7 +113,7 @@ class Loaders:
         engine = self._engine
         spec = adopt.LoaderSpec(
             batch=batch,
-            part=DataShard(engine.mesh.data_rank, engine.mesh.data_ranks, groups),
+            part=DataShard(engine.mesh.data_rank, engine.mesh.data_ranks, groups, fixed=engine.config.fixed_order),
             seed=engine.config.seed,
             shuffle=engine.config.shuffle and not evaluating,
             workers=engine.config.workers,
@@ -113,3 +123,13 @@ class Loaders:
             training=not evaluating,
         )
         return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)
+
+
+def _require_same_everywhere(loader: Loader) -> None:
+    if isinstance(loader, (ShardedStream, OwnBatches)):
+        raise DataError(
+            "everywhere-and-shards",
+            "With deterministic: everywhere, the samples of a step must not depend on the number of ranks.",
+            why="each rank reads its own shard of this data (a DistributedSampler, a stream that is split by rank)",
+            fix="pass the dataset, or a DataLoader without DistributedSampler, which the Trainer divides among ranks",
+        )

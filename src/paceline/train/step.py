@@ -122,7 +122,7 @@ class Stepper:
                 weight = 0.0
             if not is_mean and self.nominal is None and self.measure is not None:
                 self.nominal = self.measure(float(weight))
-            loss = _zero_without_weight(loss, weight)
+            loss = zero_without_weight(loss, weight)
             if is_mean:
                 seed, loss = self._share(micro, weight, value), loss * weight
             else:
@@ -211,7 +211,7 @@ def _positive(weight: Tensor | float) -> Tensor | float:
     return weight if weight > 0 else 1.0
 
 
-def _zero_without_weight(loss: Tensor, weight: Tensor | float) -> Tensor:
+def zero_without_weight(loss: Tensor, weight: Tensor | float) -> Tensor:
     """At weight zero a mean loss is 0/0: return zero."""
     if isinstance(weight, Tensor):
         if weight.device.type != "cpu":

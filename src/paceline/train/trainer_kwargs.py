@@ -35,7 +35,8 @@ class TrainerKwargs(TypedDict, total=False):
     precision: Literal["fp32", "bf16", "fp16", "fp64"]
     tf32: bool
     compile: bool | Literal["blocks", "model"]
-    deterministic: bool
+    deterministic: bool | Literal["everywhere"]
+    slices: int
     preflight: bool
     unused_parameters: Literal["error", "allow"]
     sync_batchnorm: bool

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.slicing import slices_of
+from paceline.data.slicing import fixed_slices, slices_of
 
 
 @given(batch=st.integers(1, 200), missing=st.integers(0, 199), groups=st.integers(1, 12), ranks=st.integers(1, 17))
@@ -32,3 +32,15 @@ def test_a_group_is_the_same_samples_on_any_number_of_ranks() -> None:
 def test_a_short_batch_keeps_the_size_of_its_micro_batches() -> None:
     sizes = [share.samples for share in slices_of(3, 12, 4, 0, 1)]
     assert sizes == [3]
+
+
+@given(samples=st.integers(1, 100), groups=st.integers(1, 6), ranks=st.sampled_from([1, 2, 3, 4, 6]))
+@settings(max_examples=100, deadline=None)
+def test_fixed_slices_are_the_same_on_any_number_of_ranks(samples: int, groups: int, ranks: int) -> None:
+    slices = groups * ranks
+    alone = [(each.start, each.stop, each.rows) for each in fixed_slices(samples, slices, 0, 1)]
+    shared = [list(fixed_slices(samples, slices, rank, ranks)) for rank in range(ranks)]
+    assert [(each.start, each.stop, each.rows) for own in shared for each in own] == alone
+    assert [index for start, stop, _ in alone for index in range(start, stop)] == list(range(samples))
+    assert all(0 <= start < stop <= samples for _, _, (start, stop) in alone)
+    assert all([each.last for each in own] == [False] * (groups - 1) + [True] for own in shared)

@@ -18,6 +18,13 @@ from paceline.plan.passes import INCOMPATIBLE, PASSES, passes_for, require_allow
     [
         ({"strategy": "fsdp", "micro_batch": "auto"}, "layout.finder-and-layout"),
         ({"strategy": "pp", "compile": "model"}, "layout.pipeline-and-compile"),
+        *(
+            ({"deterministic": "everywhere", **keys}, "layout.everywhere-and-layout")
+            for keys in ({"strategy": "fsdp"}, {"strategy": "hsdp"}, {"strategy": "tp"}, {"strategy": "pp"})
+        ),
+        ({"deterministic": "everywhere", "fsdp": {"offload": True}}, "layout.everywhere-and-layout"),
+        ({"deterministic": "everywhere", "micro_batch": "auto"}, "layout.everywhere-and-finder"),
+        ({"deterministic": "everywhere", "compile": True}, "layout.everywhere-and-compile"),
         (
             {"strategy": "pp", "compile": True, "pipeline": {"schedule": "zero-bubble"}},
             "layout.zero-bubble-and-compile",
@@ -62,3 +69,15 @@ def test_the_guide_has_the_order_and_what_is_refused() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "layouts.md").read_text()
     assert [applied.name for applied in PASSES if f"`{applied.name}` | {applied.reason} |" not in guide] == []
     assert [refused.code for refused in INCOMPATIBLE if f"`layout.{refused.code}`" not in guide] == []
+
+
+@pytest.mark.parametrize("strategy", ["dp", "split"])
+def test_several_devices_of_one_process_are_refused_everywhere(strategy: str) -> None:
+    config = Config.from_dict({"deterministic": "everywhere", "strategy": strategy})
+    with pytest.raises(LayoutError) as caught:
+        require_allowed(config, derive_layout(config, 1))
+    assert caught.value.code == "layout.everywhere-and-layout"
+
+
+def test_everywhere_needs_no_wrapper() -> None:
+    assert names(4, deterministic="everywhere", strategy="ddp") == ["placement", "broadcast"]

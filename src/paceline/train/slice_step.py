@@ -1,0 +1,141 @@
+"""The step of `deterministic: everywhere`: the same bits on any number of ranks.
+
+A batch is computed in a fixed number of slices. The gradient of each is computed by itself, from a seed that does not
+depend on the number of ranks, and all of them are added in a fixed order (`plan/slice_tree.py`). Weights of slices
+that depend on the data are added in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from paceline.data.loader import MicroBatch
+from paceline.errors import TrainError
+from paceline.models.divisor import Divisor
+from paceline.models.loss_module import LossModule
+from paceline.parallel.compose import Wrapped
+from paceline.parallel.slice_exchange import Gradients, SliceExchange, add_gradients
+from paceline.plan.slice_tree import SliceSum
+from paceline.runtime.mesh import Mesh
+from paceline.train.step import Stepper, zero_without_weight
+
+_FROZEN, _UNUSED, _USED = range(3)  # a parameter in the slices of a rank
+
+
+class SliceStepper(Stepper):
+    """Runs each slice of a batch as a micro-batch of its own."""
+
+    def __init__(self, module: LossModule, wrapped: Wrapped, *, mesh: Mesh, **parts: Any) -> None:
+        self._rank, self._shards = mesh.data_rank, mesh.data_ranks
+        self.cut(self._shards)
+        super().__init__(module, wrapped, mesh=mesh, **parts)
+        self._ranks, self._always_weighs = 1, True
+        self._named = [(name.removeprefix("model."), each) for name, each in self._module.named_parameters()]
+
+    def cut(self, slices: int) -> None:
+        """Compute batches in this number of slices, which the number of ranks divides."""
+        self._slices, self._exchange = slices, SliceExchange(slices, self._shards)
+        self._first = self._rank * (slices // self._shards)
+        self._sum = SliceSum[Gradients](slices, add_gradients)
+
+    def reset(self) -> None:
+        super().reset()
+        self._sum = SliceSum[Gradients](self._slices, add_gradients)
+        self._step_samples = 0
+
+    def add(self, micro: MicroBatch) -> Tensor:
+        loss = super().add(micro)
+        number = self._first + micro.group
+        gradients = [parameter.grad for _, parameter in self._named]
+        for _, parameter in self._named:
+            parameter.grad = None
+        self._sum.push((number, number + 1), gradients)
+        if micro.last:
+            self._step_samples = micro.step_samples
+            self._add_up(loss.device)
+        return loss
+
+    def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
+        """Like that of other steps, but with a nominal weight that every layout knows: the samples of the step."""
+        loss, is_mean = value.detach(), weight is None or type(weight) is Divisor
+        self.note_kind(sums=not is_mean)
+        if weight is None:
+            self.losses.append((loss, micro.samples))
+            seed = self._seed(micro.samples / micro.step_samples, value)
+        else:
+            self.data_weighted, self.means = True, False
+            weight = weight.weight if isinstance(weight, Divisor) else weight
+            weight = weight if micro.samples else 0.0  # a placeholder
+            loss = zero_without_weight(loss, weight)
+            if is_mean:
+                self._mean_weight = micro.step_samples
+                seed, loss = self._relative_seed(weight, value), loss * weight
+            else:
+                seed = self._seed(1.0 / micro.step_samples if micro.samples else 0.0, value)
+            self.losses.append((loss, weight))
+        if self._module.metrics is not None:
+            self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
+        if self._watch is not None:
+            self._watch.check_loss(loss, micro.step)
+        value.backward(seed)
+        return loss
+
+    def _add_up(self, device: torch.device) -> None:
+        """Add the gradients and weights of all ranks, after the last slice of this one. Collective."""
+        sums = [gradients for _, gradients in self._sum.parts]
+        self._sum = SliceSum[Gradients](self._slices, add_gradients)
+        used = self._exchange_facts(sums, device)
+        held = [number for number, each in enumerate(used) if each]
+        parameters = [parameter for _, parameter in self._named]
+        whole = [[_or_zeros(gradients[number], parameters[number]) for number in held] for gradients in sums]
+        self._exchange.add_up(whole)
+        for number, gradient in zip(held, whole[0], strict=True):
+            parameters[number].grad = gradient
+
+    def _exchange_facts(self, sums: list[Gradients], device: torch.device) -> list[bool]:
+        """Exchange the weights of slices. Returns whether any rank has a gradient, for each parameter."""
+        reached = [any(gradient is not None for gradient in each) for each in zip(*sums, strict=True)]
+        states = [
+            _USED if one else _UNUSED if p.requires_grad else _FROZEN
+            for one, (_, p) in zip(reached, self._named, strict=True)
+        ]
+        weights = [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for _, weight in self.losses]
+        facts = torch.cat([torch.stack(weights), torch.tensor(states, dtype=torch.float64, device=device)])
+        table = facts.unsqueeze(0)
+        if self._shards > 1:
+            table = facts.new_empty(self._shards, len(facts))
+            torch_dist.all_gather(list(table), facts)
+        total = SliceSum[Tensor](self._slices, torch.add)
+        for number, weight in enumerate(table[:, : len(weights)].reshape(-1)):
+            total.push((number, number + 1), weight)
+        [(_, self._total)] = total.parts
+        least, most = table[:, len(weights) :].aminmax(dim=0)
+        self._require_same_frozen(least.tolist(), most.tolist())
+        return [state == _USED for state in most.tolist()]
+
+    def _require_same_frozen(self, least: list[float], most: list[float]) -> None:
+        names = [name for (name, _), low, high in zip(self._named, least, most, strict=True) if low == _FROZEN < high]
+        if names:
+            raise TrainError(
+                "requires-grad-differs",
+                f"requires_grad of {', '.join(names[:4])} is not the same on all ranks.",
+                why="the gradient of a step is the sum over all ranks, which must be of the same parameters",
+                fix="change requires_grad on every rank and before the same step; not inside "
+                "`if trainer.is_main_process:`",
+            )
+
+    def factor(self) -> Tensor | float:
+        """What gradients are multiplied by: the nominal weight of the step, relative to the real one."""
+        assert self._total is not None
+        if self._total.device.type == "cpu":
+            total = self._total.item()
+            return self._step_samples / total if total > 0 else 0.0
+        return torch.where(self._total > 0, self._step_samples / self._total, 0.0)
+
+
+def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if gradient is None else gradient
