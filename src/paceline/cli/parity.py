@@ -10,7 +10,11 @@ from paceline.cli import workloads
 from paceline.cli.options import examples
 
 CONTEXT = {"allow_interspersed_args": True}
-EXAMPLES = examples("parity recipe.yaml --layouts ddp:2,fsdp:2", "parity recipe.yaml --layouts 'shard=2 tensor=2'")
+EXAMPLES = examples(
+    "parity recipe.yaml --layouts ddp:2,fsdp:2",
+    "parity recipe.yaml --layouts 'shard=2 tensor=2'",
+    "parity recipe.yaml --bits",
+)
 
 
 def parity(
@@ -23,22 +27,24 @@ def parity(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="number of optimizer steps to compare")] = 10,
     precision: Annotated[
-        Literal["fp64", "fp32", "bf16", "fp16"],
-        typer.Option("--precision", help="fp64 excludes rounding differences"),
-    ] = "fp64",
+        Literal["fp64", "fp32", "bf16", "fp16"] | None,
+        typer.Option("--precision", help="default: fp64, which excludes rounding differences; with --bits fp32"),
+    ] = None,
     bound: Annotated[
         float | None,
         typer.Option("--bound", help="largest relative difference allowed; default: depends on the precision"),
     ] = None,
+    bits: Annotated[
+        bool,
+        typer.Option("--bits", help="set deterministic: everywhere; ddp on 2 to 4 ranks must be equal to the bit"),
+    ] = False,
 ) -> None:
     """Train on CPU under several layouts and in a single process, and compare loss, gradient norm and weights."""
     from paceline.testing import comparison
 
     config, _ = workloads.read_recipe(arguments, None)
     wanted = tuple(layout for text in layouts or () for layout in _read(text))
-    report = comparison.parity(
-        config, layouts=wanted or comparison.DEFAULT_LAYOUTS, steps=steps, precision=precision, bound=bound
-    )
+    report = comparison.parity(config, layouts=wanted, steps=steps, precision=precision, bound=bound, bits=bits)
     print(report)
     raise SystemExit(0 if report.holds else 1)
 

@@ -9,7 +9,8 @@ Instead of a recipe, pass a function that builds a Trainer, and the data:
     report = paceline.testing.parity(lambda **settings: Trainer(Net(), criterion=loss, **settings), data)
 
 The default precision is float64, in which differences are not due to rounding. A layout that the model or the recipe
-does not support is listed with the code of its error.
+does not support is listed with the code of its error. With `bits=True`, `deterministic: everywhere` is set, and results
+must be equal to the bit, in float32 by default.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from math import inf, isnan, prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -31,7 +33,9 @@ from paceline.plan.layout import AXIS_NAMES, STRATEGIES
 from paceline.text import parse_pairs
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
+BITS_LAYOUTS = ("ddp:2", "ddp:3", "ddp:4")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
+_EVERYWHERE = {"deterministic": "everywhere"}
 EVALUATION_SAMPLES = 37  # not divisible by the degrees of a layout
 
 # Builds a Trainer from settings: the top-level keys of a recipe.
@@ -125,12 +129,14 @@ def parity(
     data: Any = None,
     val: Any = None,
     *,
-    layouts: Sequence[str] = DEFAULT_LAYOUTS,
+    layouts: Sequence[str] | None = None,
     steps: int = 10,
-    precision: str = "fp64",
+    precision: str | None = None,
     bound: float | None = None,
+    bits: bool = False,
 ) -> ParityReport:
-    """Train for `steps` steps in one process and under each layout, and compare."""
+    """Train for `steps` steps in one process and under each layout, and compare. Defaults: `DEFAULT_LAYOUTS` in
+    float64; with `bits`, `BITS_LAYOUTS` in float32."""
     import paceline.train.trainer  # noqa: F401  # before ranks are forked, so that it is imported once
     from paceline.train import factory
 
@@ -138,12 +144,17 @@ def parity(
     if recipe_settings and data is None:
         data, val = factory.build_data(Config.from_dict(recipe_settings))
     val = _limit(val)
-    wanted = [ParityLayout.read(text) for text in layouts]
-    fixed = {**recipe_settings, "precision": precision, "device": "cpu"}
+    wanted = [ParityLayout.read(text) for text in layouts or (BITS_LAYOUTS if bits else DEFAULT_LAYOUTS)]
+    precision = precision or ("fp32" if bits else "fp64")
+    if bits and bound:
+        raise ConfigError(
+            "contradiction", f"bits requires equal results, but the bound is {bound:g}.", fix="set only one of them"
+        )
+    fixed = {**recipe_settings, "precision": precision, "device": "cpu"} | (_EVERYWHERE if bits else {})
     reference = train_on(1, [{**fixed, "strategy": "single"}], build, data, val, steps)[0]
     if isinstance(reference, str):
         raise ConfigError("bad-layout", f"Training in a single process failed:\n{reference}")
-    bound = PRECISIONS.facts(precision).parity_bound if bound is None else bound
+    bound = 0.0 if bits else PRECISIONS.facts(precision).parity_bound if bound is None else bound
     rows: dict[str, ParityRow] = {}
     for ranks in sorted({layout.ranks for layout in wanted}):
         same = [layout for layout in wanted if layout.ranks == ranks]
@@ -209,7 +220,8 @@ def _build(build: TrainerFactory, settings: dict[str, Any]) -> Any:
         if "multiple values for" not in str(error):
             raise
         raise _bad_settings(str(error)) from None
-    if trainer.config.clip_norm != settings["clip_norm"] or trainer.config.precision != settings["precision"]:
+    checked = ("precision", "clip_norm", "deterministic")
+    if any(getattr(trainer.config, name) != settings[name] for name in checked if name in settings):
         raise _bad_settings("the Trainer has different settings than requested")
     return trainer
 
@@ -217,7 +229,7 @@ def _build(build: TrainerFactory, settings: dict[str, Any]) -> Any:
 def _bad_settings(what: str) -> ConfigError:
     return ConfigError(
         "parity-settings",
-        f"parity() sets {', '.join(SETS)} and the layout: {what}.",
+        f"parity() sets {', '.join(SETS)}, the layout and, with bits, deterministic: {what}.",
         fix="pass **settings to the Trainer, and set none of these yourself",
     )
 
@@ -235,7 +247,8 @@ def compare(layout: str, reference: ParityRun, other: ParityRun | str, bound: fl
         error, norm = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
         difference, size = difference + error**2, size + norm**2
         # Biases are initialized to zero and still small: compare them with a weight of typical size.
-        if parameter is None and not error <= bound * max(norm, expected.numel() ** 0.5 * 1e-2):
+        agrees = error <= bound * max(norm, expected.numel() ** 0.5 * 1e-2) if bound else _same_bits(actual, expected)
+        if parameter is None and not agrees:
             parameter = name
     names = sorted({*reference.evaluation, *other.evaluation})
     expected_metrics, metrics = ([run.evaluation.get(name, inf) for name in names] for run in (reference, other))
@@ -250,6 +263,12 @@ def compare(layout: str, reference: ParityRun, other: ParityRun | str, bound: fl
     )
 
 
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    """NaN equals itself, and zeros have signs."""
+    one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return first.dtype == second.dtype and torch.equal(one, other)
+
+
 def _largest(reference: Sequence[float], other: Sequence[float]) -> float:
     if len(reference) != len(other):
         return inf
@@ -262,7 +281,8 @@ def _largest(reference: Sequence[float], other: Sequence[float]) -> float:
 def _cells(row: ParityRow) -> tuple[str, ...]:
     if row.refused:
         return row.layout, "", "", "", "", f"not supported: {row.refused}"
-    verdict = "agrees" if row.holds else "DIFFERS" + (f", first in {row.parameter}" if row.parameter else "")
+    agrees = "agrees" if row.bound else "equal to the bit"
+    verdict = agrees if row.holds else "DIFFERS" + (f", first in {row.parameter}" if row.parameter else "")
     numbers = (row.loss, row.norm, row.weights)
     return (row.layout, *(f"{value:.0e}" for value in numbers), _evaluation(row), verdict)
 

@@ -59,6 +59,25 @@ def test_settings_that_the_comparison_sets_are_left_to_it() -> None:
     assert caught.value.code == "config.parity-settings"
 
 
+def test_bits_are_compared_under_deterministic_everywhere() -> None:
+    report = parity({**tiny.recipe("mlp"), "batch": 26}, layouts=["ddp:3", "fsdp:2"], steps=2, bits=True)
+    assert report.holds and report.precision == "fp32"
+    assert [row.refused for row in report.rows] == [None, "layout.everywhere-and-layout"]
+    assert "equal to the bit" in str(report)
+
+
+def test_without_everywhere_bits_differ_and_the_parameter_is_named() -> None:
+    report = parity({**tiny.recipe("mlp"), "batch": 26}, layouts=["ddp:3"], steps=2, precision="fp32", bound=0.0)
+    assert not report.holds
+    assert report.rows[0].parameter is not None and report.rows[0].weights < 1e-4
+
+
+def test_bits_have_no_bound() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parity(tiny.recipe("mlp"), bits=True, bound=1e-6)
+    assert caught.value.code == "config.contradiction"
+
+
 def test_commas_list_layouts_and_join_degrees() -> None:
     assert _read("fsdp:2,shard=2,tensor=2") == ["fsdp:2", "shard=2 tensor=2"]
     assert _read("ddp:2, pp:2") == ["ddp:2", "pp:2"]
