@@ -79,6 +79,7 @@ def trainer(strategy: str, counts: Counts | None = None, **settings: Any) -> pac
         eval_every=2,
         log_every=1,
         seed=3,
+        dropout="per-rank",  # masks by sample are younger than this checkpoint
         device="cpu",
         quiet=True,
         **{"run": False, **settings},

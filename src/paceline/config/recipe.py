@@ -109,6 +109,9 @@ class Config(Section):
         False, description="bitwise reproducible results; everywhere: on any number of ranks as well; slower"
     )
     slices: PositiveInt = Field(12, description="slices of a batch, with deterministic: everywhere")
+    dropout: Literal["by-sample", "exact", "per-rank"] = Field(
+        "by-sample", description="by-sample: equal masks on any layout; exact: in attention on GPUs too, but slower"
+    )
     preflight: bool = Field(True, description="check all ranks with a step of weight zero before the first step")
     unused_parameters: Literal["error", "allow"] = Field("error", description="parameters without gradient")
     sync_batchnorm: bool = Field(True, description="compute batch norm statistics over all ranks")

@@ -64,7 +64,7 @@ def _attributes(model: nn.Module) -> dict[str, int]:
 
 
 def _loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> float:
-    draw.samples, draw.draws = micro, 0
+    draw.begin(micro)
     try:
         with preserve_rng_state():
             value = float(read_loss(run(snapshot.copied(micro.batch)))[0])
@@ -75,4 +75,4 @@ def _loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> f
         logging.getLogger(__name__).debug("attributes were not compared: %r", error)
         return 0.0
     finally:
-        draw.samples = None
+        draw.end()

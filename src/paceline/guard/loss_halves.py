@@ -117,7 +117,7 @@ def _loss(
     module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, span: tuple[int, int] | None, draw: NoiseContext
 ) -> Sum | None:
     start, stop = span or (0, micro.samples)
-    draw.samples, draw.draws = micro, 0
+    draw.begin(micro)
     try:
         rows = micro.batch if span is None else rows_of(micro.batch, start, stop)
         with draw.select(start, stop - start), LossGraph():
@@ -137,7 +137,7 @@ def _loss(
         logging.getLogger(__name__).debug("the loss of samples %d to %d was not compared: %r", start, stop, error)
         return None
     finally:
-        draw.samples = None
+        draw.end()
 
 
 def _adds_up(batch: Sum | None, half: Sum | None, rest: Sum | None, tolerance: float) -> bool:

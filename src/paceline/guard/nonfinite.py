@@ -156,14 +156,14 @@ def _locate(module: Any, micros: Iterable[MicroBatch], draw: NoiseContext) -> di
     for micro in micros:
         in_inputs = _in_data(micro) or _in_parameters(module.model)
         with _first_nonfinite(module.model) as found:
-            draw.samples, draw.draws = micro, 0
+            draw.begin(micro)
             value, _ = module(micro.batch)
             if value is not None and not found and not _finite(value):  # None: not the last stage of a pipeline
                 found.append("the outputs of all modules are finite, but the loss computed from them is not")
-            draw.draws = 0
+            draw.begin(micro)
             if value is not None and value.requires_grad:  # a pipeline's forward is without gradients
                 module(micro.batch)[0].backward()
-        draw.samples = None
+        draw.end()
         reason = in_inputs or next((f"{text}{_large(module.model)}" for text in found), None)
         if reason and where is None and micro.samples:
             where, samples = reason, [_plain(index) for index in micro.indices]

@@ -74,7 +74,7 @@ def check(
     module.zero_grad(set_to_none=True)
     trial = replace(micro, batch=snapshot.copied(micro.batch))
     with snapshot.preserved(module.model, *user_code):
-        draw.samples, draw.draws = trial, 0
+        draw.begin(trial)
         with forward_state.watched(module.model, mesh, compiled=compiled) as changes:
             if run_zero_weight is not None:  # a pipeline
                 weight = run_zero_weight(trial)
@@ -82,7 +82,7 @@ def check(
                 value, weight = wrapped.forward(trial.batch)
         if value is not None:
             _run_backward(module, value, allow_unused)
-        draw.samples = None
+        draw.end()
         unused = without_gradient(module.model)
     module.zero_grad(set_to_none=True)
     if unused and ranks > 1 and not allow_unused:
@@ -155,11 +155,9 @@ def without_gradient(model: nn.Module) -> list[str]:
 
 def warm_up(model: nn.Module, forward: Forward, batch: Any, draw: NoiseContext, user_code: Sequence[Any]) -> None:
     """Run a batch with weight zero through a new DDP wrapper: after its first backward, DDP rebuilds its buckets."""
-    drawn = draw.draws
-    with snapshot.preserved(model, *user_code):
+    with snapshot.preserved(model, *user_code), draw.copy():
         value, _ = forward(snapshot.copied(batch))
         (value * 0.0).backward()
-    draw.draws = drawn
 
 
 @contextmanager

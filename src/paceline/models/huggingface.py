@@ -60,11 +60,11 @@ def initializer(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None
 
 def disable_cache(model: nn.Module) -> bool:
     """Disable the key-value cache: a recomputed block would append to it twice. Returns whether it was enabled."""
-    config: Any = getattr(model, "config", None)
-    if not getattr(config, "use_cache", False):
-        return False
-    config.use_cache = False
-    return True
+    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]  # a decoder has its own
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    return bool(caching)
 
 
 def label_shift(model: nn.Module) -> int | None:

@@ -11,22 +11,14 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.runtime.rng import derive_seed
-
-
-class Samples(Protocol):
-    """The position of samples in the global batch: a micro-batch of a loader, for example."""
-
-    samples: int  # on this rank; 0 for a placeholder batch
-    start: int  # of the first one in its step
-    step_samples: int  # in the step, on all ranks
-    step: int
+from paceline.runtime.sample_keys import SampleKeys, SavedKeys
+from paceline.runtime.sample_position import Samples
 
 
 @dataclass
@@ -38,23 +30,49 @@ class _Rows:
 
 
 class NoiseContext:
-    """In this context `noise` draws for `samples`, the samples in the model; None: like `torch.randn_like`.
+    """In this context `noise` draws for `samples`, the samples in the model; None: like `torch.randn_like`. Dropout
+    computes its masks from `keys`; None: torch's dropout.
 
-    A training loop enters it once and sets `samples` and `draws` for each micro-batch: entering a context each time
-    would cost microseconds.
+    A training loop enters it once and calls `begin` and `end` for each micro-batch: entering a context each time would
+    cost microseconds.
     """
 
-    __slots__ = ("_seed", "_token", "draws", "samples")
+    __slots__ = ("_entered", "_outer", "_saved", "_seed", "_token", "draws", "keys", "samples")
 
-    def __init__(self, seed: int, samples: Samples | None = None, draws: int = 0) -> None:
-        self._seed, self.samples, self.draws = seed, samples, draws
+    def __init__(self, seed: int, samples: Samples | None = None, keys: SampleKeys | None = None) -> None:
+        self._seed, self.samples, self.keys = seed, samples, keys
+        self.draws = 0
+        self._saved: SavedKeys | None = None
+        self._entered = False
 
     def __enter__(self) -> NoiseContext:
-        self._token = _current.set(self)
+        self._token, self._entered = _current.set(self), True
+        if self.keys is not None:
+            self.keys.activate()
+            if self._saved is not None:
+                self._outer = self.keys.save()
+                self.keys.restore(self._saved)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.keys is not None:
+            if self._saved is not None:
+                self.keys.restore(self._outer)
+            self.keys.deactivate()
         _current.reset(self._token)
+        self._entered = False
+
+    def begin(self, samples: Samples) -> None:
+        """Call before the forward of a micro-batch."""
+        self.samples, self.draws = samples, 0
+        if self.keys is not None:
+            self.keys.begin(samples)
+
+    def end(self) -> None:
+        """Call after the backward of a micro-batch."""
+        self.samples = None
+        if self.keys is not None:
+            self.keys.end()
 
     def next_seed(self, samples: Samples) -> int:
         """A different seed for each draw for the same samples."""
@@ -63,14 +81,21 @@ class NoiseContext:
 
     def copy(self) -> NoiseContext:
         """A context that repeats the draws that follow in this one."""
-        return NoiseContext(self._seed, self.samples, self.draws)
+        if self.keys is None or not (self._entered or self._saved is None):
+            return self._with(self.samples, self._saved)
+        return self._with(self.samples, self.keys.save())
 
-    def select(self, start: int, count: int) -> NoiseContext:
-        """A copy for `count` of the samples in the model, from `start` on."""
+    def select(self, start: int, count: int, after: str | None = None) -> NoiseContext:
+        """A copy for `count` of the samples in the model, from `start` on; `after`: behind this block of the model."""
         rows, batch = None, self.samples
         if batch is not None:
             rows = _Rows(count, batch.start + start, batch.step_samples, batch.step)
-        return NoiseContext(self._seed, rows, self.draws)
+        return self._with(rows, None if self.keys is None else self.keys.select(start, count, after))
+
+    def _with(self, samples: Samples | None, saved: SavedKeys | None) -> NoiseContext:
+        context = NoiseContext(self._seed, samples, self.keys)
+        context.draws, context._saved = self.draws, saved
+        return context
 
 
 _current: ContextVar[NoiseContext | None] = ContextVar("paceline_noise", default=None)

@@ -173,7 +173,7 @@ class CustomLoop:
             self._check(micro)
         with self.engine.draw, self._sync_context():
             value, weight = self.engine.stepper.forward(micro)
-            self.engine.draw.samples = None
+            self.engine.draw.end()
         mean = value if weight is None or isinstance(weight, Divisor) else value / weight
         self._current = (micro, value, weight, mean)
         return mean
@@ -222,7 +222,7 @@ class CustomLoop:
         with self.engine.draw, self._sync_context():
             self.engine.draw.samples = micro
             self.engine.stepper.backward(micro, value, counted)
-            self.engine.draw.samples = None
+            self.engine.draw.end()
         self._gradients.after_backward(last=False)
 
     def _own_micro(self, weight: Tensor | float | Divisor | None) -> MicroBatch:

@@ -27,6 +27,7 @@ from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
 from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
+from paceline.models.blocks import find_blocks
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import infer_call
 from paceline.models.power_iteration import PowerIterations
@@ -39,20 +40,20 @@ from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.replicas import Replicas
 from paceline.parallel.shards import local_shard
 from paceline.parallel.split import devices_of
-from paceline.parallel.tensor.apply import check_plan, is_sequence_parallel
+from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.layout import AXIS_NAMES, derive_layout
 from paceline.plan.passes import is_sharded, require_allowed
 from paceline.precision import policies
 from paceline.precision.scaler import Scaler
-from paceline.runtime import collectives, consistency, process_group, rng
+from paceline.runtime import collectives, consistency, process_group
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.noise import NoiseContext
 from paceline.text import plural
 from paceline.train import factory, resolve_layout, standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.evaluate import run_loss
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
+from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sharded_params import ShardedParams
 from paceline.train.slice_step import SliceStepper
 from paceline.train.step import Stepper
@@ -105,6 +106,7 @@ class Engine:
         self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
+        self._block_names = [name for name, _ in find_blocks(self.model)]  # those of the recipe may differ by layout
         self._compose()
         self._build_optimizer()
         self._build_step()
@@ -140,6 +142,8 @@ class Engine:
         )
         self._subject = compose.Subject(self.model, config.blocks)
         self.wrapped = compose.compose(self._subject, self._composition)
+        if self._subject.runner is not None:
+            self._subject.runner.note_blocks(self._block_names)
         assert isinstance(self._subject.step, LossModule)
         self.module = self._subject.step
         self.module.proportions.warn = self.log.warning
@@ -150,10 +154,7 @@ class Engine:
         self._aliases: Mapping[str, str] = {} if partition is None else partition.aliases_on(rank)
 
     def seed_drawing(self, step: int) -> None:
-        """Seed random numbers differently on each data rank (dropout), after the model is initialized equally."""
-        apart = self.mesh.degrees.tensor > 1 and is_sequence_parallel(self.model, self.config.tensor)
-        rank = self.mesh.noise_rank(tokens_apart=apart)
-        rng.seed_everything(rng.derive_seed(self.config.seed, step + 1, rank) >> 1)
+        seed_generators(self.config, self.model, self.mesh, step)
 
     def layout_facts(self) -> dict[str, Any]:
         """The layout of this run, for the manifest of a checkpoint."""
@@ -207,7 +208,7 @@ class Engine:
         if config.ema is not None:  # after wrapping, which broadcasts the weights of rank 0
             shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
             self.average = Ema(shards, config.ema.decay, config.ema.warmup)
-        self.draw = NoiseContext(config.seed)
+        self.draw = noise_context(config, self.model, self._block_names, self.mesh, self.wrapped)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
         self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())

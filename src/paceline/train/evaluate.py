@@ -78,7 +78,7 @@ def evaluate(
     with _evaluating(module, seed) as draw:
         for micro in micros:
             progress.read += 1
-            draw.samples, draw.draws = micro, 0
+            draw.begin(micro)
             if micro.samples and mesh.reports_loss:
                 outputs = _add_loss(sums, module, micro, want_outputs=bool(metrics))
                 if metrics:
@@ -245,7 +245,7 @@ def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: 
             if not micro.samples and not _needs_every_rank(module, mesh):
                 seen += micro.step_samples * micro.last
                 continue
-            draw.samples, draw.draws = micro, 0
+            draw.begin(micro)
             call = call or choose_outputs(module.model, micro.batch)
             outputs = module(micro.batch, call)
             if micro.samples and mesh.reports_loss:

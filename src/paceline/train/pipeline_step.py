@@ -153,9 +153,10 @@ class PipelineStepper(Stepper):
         inputs = self._loss_module.inputs_of(micro.batch)
         if self._counts_samples is None:
             self._choose_microbatches(len(inputs))
-        self._parts, self._draw.samples, self._draw.draws = [], micro, 0
+        self._parts = []
+        self._draw.begin(micro)
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
-        self._draw.samples = None
+        self._draw.end()
         if self._counts_samples is None:
             kinds = [float(self._last_is_mean), float(self._divides)]
             self._counts_samples, self._divides = map(bool, self._pipeline.broadcast_from_last(kinds))

@@ -83,20 +83,20 @@ class Stepper:
         if self.before_micro is not None:
             self.before_micro(not micro.group)
         self.weigh(several=micro.group > 0 or not micro.last)
-        draw.samples, draw.draws = micro, 0
+        draw.begin(micro)
         progress.micros += 1
         if micro.last or self._no_sync is None:
             loss = self.backward(micro, *self._forward(micro.batch))
         else:
             with self._no_sync():
                 loss = self.backward(micro, *self._forward(micro.batch))
-        draw.samples = None
+        draw.end()
         return loss
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | Divisor | None]:
         if self.before_micro is not None:
             self.before_micro(not micro.group)
-        self._draw.samples, self._draw.draws = micro, 0
+        self._draw.begin(micro)
         progress.micros += 1
         self.weigh(several=True)  # more micro-batches may follow
         result: tuple[Tensor, Tensor | float | Divisor | None] = self._forward(micro.batch)

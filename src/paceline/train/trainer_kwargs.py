@@ -37,6 +37,7 @@ class TrainerKwargs(TypedDict, total=False):
     compile: bool | Literal["blocks", "model"]
     deterministic: bool | Literal["everywhere"]
     slices: int
+    dropout: Literal["by-sample", "exact", "per-rank"]
     preflight: bool
     unused_parameters: Literal["error", "allow"]
     sync_batchnorm: bool

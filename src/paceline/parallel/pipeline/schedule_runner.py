@@ -52,7 +52,7 @@ class PipelineRunner:
     def __init__(self, stages: Sequence[Stage], partition: StagePartition, mesh: Mesh, settings: Settings) -> None:
         axis = mesh.axis("pipeline")
         assert axis is not None
-        self.stages, self.tied = list(stages), partition.tied
+        self.stages, self.tied, self._partition = list(stages), partition.tied, partition
         self._group, self._device = axis.get_group(), mesh.device
         self.rank, self.ranks, self._total = mesh.coords["pipeline"], partition.ranks, len(partition.stages)
         self._alone = mesh.data_ranks == 1
@@ -63,6 +63,11 @@ class PipelineRunner:
         self._rows = 0
         self._schedule: Any = None
         self._loss: LossOf | None = None
+
+    def note_blocks(self, names: Sequence[str]) -> None:
+        """Tell each stage the last of these blocks in the stages before it."""
+        for number, stage in self._numbered():
+            stage.previous = self._partition.last_block_before(number, names)
 
     @property
     def is_last(self) -> bool:
@@ -77,9 +82,13 @@ class PipelineRunner:
         rows = -(-len(inputs) // self.microbatches)
         self._prepare(inputs, max(rows, self._rows))
         arguments = (_pad(inputs, self.microbatches * self._rows),) if self.rank == 0 else ()
+        for stage in self.stages:
+            stage.chunk = 0
         # Pass the index of each micro-batch as its target: the loss looks up the targets by index.
         targets = torch.arange(self.microbatches) if self.is_last else None
         self._schedule.step(*arguments, target=targets, return_outputs=False)
+        for stage in self.stages:
+            stage.chunk = None
         self._loss = None
 
     def _prepare(self, inputs: Tensor, rows: int) -> None:

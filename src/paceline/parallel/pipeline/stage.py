@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import LayoutError
 from paceline.models.power_iteration import PowerIterations
 from paceline.parallel.pipeline.stage_partition import LayerSequence, StagePartition
+from paceline.runtime import noise
 
 
 class Stage(nn.Module):
@@ -34,6 +35,8 @@ class Stage(nn.Module):
         self._before = getattr(model, spec.first) if spec and first else None
         self._after = getattr(model, spec.last) if spec and last else None
         self._context = context
+        self.chunk: int | None = None  # the next micro-batch of a step; None: another forward
+        self.previous: str | None = None  # the last block of the stage before
         for key, block in zip(keys, self.blocks, strict=True):
             self.add_module(f"layer {key}", block)  # FSDP looks for parameters in submodules
         for name in (*(sequence.first_modules if first else ()), *(sequence.last_modules if last else ())):
@@ -46,7 +49,7 @@ class Stage(nn.Module):
         if not self.is_first and hidden.requires_grad:
             hidden = hidden.view_as(hidden)
             hidden.register_hook(Tensor.contiguous)  # point-to-point communication needs contiguous gradients
-        with self._context or nullcontext():
+        with self._context or nullcontext(), self._samples(len(hidden)):
             if self._before is not None:
                 hidden = self._before(hidden)
             for block in self.blocks:
@@ -54,6 +57,16 @@ class Stage(nn.Module):
             if self._after is not None:
                 hidden = self._after(hidden)
         return hidden if self.is_last else _to_send(hidden)
+
+    def _samples(self, rows: int) -> AbstractContextManager[Any]:
+        """Noise and dropout are those of the samples in this micro-batch."""
+        draw = noise.current()
+        if draw is None or draw.samples is None:
+            return nullcontext()
+        number = self.chunk or 0
+        if self.chunk is not None:
+            self.chunk += 1
+        return draw.select(number * rows, rows, self.previous)
 
 
 def _to_send(hidden: Any) -> Tensor:

@@ -67,6 +67,15 @@ class StagePartition:
     def stages_on(self, rank: int) -> list[int]:
         return list(range(rank, len(self.stages), self.ranks))
 
+    def last_block_before(self, stage: int, blocks: Sequence[str]) -> str | None:
+        """The last of `blocks` that is a layer, or in a layer, of an earlier stage."""
+        count = sum(len(keys) for keys in self.stages[:stage])
+        for layer in reversed(self.sequence.names[:count]):
+            for block in reversed(blocks):
+                if f"{block}.".startswith(f"{layer}."):
+                    return block
+        return None
+
     def copies_on(self, rank: int) -> dict[str, str]:
         """Maps each copy on this rank of a parameter of another rank to the name of the original."""
         return {

@@ -18,8 +18,16 @@ from paceline.parallel.tensor.comm_ops import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
+from paceline.runtime import sample_keys
 
 Run = Callable[..., Tensor]  # the original forward of a layer, on local shards
+
+
+def _mark(kind: str | None, axis: DeviceMesh) -> None:
+    """Note how the activations that follow are sharded: dropout needs the coordinates of this rank's elements."""
+    keys = sample_keys.active.keys
+    if keys is not None:
+        keys.shard = None if kind is None else (kind, axis.get_local_rank())
 
 
 def parallelize_layer(module: nn.Module, style: str, axis: DeviceMesh, sequence_parallel: bool) -> None:
@@ -37,6 +45,8 @@ def parallelize_layer(module: nn.Module, style: str, axis: DeviceMesh, sequence_
     else:
         sums = style == "summed" or (style == "sequence" and sequence_parallel)
         forward = partial(run, summed=set(module._parameters) if sums else ())
+        if sums and style == "sequence":
+            forward = partial(_sequence, forward, axis)
     module.forward = wraps(module.forward)(forward)
 
 
@@ -76,6 +86,12 @@ def _local_shard(parameter: Tensor, axis: DeviceMesh, summed: bool = False) -> T
     return copy_to_group(local, axis.get_group()) if summed else local
 
 
+def _sequence(run: Run, axis: DeviceMesh, *inputs: Any, **options: Any) -> Any:
+    outputs = run(*inputs, **options)
+    _mark("tokens", axis)
+    return outputs
+
+
 def _column(run: Run, axis: DeviceMesh, style: str, sequence_parallel: bool, inputs: Tensor) -> Tensor:
     group = axis.get_group()
     if sequence_parallel:
@@ -83,6 +99,7 @@ def _column(run: Run, axis: DeviceMesh, style: str, sequence_parallel: bool, inp
     else:
         inputs = copy_to_group(inputs, group)
     local = run(inputs)
+    _mark("features" if style != "gathered" else None, axis)
     if style == "vocabulary":
         return DTensor.from_local(local, axis, [Shard(local.dim() - 1)], run_check=False)
     return local if style == "column" else gather_from_group(local, local.dim() - 1, group)
@@ -113,11 +130,13 @@ def _vocabulary_embedding(
 def _sequence_embedding(run: Run, axis: DeviceMesh, parameters: Collection[str], tokens: Tensor) -> Tensor:
     """Look up the local slice of tokens; every rank has all of them."""
     _require_even(tokens.shape[-1], axis)
+    _mark("tokens", axis)
     return run(tokens.chunk(axis.size(), -1)[axis.get_local_rank()], summed=parameters)
 
 
 def _reduce(local: Tensor, axis: DeviceMesh, sequence_parallel: bool) -> Tensor:
     """All-reduce, or reduce-scatter over tokens with sequence parallelism."""
+    _mark("tokens" if sequence_parallel else None, axis)
     if not sequence_parallel:
         return reduce_from_group(local, axis.get_group())
     dim = _token_dim(local)

@@ -1,0 +1,216 @@
+"""Replacements of torch's dropout functions, with masks by sample.
+
+They are installed in torch's namespaces while a step runs, so that a model needs no change: `nn.Dropout` calls
+`torch.nn.functional.dropout`, which is looked up at each call. A function mode would see every operation of the model,
+at a few microseconds each.
+
+A call that cannot be computed by sample runs torch's function, and is noted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from paceline.models.dropout.mask import hash_elements, sample_shape, threshold
+from paceline.runtime import noise
+from paceline.runtime.sample_keys import SampleKeys, active
+
+_ALPHA = -1.7580993408473766  # what SELU returns for negative infinity
+_attention = functional.scaled_dot_product_attention
+
+
+def _active(training: bool, p: float) -> SampleKeys | None:
+    """The keys to use; None: outside of a step, or nothing is dropped."""
+    keys = active.keys
+    return keys if keys is not None and keys.samples and training and 0.0 < p < 1.0 else None
+
+
+def _mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what: str) -> Tensor | None:
+    """A mask of `shape`, True for elements to keep; None if it cannot be computed by sample."""
+    numbers = None if isinstance(like, DTensor) else _numbers(keys, shape, like.device)
+    if numbers is None:
+        keys.note(what, shape)
+        return None
+    return numbers >= threshold(p)
+
+
+def _numbers(keys: SampleKeys, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """Uniform int32 numbers; None if the first dim does not hold the samples in the model."""
+    keys.used = True
+    own = keys.current.keys
+    batched = sample_shape(shape, keys.samples)
+    if own is None or batched is None:
+        return None
+    call = keys.calls
+    keys.calls = call + 1
+    return hash_elements(own.to(device), call, batched, keys.offsets_of(batched)).view(shape)
+
+
+def _scale(input: Tensor, keep: Tensor, factor: float, inplace: bool) -> Tensor:
+    kept = keep.to(input.dtype) * factor
+    return input.mul_(kept) if inplace else input * kept
+
+
+def _channels(input: Tensor) -> tuple[int, ...]:
+    """The shape of a mask for whole channels."""
+    return (*input.shape[:2], *[1] * (input.dim() - 2))
+
+
+def _replace_dropout(original: Callable[..., Tensor], dims: int | None = None) -> Callable[..., Tensor]:
+    """`dims`: those of a batch, if whole channels are dropped; an input without a batch dim is torch's."""
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        keys = _active(training, p)
+        if keys is None:
+            return original(input, p, training, inplace)
+        shape = tuple(input.shape) if dims is None else _channels(input)
+        keep = _mask(keys, input, shape, p, original.__name__) if dims in (None, input.dim()) else None
+        return original(input, p, training, inplace) if keep is None else _scale(input, keep, 1.0 / (1.0 - p), inplace)
+
+    return dropout
+
+
+def _replace_alpha_dropout(original: Callable[..., Tensor], *, channels: bool) -> Callable[..., Tensor]:
+    def alpha_dropout(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        keys = _active(training, p)
+        if keys is None:
+            return original(input, p, training, inplace)
+        keep = _mask(keys, input, _channels(input) if channels else tuple(input.shape), p, original.__name__)
+        if keep is None:
+            return original(input, p, training, inplace)
+        scale = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1.0) * (1.0 - p))
+        dropped = (~keep).to(input.dtype) * (_ALPHA * scale) + _ALPHA * scale * p
+        kept = _scale(input, keep, scale, inplace)
+        return kept.add_(dropped) if inplace else kept + dropped
+
+    return alpha_dropout
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Fused kernels draw their own masks, so the probabilities are materialized, as torch does on a CPU."""
+    keys = _active(True, dropout_p)
+    if keys is not None and (keys.attention or query.device.type == "cpu"):
+        shape = (*query.shape[:-1], key.shape[-2])
+        keep = _mask(keys, query, shape, dropout_p, "scaled_dot_product_attention")
+        if keep is not None:
+            if enable_gqa:
+                key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+            scores = _scores(query, key, attn_mask, is_causal, scale)
+            return _scale(scores.softmax(-1), keep, 1.0 / (1.0 - dropout_p), False).to(value.dtype) @ value
+    elif keys is not None:
+        keys.used, keys.fused_attention = True, True
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    return _attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+
+
+# Stochastic depth: one number per sample, which models draw themselves.
+
+
+def _uniform(shape: tuple[int, ...], what: str, device: Any = None, dtype: Any = None) -> Tensor | None:
+    """Numbers in [0, 1) by sample; None outside of a step, or if the first dim is not the samples in the model."""
+    keys = active.keys
+    if keys is None or not keys.samples or noise.current() is None:  # another thread reads data
+        return None
+    device = torch.get_default_device() if device is None else torch.device(device)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    numbers = _numbers(keys, shape, device) if shape[:1] == (keys.samples,) else None
+    if numbers is None:
+        keys.note(what, shape)
+        return None
+    return ((numbers >> 8).bitwise_and_(0xFFFFFF).to(torch.float64) * 2.0**-24).to(dtype)
+
+
+def _replace_rand(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def rand(*size: Any, **options: Any) -> Tensor:
+        shape = options.get("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        drawn = None
+        if not options.keys() - {"size", "device", "dtype"}:
+            drawn = _uniform(tuple(shape), "torch.rand", options.get("device"), options.get("dtype"))
+        return original(*size, **options) if drawn is None else drawn
+
+    return rand
+
+
+def _replace_rand_like(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def rand_like(input: Tensor, **options: Any) -> Tensor:
+        drawn = None if options else _uniform(tuple(input.shape), "torch.rand_like", input.device, input.dtype)
+        return original(input, **options) if drawn is None else drawn
+
+    return rand_like
+
+
+def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def bernoulli(input: Tensor, *args: Any, **options: Any) -> Tensor:
+        drawn = None
+        if not args and not options:
+            drawn = _uniform(tuple(input.shape), "torch.bernoulli", input.device, input.dtype)
+        return original(input, *args, **options) if drawn is None else (drawn < input).to(input.dtype)
+
+    return bernoulli
+
+
+def _replace_bernoulli_(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def bernoulli_(self: Tensor, p: Any = 0.5, **options: Any) -> Tensor:
+        drawn = None
+        if not options:
+            drawn = _uniform(tuple(self.shape), "Tensor.bernoulli_", self.device, torch.float64)
+        return original(self, p, **options) if drawn is None else self.copy_(drawn < p)
+
+    return bernoulli_
+
+
+class Replaced:
+    """While entered, torch's functions are replaced by those of this module."""
+
+    def __init__(self) -> None:
+        self._functions: list[tuple[Any, str, Any, Any]] = []
+        f = functional
+        self._add(f, "dropout", _replace_dropout(f.dropout))
+        for name, dims in (("dropout1d", 3), ("dropout2d", 4), ("dropout3d", 5)):
+            self._add(f, name, _replace_dropout(getattr(f, name), dims))
+        self._add(f, "alpha_dropout", _replace_alpha_dropout(f.alpha_dropout, channels=False))
+        self._add(f, "feature_alpha_dropout", _replace_alpha_dropout(f.feature_alpha_dropout, channels=True))
+        self._add(f, "scaled_dot_product_attention", attention)
+        self._add(torch, "rand", _replace_rand(torch.rand))
+        self._add(torch, "rand_like", _replace_rand_like(torch.rand_like))
+        self._add(torch, "bernoulli", _replace_bernoulli(torch.bernoulli))
+        self._add(Tensor, "bernoulli_", _replace_bernoulli_(Tensor.bernoulli_))
+
+    def _add(self, owner: Any, name: str, function: Any) -> None:
+        self._functions.append((owner, name, getattr(owner, name), function))
+
+    def __enter__(self) -> None:
+        for owner, name, _, function in self._functions:
+            setattr(owner, name, function)
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, original, _ in self._functions:
+            setattr(owner, name, original)
+
+
+replaced = Replaced()

@@ -1,0 +1,86 @@
+"""Dropout masks as a function of sample keys and coordinates.
+
+The mask of an element is a hash of the key of its sample, the number of the call and its coordinates in the sample. Its
+flat index would change with the padding of a batch. Two multiply-xorshift rounds (the constants are those of Wellons'
+lowbias32) suffice: the state of a row has 64 bits, of which one half enters before the first round and the other after
+it. All arithmetic is modulo 2**32 in int32, so that a CPU, a GPU and compiled code give the same mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# Odd constants, one pair per coordinate: rows with different coordinates differ in at least one half of the state.
+_FIRST = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
+_SECOND = (0xA2C2A6D5, 0xD6E8FEB9, 0xB5297A4D, 0x68E31DA5, 0x1B56C4E9)
+_CALL = (0x632BE5AB, 0x51ED270B)
+_ROUNDS = (0x7FEB352D, 0x846CA68B)
+DIMS = len(_FIRST)  # largest number of coordinates before the last one
+
+
+def _signed(number: int) -> int:
+    """The int32 with the same bits."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def sample_shape(shape: Sequence[int], samples: int) -> tuple[int, ...] | None:
+    """(samples, *coordinates), which splits (samples × heads, …); None if the first dim is no multiple of samples."""
+    if not shape or shape[0] % samples:
+        return None
+    first = () if shape[0] == samples and len(shape) > 1 else (shape[0] // samples,)
+    inner = (*first, *shape[1:])
+    return (samples, *inner) if len(inner) <= DIMS + 1 else None
+
+
+def hash_elements(keys: Tensor, call: int, shape: Sequence[int], offsets: Sequence[int] = ()) -> Tensor:
+    """Uniform int32 numbers of `shape`, (samples, *coordinates). `offsets`: of the first element, by coordinate."""
+    rows = tuple(shape[1:-1])
+    offsets = (*offsets, *[0] * (len(shape) - 1 - len(offsets)))
+    first, second = _row_terms(rows, tuple(offsets[:-1]), keys.device)
+    lead = (keys.shape[0],) + (1,) * (len(shape) - 1)
+    low, high = keys[:, 0].view(lead), keys[:, 1].view(lead)
+    row = _round(low + (first + _signed(call * _CALL[0])), 16, _ROUNDS[0])
+    row = row ^ ((row >> 15) & 0x1FFFF)
+    other = high + (second + _signed(call * _CALL[1]))
+    columns = torch.arange(offsets[-1], offsets[-1] + shape[-1], dtype=torch.int32, device=keys.device)
+    state = _round(row + columns, 16, _ROUNDS[0])
+    state = state.bitwise_xor_(other) if not torch.compiler.is_compiling() else state ^ other
+    return _round(state, 15, _ROUNDS[1])
+
+
+def _round(state: Tensor, shift: int, factor: int) -> Tensor:
+    """`>>` is arithmetic on int32: clear the bits that it copies from the sign."""
+    if torch.compiler.is_compiling():
+        return (state ^ ((state >> shift) & ((1 << (32 - shift)) - 1))) * _signed(factor)
+    shifted = (state >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+    return shifted.bitwise_xor_(state).mul_(_signed(factor))
+
+
+def _terms(rows: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the coordinates before the last one add to both halves of the state: two tensors of shape (*rows, 1)."""
+    halves = []
+    for factors in (_FIRST, _SECOND):
+        total = torch.zeros((1,) * (len(rows) + 1), dtype=torch.int32, device=device)
+        for dim, (size, start) in enumerate(zip(rows, offsets, strict=True)):
+            places = torch.arange(start, start + size, dtype=torch.int32, device=device)
+            total = total + (places * _signed(factors[dim])).view((size,) + (1,) * (len(rows) - dim))
+        halves.append(total)
+    return halves[0], halves[1]
+
+
+_cached_terms = lru_cache(maxsize=64)(_terms)
+
+
+def _row_terms(rows: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():
+        return _terms(rows, offsets, device)
+    return _cached_terms(rows, offsets, device)
+
+
+def threshold(p: float) -> int:
+    """Elements whose hash is at least this are kept."""
+    return min(round(p * (1 << 32)) - (1 << 31), (1 << 31) - 1)

@@ -1,0 +1,166 @@
+"""Keys of the samples in the model, from which dropout masks are computed.
+
+A key is a 64-bit hash of (seed, step, scope, position of the sample in the global batch). None of these depends on
+ranks, micro-batches or the layout. A scope is a block of the model, or the code after a block and before the next one.
+It counts the calls within it from zero, so that a pipeline stage knows the number of a call without having run the
+stages before it. Repeated visits of a block in one forward (tied layers, siamese networks) are numbered.
+
+The keys of a micro-batch are computed on the CPU and copied to the device once, without synchronization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.runtime.rng import derive_seed
+from paceline.runtime.sample_position import Samples
+
+VISIT = 1 << 16  # distance between the call numbers of two visits
+
+_INCREMENT = numpy.uint64(0x9E3779B97F4A7C15)
+
+
+class Scope:
+    """A part of the forward with its own count of calls."""
+
+    __slots__ = ("keys", "name", "visits")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.keys: Tensor | None = None  # (samples, 2), int32
+        self.visits = 0
+
+
+class SavedKeys(NamedTuple):
+    """The state of `SampleKeys` at some point of a forward."""
+
+    table: Tensor | None
+    samples: int
+    visits: list[int]
+    current: Scope
+    calls: int
+    shard: tuple[str, int] | None
+
+
+class SampleKeys:
+    """The keys of the samples in the model, for each scope, and the number of the next call."""
+
+    def __init__(self, seed: int, device: torch.device, blocks: Sequence[str] = ()) -> None:
+        """`blocks`: the names of the blocks in the full model, on every layout."""
+        self.seed, self._device = seed, device
+        self.outside = Scope("")
+        self.inside = {name: Scope(name) for name in blocks}
+        self.after = {name: Scope(f"{name} end") for name in blocks}
+        self._scopes = [self.outside, *self.inside.values(), *self.after.values()]
+        salts = [derive_seed(crc32(scope.name.encode()), len(scope.name)) for scope in self._scopes]
+        self._salts = numpy.array(salts, dtype=numpy.uint64)[:, None]
+        self._table: Tensor | None = None
+        self.current, self.calls, self.samples = self.outside, 0, 0
+        self.used: bool | None = None  # whether the model has dropout; None: not known yet
+        self.attention = False  # whether attention gives up its fused kernel on a GPU, whose masks are not ours
+        self.fused_attention = False  # whether it kept it
+        self.kept: dict[str, tuple[int, ...]] = {}  # calls that were left to torch, with the shape of the first
+        self.shard: tuple[str, int] | None = None  # "tokens" or "features" of this rank's activations, and its number
+        self.installed: AbstractContextManager[Any] = nullcontext()  # entered while the keys are active
+        self._active = 0
+
+    def activate(self) -> None:
+        """Use these keys for dropout from now on."""
+        self._active += 1
+        if self._active == 1:
+            self._outer, active.keys = active.keys, self
+            self.installed.__enter__()
+
+    def deactivate(self) -> None:
+        self._active -= 1
+        if not self._active:
+            self.installed.__exit__(None, None, None)
+            active.keys = self._outer
+
+    def begin(self, samples: Samples) -> None:
+        """Call before the forward of a micro-batch."""
+        count = samples.samples or 1  # a placeholder batch has one row
+        table = None
+        if self.used is not False:
+            table = torch.from_numpy(self._hash(samples.step, samples.start, count)).to(self._device, non_blocking=True)
+        self._set(table, count)
+        for scope in self._scopes:
+            scope.visits = 0
+        self.current, self.calls, self.shard = self.outside, 0, None
+
+    def end(self) -> None:
+        """Call after the backward. Dropout outside of a step is torch's."""
+        self.samples, self.used = 0, bool(self.used)
+
+    def note(self, what: str, shape: tuple[int, ...]) -> None:
+        """Record a call that is not computed by sample."""
+        if what not in self.kept:
+            self.kept[what] = shape
+
+    def offsets_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The coordinates of the first element of this rank, for activations of `shape`, (samples, *coordinates)."""
+        if self.shard is None:
+            return ()
+        kind, rank = self.shard
+        dim = 0 if kind == "tokens" or len(shape) > 3 else len(shape) - 2  # heads come before tokens
+        return (*[0] * dim, rank * shape[dim + 1])
+
+    def _set(self, table: Tensor | None, samples: int) -> None:
+        self._table, self.samples = table, samples
+        if table is not None:
+            for scope, keys in zip(self._scopes, table.unbind(0), strict=True):
+                scope.keys = keys
+
+    def _hash(self, step: int, start: int, count: int) -> NDArray[numpy.int32]:
+        """Keys of shape (scopes, samples, 2)."""
+        first = numpy.uint64(derive_seed(self.seed, step))
+        positions = numpy.arange(start, start + count, dtype=numpy.uint64)
+        keys = _mixed(_mixed(positions * _INCREMENT + first)[None] ^ self._salts)
+        return keys.view(numpy.int32).reshape(len(self._scopes), count, 2)
+
+    def save(self) -> SavedKeys:
+        visits = [scope.visits for scope in self._scopes]
+        return SavedKeys(self._table, self.samples, visits, self.current, self.calls, self.shard)
+
+    def select(self, start: int, count: int, after: str | None = None) -> SavedKeys:
+        """The present state, for `count` of the samples in the model, from `start` on; `after`: at the end of a block.
+        There are further rows in a padded batch."""
+        saved = self.save()
+        if after is not None:
+            saved = saved._replace(current=self.after[after], calls=0)
+        if saved.table is None:
+            return saved._replace(samples=count)
+        table = saved.table[:, start : start + count]
+        if table.shape[1] < count:
+            table = torch.cat([table, saved.table[:, -1:].expand(-1, count - table.shape[1], -1)], 1)
+        return saved._replace(table=table, samples=count)
+
+    def restore(self, saved: SavedKeys) -> None:
+        self._set(saved.table, saved.samples)
+        for scope, visits in zip(self._scopes, saved.visits, strict=True):
+            scope.visits = visits
+        self.current, self.calls, self.shard = saved.current, saved.calls, saved.shard
+
+
+class _Active:
+    """The keys in use. Not a ContextVar: compiled code cannot read one, and autograd's threads do not see its value."""
+
+    keys: SampleKeys | None = None
+
+
+active = _Active()
+
+
+def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
+    """The finalizer of splitmix64."""
+    values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return values ^ (values >> numpy.uint64(31))

@@ -1,0 +1,117 @@
+"""torch's functions by sample: the same mask for a sample in any slice of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.models.dropout.scopes import by_sample
+from paceline.runtime.noise import NoiseContext
+from paceline.runtime.sample_keys import SampleKeys
+
+
+@dataclass
+class Rows:
+    samples: int
+    start: int
+    step: int = 0
+    step_samples: int = 6
+
+
+def run(
+    function: Callable[[Tensor], Tensor], inputs: Tensor, start: int = 0, step: int = 0
+) -> tuple[Tensor, SampleKeys]:
+    """`function` of some samples of a batch, in a step."""
+    keys = by_sample(nn.Identity(), [], 1, torch.device("cpu"))
+    samples = 6 if start == 0 else 6 - start
+    with NoiseContext(1, keys=keys) as draw:
+        draw.begin(Rows(samples, start, step))
+        result = function(inputs[start:])
+        draw.end()
+    return result, keys
+
+
+INPUTS = torch.randn(6, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+MODULES = [
+    nn.Dropout(0.3),
+    nn.Dropout(0.3, inplace=True),
+    nn.Dropout2d(0.3),
+    nn.AlphaDropout(0.3),
+    nn.FeatureAlphaDropout(0.3),
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_slice_of_a_batch_has_the_masks_of_its_samples(module: nn.Module) -> None:
+    batch, keys = run(lambda inputs: module(inputs.clone()), INPUTS)
+    half, _ = run(lambda inputs: module(inputs.clone()), INPUTS, start=3)
+    assert torch.equal(batch[3:], half) and not keys.kept
+    other, _ = run(lambda inputs: module(inputs.clone()), INPUTS, step=1)
+    assert not torch.equal(batch, other)
+
+
+def test_flattened_tokens_and_heads_belong_to_their_sample() -> None:
+    batch, _ = run(lambda inputs: functional.dropout(inputs.reshape(-1, 5), 0.3), INPUTS)
+    half, _ = run(lambda inputs: functional.dropout(inputs.reshape(-1, 5), 0.3), INPUTS, start=2)
+    assert torch.equal(batch.view(6, -1)[2:], half.view(4, -1))
+
+
+def test_attention_drops_by_sample() -> None:
+    def attend(inputs: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.3, is_causal=True)
+
+    batch, keys = run(attend, INPUTS.double())
+    half, _ = run(attend, INPUTS.double(), start=2)
+    torch.testing.assert_close(batch[2:], half, rtol=1e-12, atol=1e-12)
+    assert not keys.kept
+
+
+def test_attention_without_dropped_elements_equals_torch() -> None:
+    mask = torch.rand(6, 1, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.2
+    mask[..., 0] = True
+    for options in ({"attn_mask": mask}, {"attn_mask": mask.double()}, {"is_causal": True}, {"scale": 0.3}):
+        inputs = INPUTS.double()
+        expected = functional.scaled_dot_product_attention(inputs, inputs, inputs, **options)
+        found, _ = run(
+            lambda rows, options=options: functional.scaled_dot_product_attention(
+                rows, rows, rows, dropout_p=1e-9, **options
+            ),
+            inputs,
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(x.shape[0], 1, 1),
+        lambda x: torch.rand((x.shape[0], 1), dtype=torch.float64),
+        lambda x: torch.rand_like(x),
+        lambda x: torch.bernoulli(torch.full((x.shape[0], 1), 0.5)),
+        lambda x: x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(0.5),
+    ],
+    ids=["rand", "rand of a tuple", "rand_like", "bernoulli", "bernoulli_"],
+)
+def test_stochastic_depth_draws_by_sample(draw: Callable[[Tensor], Tensor]) -> None:
+    batch, _ = run(draw, INPUTS)
+    half, _ = run(draw, INPUTS, start=2)
+    assert torch.equal(batch[2:], half) and len(batch.unique()) > 1
+
+
+def test_a_call_that_does_not_hold_the_samples_is_torch_and_noted() -> None:
+    torch.manual_seed(0)
+    expected = functional.dropout(torch.ones(7, 3), 0.5)
+    torch.manual_seed(0)
+    found, keys = run(lambda inputs: functional.dropout(torch.ones(7, 3), 0.5), INPUTS)
+    assert torch.equal(found, expected) and keys.kept == {"dropout": (7, 3)}
+
+
+def test_functions_are_torchs_own_outside_of_a_step() -> None:
+    before = functional.dropout, torch.rand, Tensor.bernoulli_
+    run(lambda inputs: inputs, INPUTS)
+    assert (functional.dropout, torch.rand, Tensor.bernoulli_) == before

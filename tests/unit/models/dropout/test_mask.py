@@ -1,0 +1,37 @@
+"""A mask is a function of the sample and of coordinates in it."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.models.dropout.mask import hash_elements, sample_shape, threshold
+
+KEYS = torch.randint(-(2**31), 2**31, (6, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+
+
+def test_heads_that_are_flattened_into_the_batch_are_split() -> None:
+    assert sample_shape((24, 5, 5), 6) == (6, 4, 5, 5)
+    assert sample_shape((6, 5), 6) == (6, 5) and sample_shape((6,), 6) == (6, 1)
+    assert sample_shape((7, 5), 6) is None and sample_shape((), 6) is None
+
+
+def test_padding_does_not_change_the_mask_of_an_element() -> None:
+    short, padded = hash_elements(KEYS, 0, (6, 4, 5, 5)), hash_elements(KEYS, 0, (6, 4, 9, 9))
+    assert torch.equal(short, padded[:, :, :5, :5])
+
+
+def test_a_rank_with_some_of_the_elements_has_their_part_of_the_mask() -> None:
+    full = hash_elements(KEYS, 2, (6, 8, 10))
+    assert torch.equal(full[:, 4:], hash_elements(KEYS, 2, (6, 4, 10), offsets=(4,)))
+    assert torch.equal(full[..., 5:], hash_elements(KEYS, 2, (6, 8, 5), offsets=(0, 5)))
+
+
+def test_compiled_code_gives_the_same_mask() -> None:
+    compiled = torch.compile(hash_elements, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(KEYS, 3, (6, 7, 11)), hash_elements(KEYS, 3, (6, 7, 11)))
+
+
+def test_the_threshold_keeps_its_share() -> None:
+    numbers = hash_elements(KEYS, 0, (6, 100, 100))
+    for p in (0.1, 0.5, 0.9):
+        assert abs(float((numbers >= threshold(p)).double().mean()) - (1 - p)) < 0.01
