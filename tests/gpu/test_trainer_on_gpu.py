@@ -203,7 +203,8 @@ trainer.train(tiny.blobs(400), max_steps=1)
     )
     done = in_a_fresh_process(code, cwd=tmp_path)
     assert "train.out-of-memory" in done.stderr and "rank 0 (cuda:0)" in done.stderr, done.stderr
-    assert "tried to allocate" in done.stderr and "micro_batch=200" in done.stderr
+    assert "tried to allocate" in done.stderr
+    assert "accumulate=2 (200 instead of 400 samples at a time" in done.stderr
 
 
 def test_two_ranks_share_a_batch_norm_on_the_gpu(tmp_path: Path) -> None:

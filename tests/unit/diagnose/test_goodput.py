@@ -1,22 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from ledgers import Line, written
 from paceline.diagnose.goodput import Goodput, summarize
 from paceline.run.folder import RunFolder
 from paceline.run.ledger import Ledger
-
-Line = tuple[float, str, dict[str, Any]]
-
-
-def written(path: Path, *lines: Line) -> RunFolder:
-    folder = RunFolder(path)
-    for when, event, values in lines:
-        Ledger(folder).note(event, at=when, **values)
-    return folder
 
 
 def launch(at: float, generation: int = 0) -> list[Line]:

@@ -2,19 +2,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+from ledgers import Line, written
 from paceline.run.folder import RunFolder
 from paceline.run.ledger import Ledger, opened_before
-
-Line = tuple[float, str, dict[str, Any]]
-
-
-def written(path: Path, *lines: Line) -> RunFolder:
-    folder = RunFolder(path)
-    for when, event, values in lines:
-        Ledger(folder).note(event, at=when, **values)
-    return folder
 
 
 def test_each_note_is_a_line_of_json_with_the_wall_clock(tmp_path: Path) -> None:
