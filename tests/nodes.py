@@ -7,15 +7,12 @@ Everything a node may do to another is in the script that they run: what a test 
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from paceline.cli.main import main
+import forked
 from paceline.runtime.environment import TOKEN
 
 DEADLINE = 100.0
@@ -92,14 +89,16 @@ class Launcher:
 
     def __init__(self, folder: Path, *arguments: str, enter: Callable[[], None] = lambda: None) -> None:
         """`enter` is called in the new process first."""
+
+        def launcher() -> None:
+            os.environ[TOKEN] = "a secret of the tests"  # that in the user's home is left alone
+            enter()
+            forked.command(*arguments)
+
         self._output = folder / f"said-{len(list(folder.glob('said-*')))}"
-        self._output.touch()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
+        with self._output.open("ab") as output:
+            self.pid = forked.start(launcher, folder, output.fileno(), output.fileno())
         self._status: int | None = None
-        if self.pid == 0:
-            _become_launcher(folder, self._output, arguments, enter)
 
     @property
     def said(self) -> str:
@@ -147,33 +146,6 @@ class Launcher:
                     os.kill(pid, signal.SIGKILL)
             if self.status is not None:
                 time.sleep(0.002)
-
-
-def _become_launcher(folder: Path, output: Path, arguments: tuple[str, ...], enter: Callable[[], None]) -> None:
-    status = 70
-    try:
-        os.setsid()
-        os.chdir(folder)
-        for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY | os.O_APPEND)):
-            descriptor = os.open(path, flags)
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        os.dup2(1, 2)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(1), "wb", 0), write_through=True)
-        os.environ[TOKEN] = "a secret of the tests"  # that in the user's home is left alone
-        enter()
-        sys.argv = ["paceline", *arguments]
-        main()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(bool(end.code))
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 @contextmanager

@@ -17,18 +17,18 @@ import psutil
 import pytest
 import yaml
 
+import forked
 import nodes
 
 PACELINE = [sys.executable, "-m", "paceline"]
 
 
-def paceline(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PACELINE, *args], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=110
-    )
+def in_a_new_interpreter(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The tests of each verb that come first are done as a user does it, the others in a fork of this process."""
+    return subprocess.run([*PACELINE, *args], cwd=cwd, capture_output=True, text=True, timeout=110)
 
 
-def forked(folder: Path, script: str, *options: str) -> tuple[int, str]:
+def on_two_ranks(folder: Path, script: str, *options: str) -> tuple[int, str]:
     """Exit status and output of a launch on two ranks; forked from this process, which has imported torch."""
     with nodes.launchers(folder) as launch:
         launcher = launch("launch", "-n", "2", *options, write(folder, script))
@@ -61,7 +61,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("options", [[], ["--fresh"]])
 def test_a_script_that_torchrun_runs(tmp_path: Path, options: list[str]) -> None:
     write(tmp_path, "word = 'hello'", "beside.py")
-    done = paceline("launch", "-n", "2", *options, write(tmp_path, HELLO), "--value", "5", cwd=tmp_path)
+    done = in_a_new_interpreter("launch", "-n", "2", *options, write(tmp_path, HELLO), "--value", "5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hello rank 0 of 2 sum 15\n"
     assert done.stderr == "ranks: 2 (requested); logs in runs/script/logs\nto stderr 0\n"
@@ -75,12 +75,12 @@ def test_a_module(tmp_path: Path) -> None:
     package.mkdir()
     write(package, "", "__init__.py")
     write(package, "import sys, os; print(sys.argv[1:], os.environ['RANK'])", "work.py")
-    done = paceline("launch", "-n", "2", "-m", "pack.work", "-x", "y", cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "2", "-m", "pack.work", "-x", "y", cwd=tmp_path)
     assert done.stdout == "['-x', 'y'] 0\n", done.stderr
 
 
 def test_a_program_of_any_kind(tmp_path: Path) -> None:
-    done = paceline(
+    done = forked.paceline(
         "launch", "-n", "2", "--no-python", "sh", "-c", 'echo "$RANK of $WORLD_SIZE $0"', "a b", cwd=tmp_path
     )
     assert (done.returncode, done.stdout) == (0, "0 of 2 a b\n"), done.stderr
@@ -100,7 +100,7 @@ dist.barrier()
 
 @pytest.mark.parametrize("options", [[], ["--fresh"]])
 def test_the_first_failure_is_the_last_thing_on_screen_once(tmp_path: Path, options: list[str]) -> None:
-    done = paceline("launch", "-n", "2", *options, write(tmp_path, FAILING), cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "2", *options, write(tmp_path, FAILING), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == "before\n"
     *_, last, place = done.stderr.rstrip().splitlines()
@@ -111,7 +111,7 @@ def test_the_first_failure_is_the_last_thing_on_screen_once(tmp_path: Path, opti
 
 
 def test_a_script_that_changes_its_folder_keeps_its_traceback(tmp_path: Path) -> None:
-    done = paceline(
+    done = forked.paceline(
         "launch", "-n", "1", write(tmp_path, "import os; os.chdir('/'); raise ValueError('far')"), cwd=tmp_path
     )
     assert "\nValueError: far\n  at: script.py:1, " in done.stderr
@@ -137,7 +137,7 @@ dist.init_process_group("gloo")
 if dist.get_rank() == 0:
     dist.barrier()
 """
-    done = paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
     assert done.returncode == 76 and "rank 1 exited with status 0" in done.stderr
 
 
@@ -152,7 +152,7 @@ if dist.get_rank() == 0:
 atexit.register(time.sleep, 1.5)
 atexit.register(dist.destroy_process_group)
 """
-    done = paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
     assert done.returncode == 76 and "rank 1 exited with status 0" in done.stderr
 
 
@@ -177,7 +177,7 @@ if os.environ["RANK"] == "1":
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("os.kill(os.getpid(), 9)", 137)])
 def test_processes_that_ranks_left_behind_are_ended(tmp_path: Path, end: str, status: int) -> None:
     """They hold every pipe that the rank had; one of them ignores SIGTERM."""
-    returned, said = forked(tmp_path, f"{LEAVES}    {end}")
+    returned, said = on_two_ranks(tmp_path, f"{LEAVES}    {end}")
     assert (returned, "note: ended 3 child processes of ranks that had exited" in said) == (status, True), said
     assert not any(psutil.pid_exists(int(path.name[5:])) for path in tmp_path.glob("left-*"))
 
@@ -185,7 +185,7 @@ def test_processes_that_ranks_left_behind_are_ended(tmp_path: Path, end: str, st
 def test_a_killed_rank_is_named_not_those_that_missed_it(tmp_path: Path) -> None:
     script = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)"
     for options in ([], ["--fresh"]):
-        done = paceline("launch", "-n", "3", *options, write(tmp_path, script), cwd=tmp_path)
+        done = forked.paceline("launch", "-n", "3", *options, write(tmp_path, script), cwd=tmp_path)
         assert (done.returncode, "rank 1 was killed by SIGKILL" in done.stderr) == (137, True), done.stderr
 
 
@@ -200,7 +200,7 @@ while not os.path.exists("ready"):
     time.sleep(0.01)
 raise ValueError("the real cause")
 """
-    done = paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
     assert "\nValueError: the real cause\n  at: " in done.stderr
     assert "rank 1 failed first" in done.stderr
 
@@ -208,7 +208,7 @@ raise ValueError("the real cause")
 def test_exit_functions_run_also_when_a_rank_fails(tmp_path: Path) -> None:
     for end in ("sys.exit(3)", "1 / 0"):
         script = write(tmp_path, f"import atexit, sys; atexit.register(print, 'tidied'); {end}")
-        assert "tidied" in paceline("launch", "-n", "1", script, cwd=tmp_path).stdout
+        assert "tidied" in forked.paceline("launch", "-n", "1", script, cwd=tmp_path).stdout
 
 
 def test_streams_that_are_closed_are_no_obstacle(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ print("\\nend")
     ],
 )
 def test_every_exit_of_a_rank_has_its_status_and_message(tmp_path: Path, body: str, status: int, words: str) -> None:
-    done = paceline("launch", "-n", "1", write(tmp_path, body), cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "1", write(tmp_path, body), cwd=tmp_path)
     assert (done.returncode, words in done.stderr) == (status, True), done.stderr
     if "SIGSEGV" not in words:  # a crash below Python is dumped with every frame, which is right
         assert "launcher/" not in done.stderr
@@ -288,7 +288,7 @@ def test_every_exit_of_a_rank_has_its_status_and_message(tmp_path: Path, body: s
 def test_bad_input_gets_a_code_and_no_traceback(tmp_path: Path, args: list[str], code: str) -> None:
     write(tmp_path, "", "x.py")
     write(tmp_path, "batch: 4", "empty.yaml")
-    done = paceline(*args, cwd=tmp_path)
+    done = forked.paceline(*args, cwd=tmp_path)
     assert done.returncode != 0
     if code not in ("data.smaller-than-batch", "launch.no-program"):  # these are found by the ranks
         assert not list(tmp_path.glob("runs/*"))
@@ -301,7 +301,7 @@ def test_a_port_in_use_has_a_code(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = paceline("launch", "-n", "1", "--port", port, write(tmp_path, ""), cwd=tmp_path)
+        done = forked.paceline("launch", "-n", "1", "--port", port, write(tmp_path, ""), cwd=tmp_path)
     assert "[launch.port-in-use]" in done.stderr and port in done.stderr
 
 
@@ -340,7 +340,7 @@ def test_train_runs_a_recipe_on_two_ranks_and_fills_the_run_folder(tmp_path: Pat
         "env": {"MY_VARIABLE": "there"},
     }
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
-    done = paceline("train", "small.yaml", "train.epochs=2", "-n", "2", cwd=tmp_path)
+    done = forked.paceline("train", "small.yaml", "train.epochs=2", "-n", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "small"
     for words in ("replicate=2", "initial loss", "final loss", "validation loss", "run folder: runs/small"):
@@ -358,8 +358,8 @@ def test_a_run_resumes_in_its_own_folder_on_another_number_of_ranks(tmp_path: Pa
         "batch": 16,
     }
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
-    first = paceline("train", "small.yaml", "train.max_steps=5", "-n", "2", cwd=tmp_path)
-    second = paceline("train", "small.yaml", "train.max_steps=8", "resume=auto", "-n", "1", cwd=tmp_path)
+    first = forked.paceline("train", "small.yaml", "train.max_steps=5", "-n", "2", cwd=tmp_path)
+    second = forked.paceline("train", "small.yaml", "train.max_steps=8", "resume=auto", "-n", "1", cwd=tmp_path)
     assert (first.returncode, second.returncode) == (0, 0), second.stderr
     assert "resuming runs/small from step-000005 (step 5)" in second.stdout
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["small"]
@@ -368,7 +368,9 @@ def test_a_run_resumes_in_its_own_folder_on_another_number_of_ranks(tmp_path: Pa
 
 
 def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
-    done = paceline("train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path)
+    done = in_a_new_interpreter(
+        "train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     for words in ("bigram model", "sample text:", "run folder: runs/gpt"):
         assert words in done.stdout
@@ -376,7 +378,7 @@ def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
 
 
 def test_run_false_leaves_nothing(tmp_path: Path) -> None:
-    done = paceline(
+    done = forked.paceline(
         "train", "run=false", "train.max_steps=2", "model.layers=1", "model.width=32", "data.size=20000", "-n", "1",
         cwd=tmp_path,
     )  # fmt: skip
@@ -385,11 +387,11 @@ def test_run_false_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_config_show_and_schema(tmp_path: Path) -> None:
-    shown = paceline("config", "show", "batch=64", "micro_batch=8", "-n", "4", cwd=tmp_path)
+    shown = in_a_new_interpreter("config", "show", "batch=64", "micro_batch=8", "-n", "4", cwd=tmp_path)
     assert yaml.safe_load(shown.stdout)["batch"] == 64
     assert "override batch=64" in shown.stdout
     assert "batch 64 / (8 per rank × 4 data ranks), rounded up" in shown.stdout
-    schema = json.loads(paceline("config", "schema", cwd=tmp_path).stdout)
+    schema = json.loads(in_a_new_interpreter("config", "schema", cwd=tmp_path).stdout)
     assert "samples per optimizer step" in schema["properties"]["batch"]["description"]
 
 
@@ -400,7 +402,7 @@ def test_fallback_continues_with_a_message(tmp_path: Path, key: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         change = f"port={taken.getsockname()[1]}" if key == "port" else "backend=nccl"
-        done = paceline("train", change, *small, cwd=tmp_path)
+        done = forked.paceline("train", change, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert ("continuing as a single rank" if key == "port" else "continuing with gloo") in done.stderr
     assert ("layout         one rank" if key == "port" else "replicate=2") in done.stdout
@@ -419,22 +421,20 @@ print("world", trainer.world.size, "steps", len(trainer.train(data, epochs=1).st
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = subprocess.run(
-        [sys.executable, write(tmp_path, script)], cwd=tmp_path, env={**os.environ, **alone},
-        capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
+    write(tmp_path, script)
+    done = forked.script(tmp_path / "script.py", cwd=tmp_path, env=alone)
     assert "world 1 steps 2" in done.stdout, done.stderr
     assert "continuing as a single rank" in done.stderr
 
 
 def test_explain_shows_a_codes_page(tmp_path: Path) -> None:
-    done = paceline("explain", "[config.unknown-key]", cwd=tmp_path)
+    done = in_a_new_interpreter("explain", "[config.unknown-key]", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("config.unknown-key\n")
 
 
 def test_ranks_that_were_asked_for_are_shown_with_their_number(tmp_path: Path) -> None:
     script = "import os\nprint('this is', os.environ['RANK'], flush=True)"
-    done = paceline("launch", "-n", "3", "--tee", "0,2", write(tmp_path, script), cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "3", "--tee", "0,2", write(tmp_path, script), cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == ["[rank 0] this is 0", "[rank 2] this is 2"], done.stderr
     assert (tmp_path / "runs/script/logs/rank-0.log").read_text() == "this is 0\n"
 
@@ -450,7 +450,9 @@ args = parser.parse_args()
 assert args.local_rank == int(os.environ["LOCAL_RANK"]) and args.rest == "word"
 print("fine")
 """
-    done = paceline("launch", "-n", "2", *options, "--pass-local-rank", write(tmp_path, script), "word", cwd=tmp_path)
+    done = forked.paceline(
+        "launch", "-n", "2", *options, "--pass-local-rank", write(tmp_path, script), "word", cwd=tmp_path
+    )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
@@ -462,7 +464,7 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "1"
     raise ValueError("once more")
 """
     name = write(tmp_path, script)
-    done = paceline("launch", "-n", "2", "--max-restarts", "2", name, cwd=tmp_path)
+    done = forked.paceline("launch", "-n", "2", "--max-restarts", "2", name, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "start 0 of 2\nstart 1 of 2\n"), done.stderr
     assert done.stderr.count("restart 1 of 2: rank 1 raised ValueError") == 1 and "Traceback" not in done.stderr
 
@@ -475,17 +477,17 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 if os.environ["RANK"] == "1":
     os._exit(9)
 """
-    status, output = forked(tmp_path, script, "--max-restarts", "1")
+    status, output = on_two_ranks(tmp_path, script, "--max-restarts", "1")
     assert status == 9 and "rank 1 exited with status 9" in output
     assert "first start" not in output.rpartition("fix")[0]
 
 
 def test_ranks_that_exit_without_cleaning_up_have_succeeded(tmp_path: Path) -> None:
-    assert forked(tmp_path, "import os\nos._exit(0)") == (0, "ranks: 2 (requested); logs in runs/script/logs\n")
+    assert on_two_ranks(tmp_path, "import os\nos._exit(0)") == (0, "ranks: 2 (requested); logs in runs/script/logs\n")
 
 
 def test_an_environment_variable_of_the_command_reaches_the_ranks(tmp_path: Path) -> None:
-    status, output = forked(tmp_path, "import os; print(os.environ['OTHER'])", "--env", "OTHER=a b;c")
+    status, output = on_two_ranks(tmp_path, "import os; print(os.environ['OTHER'])", "--env", "OTHER=a b;c")
     assert (status, output.splitlines()[1]) == (0, "a b;c")
 
 
