@@ -55,7 +55,7 @@ class SampleKeys:
 
     def __init__(self, seed: int, device: torch.device, blocks: Sequence[str] = ()) -> None:
         """`blocks`: the names of the blocks in the full model, on every layout."""
-        self.seed, self._device = seed, device
+        self.seed, self.device = seed, device
         self.outside = Scope("")
         self.inside = {name: Scope(name) for name in blocks}
         self.after = {name: Scope(f"{name} end") for name in blocks}
@@ -90,7 +90,7 @@ class SampleKeys:
         count = samples.samples or 1  # a placeholder batch has one row
         table = None
         if self.used is not False:
-            table = torch.from_numpy(self._hash(samples.step, samples.start, count)).to(self._device, non_blocking=True)
+            table = torch.from_numpy(self._hash(samples.step, samples.start, count)).to(self.device, non_blocking=True)
         self._set(table, count)
         for scope in self._scopes:
             scope.visits = 0

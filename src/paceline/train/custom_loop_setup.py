@@ -27,6 +27,7 @@ from paceline.train.custom_loop import CustomLoop, close_custom_loop
 from paceline.train.engine import Engine
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
+from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder
 from paceline.train.signals import Signals
@@ -78,6 +79,7 @@ def open_custom_loop(
         rows = {
             **(loaders.plan.rows() if loaders.plan else {}),
             **rates.begin(plan, config.train.epochs, engine.log.warning),
+            **dropout_rows(engine.config, engine.model, engine.draw),
         }
         if run.folder is not None:
             run.create(engine.config, rows)

@@ -49,6 +49,7 @@ from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
 from paceline.train.method_hints import MethodHints, hinted
+from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
@@ -157,6 +158,7 @@ class Trainer(MethodHints):
         per_epoch, in_epochs = loader.lengths.per_epoch, loader.lengths.before(epochs)
         schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
         rows = {**batch.rows(), **self._rates.begin(schedule, epochs, self._engine.log.warning)}
+        rows |= dropout_rows(self.config, self.model, self._engine.draw)
         history = History(run=self._run.create(self.config, rows))
         total = min((steps for steps in (in_epochs, max_steps) if steps is not None), default=None)
         if not self.model.training:  # submodules in eval mode of a model in train mode stay as they are
