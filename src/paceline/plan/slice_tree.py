@@ -22,7 +22,7 @@ T = TypeVar("T")
 class SliceSum(Generic[T]):
     """Adds consecutive parts, in their order, as far as the tree allows: `parts` are the sums known so far.
 
-    A rank that adds n slices holds at most 1 + log2(n) of them at a time, rounded up.
+    A rank that adds n slices holds at most 1 + log2(n) values at a time, rounded down: 4 of 12.
     """
 
     def __init__(self, slices: int, add: Callable[[T, T], T]) -> None:

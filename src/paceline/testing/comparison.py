@@ -36,6 +36,7 @@ DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor
 BITS_LAYOUTS = ("ddp:2", "ddp:3", "ddp:4")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
 _EVERYWHERE = {"deterministic": "everywhere"}
+_ROUNDING = 1e-12  # of evaluations: each rank adds its own in float64
 EVALUATION_SAMPLES = 37  # not divisible by the degrees of a layout
 
 # Builds a Trainer from settings: the top-level keys of a recipe.
@@ -99,8 +100,9 @@ class ParityRow:
     def holds(self) -> bool:
         if self.refused:
             return True
-        worst = max(self.loss, self.norm, self.weights, self.evaluation or 0.0)
-        return worst <= self.bound and self.parameter is None
+        worst = max(self.loss, self.norm, self.weights)
+        evaluated = (self.evaluation or 0.0) <= max(self.bound, _ROUNDING)
+        return worst <= self.bound and evaluated and self.parameter is None
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,9 @@ class Loaders:
         ranks, config = self._engine.mesh.data_ranks, self._engine.config
         batch = self._batch_of(data) or derive_batch(config, self._engine.layout).size
         groups = -(-batch // (int(self.plan.micro_batch.value) * ranks)) if self.plan else 1
-        if config.fixed_order:  # the same number of slices on any number of ranks
-            groups = -(-groups * ranks // config.slices) * config.slices // ranks
+        slices = (self.plan or derive_batch(config, self._engine.layout)).slices if config.fixed_order else None
+        if slices is not None:  # the same number on any number of ranks
+            groups = -(-groups * ranks // slices) * slices // ranks
         loader = self._loader(data, batch, groups, evaluating=True)
         if ordered and ranks > 1:
             require_order(loader)

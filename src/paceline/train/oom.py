@@ -94,7 +94,7 @@ def _advice(engine: Engine, plan: BatchPlan | None, shardable: int) -> Iterator[
     if facts.gather_bytes == facts.param_bytes:  # no half precision yet
         yield 'precision="bf16" (half the memory for activations)'
     more = degrees.replicate  # that many replicas can share what each of them holds
-    if (saved := shardable * (more - 1) // more) >= _WORTHWHILE:
+    if (saved := shardable * (more - 1) // more) >= _WORTHWHILE and not config.fixed_order:
         what = f"parameters, gradients and optimizer states over {more} times as many ranks"
         yield f"{_sharded(degrees)} (shards {what}: {format_bytes(saved)} less on each)"
     if degrees.shard > 1 and degrees.pipeline == 1 and not config.fsdp.reshard:
@@ -108,6 +108,9 @@ def _advice(engine: Engine, plan: BatchPlan | None, shardable: int) -> Iterator[
 
 def _smaller_micro_batch(config: Config, plan: BatchPlan, data_ranks: int) -> str:
     """At most half of it, in as few accumulation steps as it takes: a recipe with this setting is consistent."""
+    if plan.slices is not None:
+        more = min(2 * plan.slices, plan.size)
+        return f"slices={more} in all runs to compare ({-(-plan.size // more)} samples at a time)"
     groups = -(-plan.size // (int(plan.micro_batch.value) // 2 * data_ranks))
     micro = -(-plan.size // (groups * data_ranks))
     effect = f"{micro} instead of {plan.micro_batch.value} samples at a time, with the same result"

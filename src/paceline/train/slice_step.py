@@ -1,8 +1,8 @@
 """The step of `deterministic: everywhere`: the same bits on any number of ranks.
 
 A batch is computed in a fixed number of slices. The gradient of each is computed by itself, from a seed that does not
-depend on the number of ranks, and all of them are added in a fixed order (`plan/slice_tree.py`). Weights of slices
-that depend on the data are added in the same order.
+depend on the number of ranks, and all of them are added in a fixed order (`plan/slice_tree.py`), as are losses and
+weights of slices.
 """
 
 from __future__ import annotations
@@ -97,23 +97,25 @@ class SliceStepper(Stepper):
             parameters[number].grad = gradient
 
     def _exchange_facts(self, sums: list[Gradients], device: torch.device) -> list[bool]:
-        """Exchange the weights of slices. Returns whether any rank has a gradient, for each parameter."""
+        """Exchange losses and weights of slices. Returns whether any rank has a gradient, for each parameter."""
         reached = [any(gradient is not None for gradient in each) for each in zip(*sums, strict=True)]
         states = [
-            _USED if one else _UNUSED if p.requires_grad else _FROZEN
-            for one, (_, p) in zip(reached, self._named, strict=True)
+            _USED if one else _UNUSED if parameter.requires_grad else _FROZEN
+            for one, (_, parameter) in zip(reached, self._named, strict=True)
         ]
-        weights = [torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) for _, weight in self.losses]
-        facts = torch.cat([torch.stack(weights), torch.tensor(states, dtype=torch.float64, device=device)])
+        losses = [number for loss, weight in self.losses for number in _sum_and_weight(loss, weight, self.means)]
+        facts = torch.cat([torch.stack(losses), torch.tensor(states, dtype=torch.float64, device=device)])
         table = facts.unsqueeze(0)
         if self._shards > 1:
             table = facts.new_empty(self._shards, len(facts))
             torch_dist.all_gather(list(table), facts)
         total = SliceSum[Tensor](self._slices, torch.add)
-        for number, weight in enumerate(table[:, : len(weights)].reshape(-1)):
-            total.push((number, number + 1), weight)
-        [(_, self._total)] = total.parts
-        least, most = table[:, len(weights) :].aminmax(dim=0)
+        for number, pair in enumerate(table[:, : len(losses)].reshape(-1, 2)):
+            total.push((number, number + 1), pair)
+        [(_, (loss, self._total))] = total.parts
+        # The loss of the batch, with all of its weight on the first rank: sums over ranks add nothing to it.
+        self.losses, self.means = [(loss / self._total, 0.0 if self._rank else self._total)], True
+        least, most = table[:, len(losses) :].aminmax(dim=0)
         self._require_same_frozen(least.tolist(), most.tolist())
         return [state == _USED for state in most.tolist()]
 
@@ -135,6 +137,13 @@ class SliceStepper(Stepper):
             total = self._total.item()
             return self._step_samples / total if total > 0 else 0.0
         return torch.where(self._total > 0, self._step_samples / self._total, 0.0)
+
+
+def _sum_and_weight(loss: Tensor, weight: Tensor | float, is_mean: bool) -> tuple[Tensor, Tensor]:
+    """Of a slice, in float64. A placeholder has weight zero, whatever its loss is."""
+    number = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).reshape(())
+    total = loss.double() * number if is_mean else loss.double()
+    return torch.where(number > 0, total, 0.0), number
 
 
 def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:

@@ -80,6 +80,8 @@ def test_advice_counts_data_ranks_and_leaves_out_what_is_on() -> None:
     assert not any(part in said for part in ("strategy", "recompute", "precision"))
     said = advice(batch=12, strategy="fsdp", fsdp={"reshard": False}, recompute="every-2", **BLOCKS)
     assert 'fsdp={"reshard": True}' in said and 'recompute="full"' in said
+    said = advice(batch=48, strategy="ddp", deterministic="everywhere", **BLOCKS)
+    assert "slices=24 in all runs to compare (2 samples" in said and "accumulate" not in said and "fsdp" not in said
     said = advice(batch=12, strategy="tp", tensor=PLAN, **BLOCKS)
     assert "accumulate=2 (6 instead of 12" in said and "strategy" not in said and "layout" not in said
 
