@@ -24,10 +24,11 @@ ACCUMULATION = {1: {}, 2: {"micro_batch": 5}, 3: {"accumulate": 7}, 4: {"micro_b
 
 
 def recipes_for(number: int) -> dict[str, Any]:
+    padded = tiny.recipe("padded-gpt", **EVERYWHERE, batch=46, clip_norm=0.05, ema=0.9)
     small = {**EVERYWHERE, "train": {"max_steps": 2}}
     recipes = {
         # The last batch of an epoch has 4 of 50 samples, fewer than slices.
-        "padded-gpt": tiny.recipe("padded-gpt", **EVERYWHERE, batch=46, clip_norm=0.05, ema=0.9),
+        "padded-gpt": {**padded, "model": {**padded["model"], "dropout": 0.1}},
         "mlp": {**MLP, **ACCUMULATION[number]},
         "not everywhere": {**MLP, "deterministic": True},
     }
@@ -145,6 +146,25 @@ class Counts(nn.Module):
         return self.layer(inputs) / self.seen
 
 
+class Draws(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.noisy, self.last = nn.Linear(8, 8), layer, nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.noisy(self.first(inputs)))
+
+
+class Noise(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.randn_like(inputs)
+
+
+class DropoutOfFeatures(nn.Dropout):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.t()).t()
+
+
 def code_of(work: Any) -> str | None:
     try:
         work()
@@ -154,7 +174,7 @@ def code_of(work: Any) -> str | None:
 
 
 def refusals() -> dict[str, str | None]:
-    settings: dict[str, Any] = {"deterministic": "everywhere", "batch": 12}
+    settings: dict[str, Any] = {"deterministic": "everywhere", "batch": 36}  # 3 samples in a slice
     data = tiny.blobs()
     sampler = DistributedSampler(data, paceline.dist.world(), paceline.dist.rank())
     norm = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -169,7 +189,11 @@ def refusals() -> dict[str, str | None]:
         "instance norm": train(own),
         "frozen batch norm": train(frozen),
         "counter": train(Counts()),
-        "sampler": train(data=DataLoader(data, 12 // paceline.dist.world(), sampler=sampler)),
+        "dropout": train(Draws(nn.Dropout(0.1))),
+        "dropout per rank": train(Draws(nn.Dropout(0.1)), dropout="per-rank"),
+        "dropout of features": train(Draws(DropoutOfFeatures(0.1))),
+        "noise": train(Draws(Noise())),
+        "sampler": train(data=DataLoader(data, 36 // paceline.dist.world(), sampler=sampler)),
         "fsdp": train(strategy="fsdp"),
         "custom loop": code_of(lambda: tiny.classifier_trainer(**settings).loader(data)),
     }
@@ -182,6 +206,10 @@ def test_what_can_not_be_the_same_is_refused_by_name(number: int) -> None:
         "instance norm": "layout.everywhere-and-batchnorm",
         "frozen batch norm": None,
         "counter": "train.everywhere-and-state",
+        "dropout": None,
+        "dropout per rank": "train.everywhere-and-random",
+        "dropout of features": "train.everywhere-and-random",
+        "noise": "train.everywhere-and-random",
         "sampler": "data.everywhere-and-shards",
         "fsdp": "layout.everywhere-and-layout" if number > 1 else None,
         "custom loop": "train.everywhere-and-loop",
