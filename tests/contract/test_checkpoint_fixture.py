@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import forked
 import format2
 import paceline
 
@@ -76,8 +75,7 @@ def test_training_continues_from_it(checkpoint: Path, tmp_path: Path, strategy: 
     assert content(checkpoint) == before
 
 
-def test_it_is_whole() -> None:
-    command = [sys.executable, "-m", "paceline", "checkpoint", "verify", str(format2.CHECKPOINT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def test_it_is_whole(tmp_path: Path) -> None:
+    done = forked.paceline("checkpoint", "verify", str(format2.CHECKPOINT), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert format2.hashes(format2.CHECKPOINT) == EXPECTED["tensors"]

@@ -23,6 +23,7 @@ import pytest
 import typer
 from torch import nn
 
+import forked
 import paceline
 import snapshots
 from paceline import testing
@@ -30,12 +31,14 @@ from paceline import testing
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "launch.md"
 
 
-def command(*args: str | Path) -> list[str]:
-    return [sys.executable, "-m", "paceline", *map(str, args)]
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "paceline", *args]
 
 
 def output_of(*args: str) -> str:
-    return subprocess.run(command(*args), capture_output=True, text=True, check=True, timeout=60).stdout
+    done = forked.paceline(*args, cwd=Path.cwd())
+    done.check_returncode()
+    return done.stdout
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -199,7 +202,10 @@ def test_exit_status(in_folder: Path, args: list[str], status: int) -> None:
     if "\n" in last:
         (in_folder / "script.py").write_text(last)
         last = "script.py"
-    done = subprocess.run(command(*options, last), capture_output=True, text=True, timeout=60)
+    if status in (0, 1):  # also in a new interpreter
+        done = subprocess.run(command(*options, last), capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done.stderr
+    done = forked.paceline(*options, last, cwd=in_folder)
     assert done.returncode == status, done.stderr
 
 

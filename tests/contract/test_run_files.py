@@ -6,14 +6,13 @@ Other programs read these. Inner modules may move; these names may not.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 import snapshots
 
 # The embedded recipe, made small.
@@ -27,8 +26,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    command = [sys.executable, "-m", "paceline", "train", "-n", "2", *SMALL]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    done = forked.paceline("train", "-n", "2", *SMALL, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / "small"
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from torch.utils.data import TensorDataset
 
+import forked
 import tiny
 from faults import worlds
 from paceline.checkpoint import directory
@@ -145,10 +145,7 @@ if trainer.is_main_process:
 def launch(folder: Path, sent: str, steps: int) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
     beside = str(Path(__file__).parents[1])
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", "launch", "-n", "2", "script.py", beside, sent, str(steps)],
-        cwd=folder, capture_output=True, text=True, timeout=100, start_new_session=True,
-    )  # fmt: skip
+    return forked.paceline("launch", "-n", "2", "script.py", beside, sent, str(steps), cwd=folder)
 
 
 def test_under_the_launcher_a_sigterm_costs_nothing(tmp_path: Path) -> None:

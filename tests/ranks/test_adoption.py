@@ -7,9 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import forked
+
+Run = Callable[..., str]
 
 TRAIN = """
 import json, os, pathlib, sys
@@ -30,6 +35,16 @@ def train(model=None, device=None):
 """
 
 ENVIRONMENT = TRAIN + "train()\n"
+
+# What torchrun calls; it forks the ranks.
+AGENT = (
+    TRAIN
+    + """
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+meet = {"run_id": "x", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+elastic_launch(LaunchConfig(1, 1, nproc_per_node=2, start_method="fork", max_restarts=0, **meet), train)()
+"""
+)
 
 OWN_GROUP = (
     TRAIN
@@ -59,13 +74,13 @@ def worker(rank, world, address):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(worker, args=(2, sys.argv[1]), nprocs=2)
+    mp.start_processes(worker, args=(2, sys.argv[1]), nprocs=2, start_method=sys.argv[2])
 """
 )
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> object:
+def run(tmp_path: Path) -> Run:
     def start(script: str, *command: str, **env: str) -> str:
         (tmp_path / "script.py").write_text(script)
         done = subprocess.run(
@@ -90,11 +105,14 @@ def outcome(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("losses-*"))]
 
 
-def reference(run: object, folder: Path) -> str:
-    run(ENVIRONMENT, "script.py")  # type: ignore[operator]
-    [alone] = outcome(folder)
-    (folder / "losses-0").unlink()
-    return alone
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The outcome of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "script.py").write_text(ENVIRONMENT)
+    forked.script(folder / "script.py", cwd=folder).check_returncode()
+    [found] = outcome(folder)
+    return found
 
 
 def same_losses(texts: list[str], alone: str) -> bool:
@@ -103,25 +121,34 @@ def same_losses(texts: list[str], alone: str) -> bool:
     return set(worlds) == {2} and all(own == pytest.approx(expected, rel=1e-6) for own in losses)
 
 
-@pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
-def test_torchrun_and_the_older_launcher(run: object, tmp_path: Path, launcher: str) -> None:
-    alone = reference(run, tmp_path)
+def test_the_older_launcher(run: Run, tmp_path: Path, alone: str) -> None:
     port = f"--master-port={free_port()}"
-    run(ENVIRONMENT, "-W", "ignore", "-m", launcher, "--nproc-per-node=2", port, "script.py")  # type: ignore[operator]
+    run(ENVIRONMENT, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2", port, "script.py")
     assert same_losses(outcome(tmp_path), alone)
 
 
-def test_a_group_of_the_users_own_and_a_wrapped_model(run: object, tmp_path: Path) -> None:
-    alone = reference(run, tmp_path)
-    said = run(OWN_GROUP, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")  # type: ignore[operator]
+def test_the_agent_of_torchrun(tmp_path: Path, alone: str) -> None:
+    (tmp_path / "script.py").write_text(AGENT)
+    done = forked.script(tmp_path / "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert same_losses(outcome(tmp_path), alone)
+
+
+def test_a_group_of_the_users_own_and_a_wrapped_model(run: Run, tmp_path: Path, alone: str) -> None:
+    said = run(OWN_GROUP, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
     assert same_losses(outcome(tmp_path), alone)
     assert "unwrapped from DistributedDataParallel" in said
 
 
-@pytest.mark.parametrize("method", ["tcp", "env"])
-def test_spawn_with_an_address_of_the_users_own(run: object, tmp_path: Path, method: str) -> None:
-    alone = reference(run, tmp_path)
-    port = free_port()
-    address = f"tcp://127.0.0.1:{port}" if method == "tcp" else "env://"
-    run(SPAWN, "script.py", address, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # type: ignore[operator]
+def test_spawn_with_an_address_of_the_users_own(run: Run, tmp_path: Path, alone: str) -> None:
+    run(SPAWN, "script.py", f"tcp://127.0.0.1:{free_port()}", "spawn")
+    assert same_losses(outcome(tmp_path), alone)
+
+
+def test_processes_of_the_users_own_with_the_address_in_the_environment(tmp_path: Path, alone: str) -> None:
+    (tmp_path / "script.py").write_text(SPAWN)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    done = forked.script(tmp_path / "script.py", "env://", "fork", cwd=tmp_path, env=address)
+    assert done.returncode == 0, done.stderr
+    assert "destroy_process_group() was not called" not in done.stderr
     assert same_losses(outcome(tmp_path), alone)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from paceline.cli.workloads import planned_run, read_recipe, require_script, warn_misplaced_options
 from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.workload import Target
@@ -52,10 +50,10 @@ def test_the_run_to_resume_is_read_from_the_script(in_folder: Path) -> None:
 
 def test_a_launch_and_a_plain_process_train_in_one_folder(in_folder: Path) -> None:
     Path("train.py").write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for command in (["-m", "paceline", "launch", "-n", "1", "--cpu", "train.py"], ["train.py"]):
-        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stdout + done.stderr
+    launched = forked.paceline("launch", "-n", "1", "--cpu", "train.py", cwd=in_folder)
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    done = forked.script(in_folder / "train.py", cwd=in_folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming runs/mine from step-000001" in done.stdout
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]
     assert Path("runs/mine/logs/rank-0.log").is_file()

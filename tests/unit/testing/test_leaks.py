@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +25,24 @@ LEAKS = {
 }
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of one session, in which each test leaves something else behind."""
+    folder = tmp_path_factory.mktemp("leaky")
+    for kind, (setup, leak, _) in LEAKS.items():
+        (folder / f"test_{kind}.py").write_text(f"{setup}\ndef test_leaky():\n    {leak}\n")
+    (folder / "test_neat.py").write_text("def test_neat(): pass")
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-p", "no:cacheprovider", "-rE", "--no-leaks"]
+    wide = {**os.environ, "COLUMNS": "1000"}
+    done = subprocess.run(command, cwd=folder, env=wide, capture_output=True, text=True, timeout=100)
+    assert f"{len(LEAKS) + 1} passed, {len(LEAKS)} errors" in done.stdout, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("kind", LEAKS)
-def test_a_test_that_leaves_something_behind_fails(tmp_path: Path, kind: str) -> None:
-    setup, leak, words = LEAKS[kind]
-    (tmp_path / "test_it.py").write_text(f"{setup}\ndef test_leaky():\n    {leak}\n")
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-p", "no:cacheprovider", "--no-leaks", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert "1 passed, 1 error" in done.stdout and words in done.stdout, done.stdout + done.stderr
+def test_a_test_that_leaves_something_behind_fails(report: str, kind: str) -> None:
+    [said] = [line for line in report.splitlines() if line.startswith(f"ERROR test_{kind}.py::test_leaky")]
+    assert LEAKS[kind][2] in said
 
 
 def test_without_the_option_no_leak_is_reported(tmp_path: Path) -> None:
