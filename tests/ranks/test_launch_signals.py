@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+import forked
+import nodes
+
 PACELINE = [sys.executable, "-m", "paceline", "launch", "-n", "2"]
 
 # Notes each signal; with the file `save` it "saves" until `saved` is there, and ends as its argument says.
@@ -48,14 +51,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Launched:
-    def __init__(self, folder: Path, *args: str, options: list[str]) -> None:
-        self.folder = folder
-        (folder / "script.py").write_text(TRAPPING)
-        self.process = subprocess.Popen(
-            [*PACELINE, *options, "script.py", *args],
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
+    """A launcher and its ranks, a process group of their own."""
+
+    def __init__(self, folder: Path, launcher: nodes.Launcher) -> None:
+        self.folder, self.pid, self._launcher = folder, launcher.pid, launcher
         wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(2)))
 
     def heard(self, rank: int) -> str:
@@ -70,33 +69,29 @@ class Launched:
 
     def end(self) -> tuple[int, str]:
         """Its status and what it said; nothing of it is left."""
-        _, err = self.process.communicate(timeout=60)
+        status = self._launcher.end()
         for rank in range(2):
             assert not Path(f"/proc/{(self.folder / f'pid-{rank}').read_text()}").exists()
-        return self.process.returncode, err
+        return status, self._launcher.said
 
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    started = []
+    (tmp_path / "script.py").write_text(TRAPPING)
+    with nodes.launchers(tmp_path) as start:
 
-    def launch(*args: str, options: list[str] | None = None) -> Launched:
-        started.append(Launched(tmp_path, *args, options=options or []))
-        return started[-1]
+        def launch(*args: str, options: tuple[str, ...] = ()) -> Launched:
+            return Launched(tmp_path, start("launch", "-n", "2", *options, "script.py", *args))
 
-    yield launch
-    for each in started:
-        if each.process.poll() is None:
-            os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.communicate()
+        yield launch
 
 
-@pytest.mark.parametrize("options", [[], ["--fresh"]])
+@pytest.mark.parametrize("options", [(), ("--fresh",)])
 def test_after_an_interrupt_ranks_save_as_long_as_they_take(
-    tmp_path: Path, launched: Callable[..., Launched], options: list[str]
+    tmp_path: Path, launched: Callable[..., Launched], options: tuple[str, ...]
 ) -> None:
     run = launched(options=options)
-    os.killpg(run.process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+    os.killpg(run.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
     run.wait_for_both("SIGINT")
     run.wait_for_words("waiting for ranks to save; press Ctrl-C again to kill them")
     (tmp_path / "saved").touch()
@@ -110,7 +105,7 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks_once(
     tmp_path: Path, launched: Callable[..., Launched]
 ) -> None:
     run = launched()
-    os.kill(run.process.pid, signal.SIGINT)
+    os.kill(run.pid, signal.SIGINT)
     run.wait_for_both("SIGINT")
     (tmp_path / "saved").touch()
     assert run.end()[0] == 130
@@ -119,19 +114,19 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks_once(
 
 def test_a_second_interrupt_ends_all_at_once(tmp_path: Path, launched: Callable[..., Launched]) -> None:
     run = launched()
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.pid, signal.SIGINT)
     run.wait_for_words("Ctrl-C again")
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.pid, signal.SIGINT)
     assert run.end()[0] == 130
     assert not list(tmp_path.glob("end-*"))
 
 
-@pytest.mark.parametrize(("args", "options"), [([], []), (["one ends"], []), (["one ends"], ["--fresh"])])
+@pytest.mark.parametrize(("args", "options"), [((), ()), (("one ends",), ()), (("one ends",), ("--fresh",))])
 def test_a_sigterm_reaches_the_ranks_which_end_in_their_own_way(
-    tmp_path: Path, launched: Callable[..., Launched], args: list[str], options: list[str]
+    tmp_path: Path, launched: Callable[..., Launched], args: tuple[str, ...], options: tuple[str, ...]
 ) -> None:
     run = launched(*args, options=options)
-    os.kill(run.process.pid, signal.SIGTERM)
+    os.kill(run.pid, signal.SIGTERM)
     run.wait_for_both("SIGTERM")
     (tmp_path / "saved").touch()
     status, err = run.end()
@@ -141,9 +136,9 @@ def test_a_sigterm_reaches_the_ranks_which_end_in_their_own_way(
 
 def test_after_sigusr1_ranks_go_on(tmp_path: Path, launched: Callable[..., Launched]) -> None:
     run = launched()
-    os.kill(run.process.pid, signal.SIGUSR1)
+    os.kill(run.pid, signal.SIGUSR1)
     run.wait_for_both("SIGUSR1")
-    os.kill(run.process.pid, signal.SIGUSR1)
+    os.kill(run.pid, signal.SIGUSR1)
     run.wait_for_both("SIGUSR1 SIGUSR1")
     (tmp_path / "saved").touch()
     assert run.end()[0] == 0
@@ -211,8 +206,6 @@ if os.environ["RANK"] == "0":
 time.sleep(600)
 """
     (tmp_path / "script.py").write_text(script)
-    done = subprocess.run(
-        [*PACELINE, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, start_new_session=True
-    )
+    done = forked.paceline("launch", "-n", "2", "script.py", cwd=tmp_path)
     assert done.returncode == 143, done.stderr
     assert "[checkpoint.no-space] The disk is full." in done.stderr and "Traceback" not in done.stderr
