@@ -1,9 +1,10 @@
 """Dropout masks as a function of sample keys and coordinates.
 
 The mask of an element is a hash of the key of its sample, the number of the call and its coordinates in the sample. Its
-flat index would change with the padding of a batch. Two multiply-xorshift rounds (the constants are those of Wellons'
-lowbias32) suffice: the state of a row has 64 bits, of which one half enters before the first round and the other after
-it. All arithmetic is modulo 2**32 in int32, so that a CPU, a GPU and compiled code give the same mask.
+flat index would change with the padding of a batch. Key, call and the coordinates before the last one give a row its
+start and an odd stride, 63 bits in total; two multiply-xorshift rounds (the constants are those of Wellons' lowbias32)
+hash start + (column + 1) * stride. With the same stride in every row, columns 12 apart have a correlation of 5e-4. All
+arithmetic is modulo 2**32 in int32, so that a CPU, a GPU and compiled code give the same mask.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Odd constants, one pair per coordinate: rows with different coordinates differ in at least one half of the state.
+# Odd constants, one pair per coordinate, so that rows with the same start have different strides.
 _FIRST = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 _SECOND = (0xA2C2A6D5, 0xD6E8FEB9, 0xB5297A4D, 0x68E31DA5, 0x1B56C4E9)
 _CALL = (0x632BE5AB, 0x51ED270B)
@@ -43,13 +44,13 @@ def hash_elements(keys: Tensor, call: int, shape: Sequence[int], offsets: Sequen
     first, second = _row_terms(rows, tuple(offsets[:-1]), keys.device)
     lead = (keys.shape[0],) + (1,) * (len(shape) - 1)
     low, high = keys[:, 0].view(lead), keys[:, 1].view(lead)
-    row = _round(low + (first + _signed(call * _CALL[0])), 16, _ROUNDS[0])
-    row = row ^ ((row >> 15) & 0x1FFFF)
-    other = high + (second + _signed(call * _CALL[1]))
-    columns = torch.arange(offsets[-1], offsets[-1] + shape[-1], dtype=torch.int32, device=keys.device)
-    state = _round(row + columns, 16, _ROUNDS[0])
-    state = state.bitwise_xor_(other) if not torch.compiler.is_compiling() else state ^ other
-    return _round(state, 15, _ROUNDS[1])
+    start = _round(low + (first + _signed(call * _CALL[0])), 16, _ROUNDS[0])
+    start = start ^ ((start >> 15) & 0x1FFFF)
+    stride = ((high + (second + _signed(call * _CALL[1]))) ^ start) | 1
+    columns = torch.arange(offsets[-1] + 1, offsets[-1] + shape[-1] + 1, dtype=torch.int32, device=keys.device)
+    state = columns * stride
+    state = state + start if torch.compiler.is_compiling() else state.add_(start)
+    return _round(_round(state, 16, _ROUNDS[0]), 15, _ROUNDS[1])
 
 
 def _round(state: Tensor, shift: int, factor: int) -> Tensor:
