@@ -1,8 +1,8 @@
 """Adds the gradients of all ranks in the order of `plan/slice_tree.py`.
 
 A reduction of torch adds in an order that depends on the number of ranks. Here each rank receives a part of the flat
-gradient from all ranks, adds it, and the sums are gathered. On 1, 2 or 4 ranks a rank sends one gradient, as much as an
-all-reduce does, if its share of the slices is a subtree; otherwise several.
+gradient from all ranks, adds it, and the sums are gathered. Where the slices of a rank are a subtree (12 slices on 2 or
+4 ranks), it sends one gradient, as much as in an all-reduce; otherwise several.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.plan.slice_tree import SliceSum, Span, spans_of
+from paceline.runtime.objects import message_device
 
 _BUCKET = 1 << 24  # elements that are exchanged at once
 
@@ -51,8 +52,9 @@ class SliceExchange:
         """Add the sums of all ranks, in the memory of the first one of this rank. Collective."""
         if self._ranks == 1:
             return
+        device = message_device(None)
         for bucket in _buckets(sums[0]):
-            flat = [torch.cat([gradients[number].reshape(-1) for number in bucket]) for gradients in sums]
+            flat = [torch.cat([gradients[number].reshape(-1) for number in bucket]).to(device) for gradients in sums]
             total = self._add_flat(flat)
             targets = [sums[0][number] for number in bucket]
             parts = total.split([target.numel() for target in targets])

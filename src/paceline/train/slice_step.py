@@ -21,6 +21,7 @@ from paceline.parallel.compose import Wrapped
 from paceline.parallel.slice_exchange import Gradients, SliceExchange, add_gradients
 from paceline.plan.slice_tree import SliceSum
 from paceline.runtime.mesh import Mesh
+from paceline.runtime.objects import message_device
 from paceline.train.step import Stepper, zero_without_weight
 
 _INSPECTED = 8  # steps: a model that draws random numbers does so from the beginning
@@ -114,6 +115,7 @@ class SliceStepper(Stepper):
         facts = torch.cat([torch.stack(losses), torch.tensor(states, dtype=torch.float64, device=device)])
         table = facts.unsqueeze(0)
         if self._shards > 1:
+            facts = facts.to(message_device(None))
             table = facts.new_empty(self._shards, len(facts))
             torch_dist.all_gather(list(table), facts)
         total = SliceSum[Tensor](self._slices, torch.add)
