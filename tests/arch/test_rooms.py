@@ -22,7 +22,7 @@ CEILINGS = {
     "watch": 1_500,
     "runtime": 2_350,
     "launcher": 5_800,
-    "models": 2_550,
+    "models": 2_700,
     "data": 3_050,
     "precision": 400,
     "parallel": 3_550,

@@ -90,7 +90,7 @@ class SampleKeys:
         count = samples.samples or 1  # a placeholder batch has one row
         table = None
         if self.used is not False:
-            table = torch.from_numpy(self._hash(samples.step, samples.start, count)).to(self.device, non_blocking=True)
+            table = self._on_device(torch.from_numpy(self._hash(samples.step, samples.start, count)))
         self._set(table, count)
         for scope in self._scopes:
             scope.visits = 0
@@ -118,6 +118,11 @@ class SampleKeys:
         if table is not None:
             for scope, keys in zip(self._scopes, table.unbind(0), strict=True):
                 scope.keys = keys
+
+    def _on_device(self, table: Tensor) -> Tensor:
+        if self.device.type == "cuda":  # from pageable memory, the copy would wait for the kernels before it
+            return table.pin_memory().to(self.device, non_blocking=True)
+        return table.to(self.device)
 
     def _hash(self, step: int, start: int, count: int) -> NDArray[numpy.int32]:
         """Keys of shape (scopes, samples, 2)."""

@@ -9,8 +9,11 @@ A call that cannot be computed by sample runs torch's function, and is noted.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,9 +56,27 @@ def _numbers(keys: SampleKeys, shape: tuple[int, ...], device: torch.device) -> 
     return hash_elements(own.to(device), call, batched, keys.offsets_of(batched)).view(shape)
 
 
-def _scale(input: Tensor, keep: Tensor, factor: float, inplace: bool) -> Tensor:
-    kept = keep.to(input.dtype) * factor
-    return input.mul_(kept) if inplace else input * kept
+@cache
+def _triton_kernel() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from paceline.models.dropout import triton_kernel
+
+    return triton_kernel
+
+
+def _scaled_mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what: str) -> Tensor | None:
+    """1 / (1 - p) for elements to keep and 0 for the others, in the dtype of `like`; None as above."""
+    kernel = _triton_kernel() if like.is_cuda and not torch.compiler.is_compiling() else None
+    batched = sample_shape(shape, keys.samples) if kernel is not None else None
+    own = keys.current.keys
+    if kernel is None or batched is None or own is None or isinstance(like, DTensor):
+        keep = _mask(keys, like, shape, p, what)
+        return None if keep is None else keep.to(like.dtype) * (1.0 / (1.0 - p))
+    call = keys.calls
+    keys.used, keys.calls = True, call + 1
+    mask: Tensor = kernel.scaled_mask(like, shape, own.to(like.device), call, batched, keys.offsets_of(batched), p)
+    return mask
 
 
 def _channels(input: Tensor) -> tuple[int, ...]:
@@ -70,9 +91,14 @@ def _replace_dropout(original: Callable[..., Tensor], dims: int | None = None) -
         keys = _active(training, p)
         if keys is None:
             return original(input, p, training, inplace)
+        if dims not in (None, input.dim()):
+            keys.note(original.__name__, tuple(input.shape))
+            return original(input, p, training, inplace)
         shape = tuple(input.shape) if dims is None else _channels(input)
-        keep = _mask(keys, input, shape, p, original.__name__) if dims in (None, input.dim()) else None
-        return original(input, p, training, inplace) if keep is None else _scale(input, keep, 1.0 / (1.0 - p), inplace)
+        mask = _scaled_mask(keys, input, shape, p, original.__name__)
+        if mask is None:
+            return original(input, p, training, inplace)
+        return input.mul_(mask) if inplace else input * mask
 
     return dropout
 
@@ -87,8 +113,8 @@ def _replace_alpha_dropout(original: Callable[..., Tensor], *, channels: bool) -
             return original(input, p, training, inplace)
         scale = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1.0) * (1.0 - p))
         dropped = (~keep).to(input.dtype) * (_ALPHA * scale) + _ALPHA * scale * p
-        kept = _scale(input, keep, scale, inplace)
-        return kept.add_(dropped) if inplace else kept + dropped
+        kept = keep.to(input.dtype) * scale
+        return input.mul_(kept).add_(dropped) if inplace else input * kept + dropped
 
     return alpha_dropout
 
@@ -107,12 +133,12 @@ def attention(
     keys = _active(True, dropout_p)
     if keys is not None and (keys.attention or query.device.type == "cpu"):
         shape = (*query.shape[:-1], key.shape[-2])
-        keep = _mask(keys, query, shape, dropout_p, "scaled_dot_product_attention")
-        if keep is not None:
+        mask = _scaled_mask(keys, query, shape, dropout_p, "scaled_dot_product_attention")
+        if mask is not None:
             if enable_gqa:
                 key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
-            scores = _scores(query, key, attn_mask, is_causal, scale)
-            return _scale(scores.softmax(-1), keep, 1.0 / (1.0 - dropout_p), False).to(value.dtype) @ value
+            weights = _scores(query, key, attn_mask, is_causal, scale).softmax(-1)
+            return (weights * mask).to(value.dtype) @ value
     elif keys is not None:
         keys.used, keys.fused_attention = True, True
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}

@@ -18,12 +18,12 @@ from torch import Tensor
 # Odd constants, one pair per coordinate, so that rows with the same start have different strides.
 _FIRST = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 _SECOND = (0xA2C2A6D5, 0xD6E8FEB9, 0xB5297A4D, 0x68E31DA5, 0x1B56C4E9)
-_CALL = (0x632BE5AB, 0x51ED270B)
+CALL = (0x632BE5AB, 0x51ED270B)
 _ROUNDS = (0x7FEB352D, 0x846CA68B)
 DIMS = len(_FIRST)  # largest number of coordinates before the last one
 
 
-def _signed(number: int) -> int:
+def to_int32(number: int) -> int:
     """The int32 with the same bits."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
@@ -41,12 +41,12 @@ def hash_elements(keys: Tensor, call: int, shape: Sequence[int], offsets: Sequen
     """Uniform int32 numbers of `shape`, (samples, *coordinates). `offsets`: of the first element, by coordinate."""
     rows = tuple(shape[1:-1])
     offsets = (*offsets, *[0] * (len(shape) - 1 - len(offsets)))
-    first, second = _row_terms(rows, tuple(offsets[:-1]), keys.device)
+    first, second = row_terms(rows, tuple(offsets[:-1]), keys.device)
     lead = (keys.shape[0],) + (1,) * (len(shape) - 1)
     low, high = keys[:, 0].view(lead), keys[:, 1].view(lead)
-    start = _round(low + (first + _signed(call * _CALL[0])), 16, _ROUNDS[0])
+    start = _round(low + (first + to_int32(call * CALL[0])), 16, _ROUNDS[0])
     start = start ^ ((start >> 15) & 0x1FFFF)
-    stride = ((high + (second + _signed(call * _CALL[1]))) ^ start) | 1
+    stride = ((high + (second + to_int32(call * CALL[1]))) ^ start) | 1
     columns = torch.arange(offsets[-1] + 1, offsets[-1] + shape[-1] + 1, dtype=torch.int32, device=keys.device)
     state = columns * stride
     state = state + start if torch.compiler.is_compiling() else state.add_(start)
@@ -56,9 +56,9 @@ def hash_elements(keys: Tensor, call: int, shape: Sequence[int], offsets: Sequen
 def _round(state: Tensor, shift: int, factor: int) -> Tensor:
     """`>>` is arithmetic on int32: clear the bits that it copies from the sign."""
     if torch.compiler.is_compiling():
-        return (state ^ ((state >> shift) & ((1 << (32 - shift)) - 1))) * _signed(factor)
+        return (state ^ ((state >> shift) & ((1 << (32 - shift)) - 1))) * to_int32(factor)
     shifted = (state >> shift).bitwise_and_((1 << (32 - shift)) - 1)
-    return shifted.bitwise_xor_(state).mul_(_signed(factor))
+    return shifted.bitwise_xor_(state).mul_(to_int32(factor))
 
 
 def _terms(rows: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -68,15 +68,15 @@ def _terms(rows: tuple[int, ...], offsets: tuple[int, ...], device: torch.device
         total = torch.zeros((1,) * (len(rows) + 1), dtype=torch.int32, device=device)
         for dim, (size, start) in enumerate(zip(rows, offsets, strict=True)):
             places = torch.arange(start, start + size, dtype=torch.int32, device=device)
-            total = total + (places * _signed(factors[dim])).view((size,) + (1,) * (len(rows) - dim))
+            total = total + (places * to_int32(factors[dim])).view((size,) + (1,) * (len(rows) - dim))
         halves.append(total)
     return halves[0], halves[1]
 
 
-_cached_terms = lru_cache(maxsize=64)(_terms)
+_cached_terms = lru_cache(maxsize=256)(_terms)
 
 
-def _row_terms(rows: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def row_terms(rows: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return _terms(rows, offsets, device)
     return _cached_terms(rows, offsets, device)
