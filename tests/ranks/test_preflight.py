@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
 
 import paceline
@@ -300,3 +302,29 @@ def test_a_parameter_that_a_later_batch_of_one_rank_does_not_use_is_named_before
         with pytest.raises(Exception, match="onnection"):
             trainer.train(data, epochs=1)
         os._exit(0)
+
+
+class DrawsOnSecondRank(nn.Linear):
+    """Draws noise, and leaves a part of its dropout to torch on rank 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(functional.dropout(x, 0.1) + torch.randn_like(x))
+        return x + functional.dropout(x.new_ones(7), 0.1).sum() if dist.rank() == 1 else x
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_random_numbers_of_any_rank_are_warned_about_with_their_line(strategy: str) -> None:
+    @ranks(2)
+    def body() -> None:
+        lines: list[str] = []
+        logging.getLogger("paceline").addHandler(handler := logging.Handler())
+        handler.emit = lambda record: lines.append(record.getMessage()) if record.levelno >= logging.WARNING else None
+        torch.manual_seed(0)
+        trainer = tiny.classifier_trainer(nn.Sequential(DrawsOnSecondRank(8, 8), nn.Linear(8, 2)), strategy=strategy)
+        trainer.train(tiny.blobs(), max_steps=2)
+        found = [line for line in lines if line.startswith("random numbers:")]
+        assert len(found) == (dist.rank() == 0)
+        for line in found:
+            assert "randn_like of shape (" in line and "dropout of shape (7,)" in line and "test_preflight.py:" in line
+
+    body()

@@ -37,10 +37,10 @@ def find(
     ranks, and the others. Collective. `run` computes the loss of a batch."""
     before = _attributes(module.model)
     with snapshot.preserved(module.model, *user_code), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        first = _loss(run, micro, draw)
+        first = trial_loss(run, micro, draw)
         changed = {name: value for name, value in _attributes(module.model).items() if before.get(name) != value}
         ranks = collectives.all_gather_object(changed)
-        second = _loss(run, micro, draw) if any(ranks) else first
+        second = trial_loss(run, micro, draw) if any(ranks) else first
     reshard_all(module)
     buffers = instance_statistics(module.model) if collectives.world() == 1 else []  # else the pre-flight finds them
     if not any(ranks) or not any(collectives.all_gather_object(not isclose(first, second, rel_tol=_TOLERANCE))):
@@ -63,11 +63,16 @@ def _attributes(model: nn.Module) -> dict[str, int]:
     return found
 
 
+def trial_loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> float:
+    """The loss of a micro-batch; zero if it fails."""
+    with preserve_rng_state():
+        return _loss(run, micro, draw)
+
+
 def _loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> float:
     draw.begin(micro)
     try:
-        with preserve_rng_state():
-            value = float(read_loss(run(snapshot.copied(micro.batch)))[0])
+        value = float(read_loss(run(snapshot.copied(micro.batch)))[0])
         return 0.0 if isnan(value) else value
     except LayoutError:  # as in loss_halves
         raise

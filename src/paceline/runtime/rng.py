@@ -94,6 +94,24 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def positions() -> dict[str, Any]:
+    """Where the global generators are in their sequences. An entry changes when numbers are drawn."""
+    legacy: Any = numpy.random.get_state()
+    found: dict[str, Any] = {
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        "Python's random": random.getstate(),
+        "numpy.random": (legacy[1].tobytes(), *legacy[2:]),
+    }
+    if torch.cuda.is_initialized():
+        found["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return found
+
+
+def drawn_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The generators that have advanced."""
+    return [name for name, position in after.items() if before.get(name) != position]
+
+
 def _state() -> tuple[Any, Any, Any]:
     return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
 

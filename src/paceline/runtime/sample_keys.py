@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.runtime.rng import derive_seed
+from paceline.runtime.rng import derive_seed, drawn_between, positions
 from paceline.runtime.sample_position import Samples
 
 VISIT = 1 << 16  # distance between the call numbers of two visits
@@ -68,6 +68,8 @@ class SampleKeys:
         self.attention = False  # whether attention gives up its fused kernel on a GPU, whose masks are not ours
         self.fused_attention = False  # whether it kept it
         self.kept: dict[str, tuple[int, ...]] = {}  # calls that were left to torch, with the shape of the first
+        self.watches = True  # whether to look for draws from the global generators in the next micro-batch
+        self.drawn: list[str] = []  # the generators that were found
         self.shard: tuple[str, int] | None = None  # "tokens" or "features" of this rank's activations, and its number
         self.installed: AbstractContextManager[Any] = nullcontext()  # entered while the keys are active
         self._active = 0
@@ -95,10 +97,14 @@ class SampleKeys:
         for scope in self._scopes:
             scope.visits = 0
         self.current, self.calls, self.shard = self.outside, 0, None
+        if self.watches:
+            self._before = positions()
 
     def end(self) -> None:
         """Call after the backward. Dropout outside of a step is torch's."""
         self.samples, self.used = 0, bool(self.used)
+        if self.watches:
+            self.watches, self.drawn = False, drawn_between(self._before, positions())
 
     def note(self, what: str, shape: tuple[int, ...]) -> None:
         """Record a call that is not computed by sample."""

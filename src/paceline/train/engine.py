@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -23,6 +22,7 @@ from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.guard.optimizer_check import require_separable
+from paceline.guard.random_draws import describe_draws
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
 from paceline.guard.wrapped_model import take_over
@@ -288,7 +288,7 @@ class Engine:
         if groups > 1 or self.updater.gradient_hooks is not None:
             self._defer_hooks()
         if self.world.size == 1:
-            self._check_in_first_step(groups)
+            self._check_in_first_step(micro, groups)
             self._compare_halves(micro, groups)
             return
         self.stepper.weigh(several=groups > 1)
@@ -308,6 +308,7 @@ class Engine:
         self.stepper.nominal = preflight.nominal(weight, groups)
         self.stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
         self._compare_halves(micro, groups)
+        self._name_draws(micro, self.log.warning)
         several = groups > 1 or self.mesh.degrees.pipeline > 1
         fixed = self.config.fixed_order
         forward_state.warn_of_buffers(own, counted, self.log.warning, several=several, fixed_order=fixed)
@@ -319,17 +320,24 @@ class Engine:
         degrees = self.mesh.degrees
         if self.mesh.data_ranks * groups * degrees.pipeline == 1 and not self.wrapped.slices:
             return
-        run = partial(run_loss, self.module)
-        code = [self.task.criterion, self.task.loss_fn]
-        warning = loss_halves.compare(self.module, run, micro, self.draw, code, replicated=degrees.is_replicated)
-        if warning is not None:
-            self.log.warning(f"loss: {warning}")
         if degrees.pipeline == 1:
-            own, counted = kept_state.find(self.module, run, micro, self.draw, code)
+            own, counted = kept_state.find(*self._trial(micro))
             fixed = self.config.fixed_order
             forward_state.warn_of_buffers(own, counted, self.log.warning, several=groups > 1, fixed_order=fixed)
+        warning = loss_halves.compare(*self._trial(micro), replicated=degrees.is_replicated)
+        if warning is not None:
+            self.log.warning(f"loss: {warning}")
 
-    def _check_in_first_step(self, groups: int) -> None:
+    def _name_draws(self, micro: MicroBatch, say: Callable[[str], None]) -> None:
+        found = describe_draws(*self._trial(micro), pipelined=self.mesh.degrees.pipeline > 1)
+        if found is not None:
+            say(found)
+
+    def _trial(self, micro: MicroBatch) -> tuple[Any, ...]:
+        """The arguments of checks that run the forward once more."""
+        return self.module, partial(run_loss, self.module), micro, self.draw, [self.task.criterion, self.task.loss_fn]
+
+    def _check_in_first_step(self, micro: MicroBatch, groups: int) -> None:
         """One rank runs no trial: the first step itself shows the weight and the unused parameters."""
         self._checked = True
         self.module.zero_grad(set_to_none=True)
@@ -337,6 +345,7 @@ class Engine:
 
         def check(*arguments: Any) -> None:
             hook.remove()
+            self._name_draws(micro, self.log.info)
             unused = preflight.without_gradient(self.model)
             if unused and self.config.unused_parameters == "error":
                 self.log.warning(
@@ -387,13 +396,3 @@ class Engine:
         self._composition = replace(self._composition, config=config)
         compose.change_recompute(self._subject, self._composition)
         self.config = config
-
-    @contextmanager
-    def moved_to_cpu(self) -> Iterator[None]:
-        """Free GPU memory for other processes. (micro_batch: auto requires an unsharded model.)"""
-        self.model.to("cpu")
-        torch.cuda.empty_cache()
-        try:
-            yield
-        finally:
-            self.model.to(self.world.device)

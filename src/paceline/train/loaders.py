@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from paceline.data import adopt
 from paceline.data.epoch_reader import preserve_generators
 from paceline.data.iterable import OwnBatches
@@ -103,8 +105,13 @@ class Loaders:
         """Try sizes up to this rank's share of the batch, with the model moved to the CPU."""
         with preserve_generators(data):
             sample = next(self._loader(data, batch.size, batch.size).micros(0, 1)).batch
-        with self._engine.moved_to_cpu():
+        engine = self._engine
+        engine.model.to("cpu")  # frees GPU memory for other processes; the model is not sharded
+        torch.cuda.empty_cache()
+        try:
             found = finder.find(sample, int(batch.micro_batch.value))
+        finally:
+            engine.model.to(engine.world.device)
         self._finder = None
         self._engine.config = self._engine.config.model_copy(update={"micro_batch": found})
         self._engine.log.info(f'micro_batch="auto" selected {found} samples')
