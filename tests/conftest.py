@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
-import paceline.train.trainer  # noqa: F401  # once, before ranks are forked: a second each otherwise
+# Once, before ranks are forked: one to three seconds in each of them otherwise.
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification  # noqa: F401
+
+import paceline.train.trainer  # noqa: F401
 
 _stacks = Path(tempfile.gettempdir()) / f"paceline-stacks-{os.getpid()}.txt"
 
