@@ -156,6 +156,8 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
 
 # Stochastic depth: one number per sample, which models draw themselves.
 
+_DIGITS = {torch.bfloat16: 8, torch.float16: 11}  # binary, as in torch.rand: more would be rounded up to 1
+
 
 def _uniform(shape: tuple[int, ...], what: str, device: Any = None, dtype: Any = None) -> Tensor | None:
     """Numbers in [0, 1) by sample; None outside of a step, or if the first dim is not the samples in the model."""
@@ -168,7 +170,8 @@ def _uniform(shape: tuple[int, ...], what: str, device: Any = None, dtype: Any =
     if numbers is None:
         keys.note(what, shape)
         return None
-    return ((numbers >> 8).bitwise_and_(0xFFFFFF).to(torch.float64) * 2.0**-24).to(dtype)
+    digits = _DIGITS.get(dtype, 24)
+    return ((numbers >> (32 - digits)).bitwise_and_((1 << digits) - 1).to(torch.float64) * 2.0**-digits).to(dtype)
 
 
 def _replace_rand(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -194,7 +197,7 @@ def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]
     def bernoulli(input: Tensor, *args: Any, **options: Any) -> Tensor:
         drawn = None
         if not args and not options:
-            drawn = _uniform(tuple(input.shape), "torch.bernoulli", input.device, input.dtype)
+            drawn = _uniform(tuple(input.shape), "torch.bernoulli", input.device, torch.float64)
         return original(input, *args, **options) if drawn is None else (drawn < input).to(input.dtype)
 
     return bernoulli
