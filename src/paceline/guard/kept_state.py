@@ -26,7 +26,7 @@ from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import preserve_rng_state
 
-_TOLERANCE = 1e-6  # above the rounding of kernels that are not deterministic
+TOLERANCE = 1e-6  # above the rounding of kernels that are not deterministic
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -43,7 +43,7 @@ def find(
         second = trial_loss(run, micro, draw) if any(ranks) else first
     reshard_all(module)
     buffers = instance_statistics(module.model) if collectives.world() == 1 else []  # else the pre-flight finds them
-    if not any(ranks) or not any(collectives.all_gather_object(not isclose(first, second, rel_tol=_TOLERANCE))):
+    if not any(ranks) or not any(collectives.all_gather_object(not isclose(first, second, rel_tol=TOLERANCE))):
         return [], buffers
     names = sorted({name for values in ranks for name in values})
     own = [name for name in names if any(values.get(name) != ranks[0].get(name) for values in ranks)]

@@ -1,28 +1,31 @@
 """Names random numbers that a forward draws from the generators of its rank, so that the loss depends on the layout.
 
 Dropout and `paceline.noise` are computed by sample. Whether anything else is drawn shows in the generators after the
-first micro-batch. Only then are two more forwards run: the second one is recorded, because models may initialize
-something in their first.
+first micro-batch. Only then are more forwards run: the second one is recorded, because models may initialize something
+in their first. The others show whether the numbers matter: some models draw them and then ignore them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import isclose
 from typing import Any
 
 import torch
 
 from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
-from paceline.guard.kept_state import trial_loss
+from paceline.guard.kept_state import TOLERANCE, trial_loss
 from paceline.models.loss_module import LossModule
 from paceline.monitor.random_calls import RandomCalls
 from paceline.parallel.fsdp import reshard_all
-from paceline.runtime import collectives
+from paceline.runtime import collectives, rng
 from paceline.runtime.noise import NoiseContext
+from paceline.runtime.sample_keys import SampleKeys
 
 _SHOWN = 4
+_SEEDS = 8
 _ADVICE = (
     "random numbers: {} are drawn from the generator of a rank, so the loss depends on the number of ranks. Dropout is "
     "computed by sample if its first dim is the samples, or a multiple of them; for other numbers, use "
@@ -53,8 +56,15 @@ def describe_draws(
             draw.copy() as trial,
         ):
             trial_loss(run, micro, trial)
-            trial_loss(partial(recorder.record, run), micro, trial)
+            first = trial_loss(partial(recorder.record, partial(_seeded, 0, run, keys)), micro, trial)
+            others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial) for seed in range(1, _SEEDS)]
         reshard_all(module)
-        calls = recorder.found
+        calls = [] if all(isclose(first, other, rel_tol=TOLERANCE) for other in others) else recorder.found
     found = sorted({call for rank in collectives.all_gather_object(calls) for call in rank})
     return _ADVICE.format("; ".join(found[:_SHOWN]) + ("; …" if len(found) > _SHOWN else "")) if found else None
+
+
+def _seeded(seed: int, run: Callable[[Any], Any], keys: SampleKeys, batch: Any) -> Any:
+    rng.seed_everything(0 if keys.fused_attention else seed)  # its masks are known to matter
+    rng.seed_cpu(seed)
+    return run(batch)

@@ -44,7 +44,7 @@ def once(model: Any, x: Tensor) -> Tensor:
 
 
 def layer_drop(model: Any, x: Tensor) -> Tensor:
-    return x if torch.rand([]) < 0.1 else x * 2
+    return x if torch.rand([]) < 0.5 else x * 2
 
 
 def tokens_first(model: Any, x: Tensor) -> Tensor:
@@ -70,6 +70,7 @@ COVERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "noise": lambda model, x: x + paceline.noise(x),
     "stochastic depth": lambda model, x: x * (torch.rand(len(x), 1) < 0.5),
     "initialized once": once,
+    "without effect": lambda model, x: x * 2 if torch.rand([]) < 0.0 else x,
 }
 
 
