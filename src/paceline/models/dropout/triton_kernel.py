@@ -25,10 +25,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     keys,
     first,
     second,
+    scale,
     low_call,
     high_call,
     limit,
-    scale,
     rows,
     columns,
     rows_of_sample,
@@ -53,12 +53,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     keep = state.to(tl.int32, bitcast=True) >= limit
     where = row[:, None] * columns + column[None, :]
     inside = exists[:, None] & (column < columns)[None, :]
-    tl.store(outputs + where, tl.where(keep, scale, 0.0), inside)
+    tl.store(outputs + where, tl.where(keep, tl.load(scale), 0.0), inside)
 
 
 @lru_cache(maxsize=256)
-def _plan(shape: tuple[int, ...], offsets: tuple[int, ...], p: float, device: torch.device) -> tuple[Any, ...]:
-    """What does not change between calls: the arguments after the call number, and the grid."""
+def _plan(
+    shape: tuple[int, ...], offsets: tuple[int, ...], p: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """What does not change between calls: the arguments before and after the call number, and the grid."""
     offsets = (*offsets, *[0] * (len(shape) - 1 - len(offsets)))
     first, second = row_terms(shape[1:-1], offsets[:-1], device)
     columns, count = shape[-1], first.numel()
@@ -66,7 +68,8 @@ def _plan(shape: tuple[int, ...], offsets: tuple[int, ...], p: float, device: to
     wide = min(triton.next_power_of_2(columns), _COLUMNS)
     high = max(_ELEMENTS // wide, 1)
     grid = (triton.cdiv(rows, high), triton.cdiv(columns, wide))
-    return first, second, (threshold(p), 1.0 / (1.0 - p), rows, columns, count, offsets[-1], high, wide), grid
+    scale = torch.full((), 1.0 / (1.0 - p), dtype=dtype, device=device)  # a number would be rounded to float32
+    return (first, second, scale), (threshold(p), rows, columns, count, offsets[-1], high, wide), grid
 
 
 def scaled_mask(
@@ -81,6 +84,6 @@ def scaled_mask(
     """1 / (1 - p) for elements to keep and 0 for the others, with the dtype and device of `like`. `batched` is `shape`
     as (samples, *coordinates)."""
     mask = torch.empty(shape, dtype=like.dtype, device=like.device)
-    first, second, arguments, grid = _plan(batched, offsets, p, like.device)
-    _kernel[grid](mask, keys, first, second, to_int32(call * CALL[0]), to_int32(call * CALL[1]), *arguments)
+    tensors, numbers, grid = _plan(batched, offsets, p, like.device, like.dtype)
+    _kernel[grid](mask, keys, *tensors, to_int32(call * CALL[0]), to_int32(call * CALL[1]), *numbers)
     return mask
