@@ -1,9 +1,9 @@
 """Keys of the samples in the model, from which dropout masks are computed.
 
-A key is a 64-bit hash of (seed, step, scope, position of the sample in the global batch). None of these depends on
-ranks, micro-batches or the layout. A scope is a block of the model, or the code after a block and before the next one.
-It counts the calls within it from zero, so that a pipeline stage knows the number of a call without having run the
-stages before it. Repeated visits of a block in one forward (tied layers, siamese networks) are numbered.
+A key is a 64-bit hash of (seed, step, position of the sample in the global batch), plus that of a scope. None of these
+depends on ranks, micro-batches or the layout. A scope is a block of the model, or the code after a block and before the
+next one. It counts the calls within it from zero, so that a pipeline stage knows the number of a call without having
+run the stages before it. Repeated visits of a block in one forward (tied layers, siamese networks) are numbered.
 
 The keys of a micro-batch are computed on the CPU and copied to the device once, without synchronization.
 """
@@ -31,18 +31,20 @@ _INCREMENT = numpy.uint64(0x9E3779B97F4A7C15)
 class Scope:
     """A part of the forward with its own count of calls."""
 
-    __slots__ = ("keys", "name", "visits")
+    __slots__ = ("name", "salt", "visits", "words")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.keys: Tensor | None = None  # (samples, 2), int32
-        self.visits = 0
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.visits = name, 0
+        # What is added to the keys of samples. A tensor as well: compiled blocks share their code, but not a constant.
+        words = numpy.array([derive_seed(crc32(name.encode()), len(name))], dtype=numpy.uint64).view(numpy.int32)
+        self.words: tuple[int, ...] = tuple(words.tolist())
+        self.salt = torch.from_numpy(words).to(device)
 
 
 class SavedKeys(NamedTuple):
     """The state of `SampleKeys` at some point of a forward."""
 
-    table: Tensor | None
+    rows: Tensor | None
     samples: int
     visits: list[int]
     current: Scope
@@ -51,18 +53,15 @@ class SavedKeys(NamedTuple):
 
 
 class SampleKeys:
-    """The keys of the samples in the model, for each scope, and the number of the next call."""
+    """The keys of the samples in the model, the current scope, and the number of the next call."""
 
     def __init__(self, seed: int, device: torch.device, blocks: Sequence[str] = ()) -> None:
         """`blocks`: the names of the blocks in the full model, on every layout."""
         self.seed, self.device = seed, device
-        self.outside = Scope("")
-        self.inside = {name: Scope(name) for name in blocks}
-        self.after = {name: Scope(f"{name} end") for name in blocks}
-        self._scopes = [self.outside, *self.inside.values(), *self.after.values()]
-        salts = [derive_seed(crc32(scope.name.encode()), len(scope.name)) for scope in self._scopes]
-        self._salts = numpy.array(salts, dtype=numpy.uint64)[:, None]
-        self._table: Tensor | None = None
+        self.outside = Scope("", device)
+        self.inside = {name: Scope(name, device) for name in blocks}
+        self.after = {name: Scope(f"{name} end", device) for name in blocks}
+        self.rows: Tensor | None = None  # (samples, 2), int32
         self.current, self.calls, self.samples = self.outside, 0, 0
         self.used: bool | None = None  # whether the model has dropout; None: not known yet
         self.attention = False  # whether attention gives up its fused kernel on a GPU, whose masks are not ours
@@ -90,11 +89,10 @@ class SampleKeys:
     def begin(self, samples: Samples) -> None:
         """Call before the forward of a micro-batch."""
         count = samples.samples or 1  # a placeholder batch has one row
-        table = None
+        self.rows, self.samples = None, count
         if self.used is not False:
-            table = self._on_device(torch.from_numpy(self._hash(samples.step, samples.start, count)))
-        self._set(table, count)
-        for scope in self._scopes:
+            self.rows = self._on_device(torch.from_numpy(self._hash(samples.step, samples.start, count)))
+        for scope in self.inside.values():
             scope.visits = 0
         self.current, self.calls, self.shard = self.outside, 0, None
         if self.watches:
@@ -119,27 +117,24 @@ class SampleKeys:
         dim = 0 if kind == "tokens" or len(shape) > 3 else len(shape) - 2  # heads come before tokens
         return (*[0] * dim, rank * shape[dim + 1])
 
-    def _set(self, table: Tensor | None, samples: int) -> None:
-        self._table, self.samples = table, samples
-        if table is not None:
-            for scope, keys in zip(self._scopes, table.unbind(0), strict=True):
-                scope.keys = keys
+    def own(self) -> Tensor | None:
+        """The keys of the samples in the current scope."""
+        return None if self.rows is None else self.rows + self.current.salt
 
-    def _on_device(self, table: Tensor) -> Tensor:
+    def _on_device(self, rows: Tensor) -> Tensor:
         if self.device.type == "cuda":  # from pageable memory, the copy would wait for the kernels before it
-            return table.pin_memory().to(self.device, non_blocking=True)
-        return table.to(self.device)
+            return rows.pin_memory().to(self.device, non_blocking=True)
+        return rows.to(self.device)
 
     def _hash(self, step: int, start: int, count: int) -> NDArray[numpy.int32]:
-        """Keys of shape (scopes, samples, 2)."""
+        """Keys of shape (samples, 2)."""
         first = numpy.uint64(derive_seed(self.seed, step))
         positions = numpy.arange(start, start + count, dtype=numpy.uint64)
-        keys = _mixed(_mixed(positions * _INCREMENT + first)[None] ^ self._salts)
-        return keys.view(numpy.int32).reshape(len(self._scopes), count, 2)
+        return _mixed(positions * _INCREMENT + first).view(numpy.int32).reshape(count, 2)
 
     def save(self) -> SavedKeys:
-        visits = [scope.visits for scope in self._scopes]
-        return SavedKeys(self._table, self.samples, visits, self.current, self.calls, self.shard)
+        visits = [scope.visits for scope in self.inside.values()]
+        return SavedKeys(self.rows, self.samples, visits, self.current, self.calls, self.shard)
 
     def select(self, start: int, count: int, after: str | None = None) -> SavedKeys:
         """The present state, for `count` of the samples in the model, from `start` on; `after`: at the end of a block.
@@ -147,16 +142,16 @@ class SampleKeys:
         saved = self.save()
         if after is not None:
             saved = saved._replace(current=self.after[after], calls=0)
-        if saved.table is None:
+        if saved.rows is None:
             return saved._replace(samples=count)
-        table = saved.table[:, start : start + count]
-        if table.shape[1] < count:
-            table = torch.cat([table, saved.table[:, -1:].expand(-1, count - table.shape[1], -1)], 1)
-        return saved._replace(table=table, samples=count)
+        rows = saved.rows[start : start + count]
+        if len(rows) < count:
+            rows = torch.cat([rows, saved.rows[-1:].expand(count - len(rows), -1)])
+        return saved._replace(rows=rows, samples=count)
 
     def restore(self, saved: SavedKeys) -> None:
-        self._set(saved.table, saved.samples)
-        for scope, visits in zip(self._scopes, saved.visits, strict=True):
+        self.rows, self.samples = saved.rows, saved.samples
+        for scope, visits in zip(self.inside.values(), saved.visits, strict=True):
             scope.visits = visits
         self.current, self.calls, self.shard = saved.current, saved.calls, saved.shard
 

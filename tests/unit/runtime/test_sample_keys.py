@@ -25,14 +25,21 @@ def keys_of(rows: Rows, seed: int = 1) -> SampleKeys:
 
 def test_a_slice_of_a_batch_has_the_keys_of_its_samples() -> None:
     batch, part = keys_of(Rows(12, 0, step=3)), keys_of(Rows(4, 5, step=3))
-    assert batch.outside.keys is not None and part.outside.keys is not None
-    assert torch.equal(batch.outside.keys[5:9], part.outside.keys)
+    assert batch.rows is not None and part.rows is not None
+    assert torch.equal(batch.rows[5:9], part.rows)
 
 
 def test_keys_differ_between_seeds_steps_scopes_and_samples() -> None:
     contexts = [(Rows(12, 0, step=3), 1), (Rows(12, 0, step=4), 1), (Rows(12, 0, step=3), 2)]
-    found = [scope.keys for rows, seed in contexts for scope in keys_of(rows, seed)._scopes]
-    numbers = torch.cat([keys.view(torch.int64).flatten() for keys in found if keys is not None])
+    found = []
+    for rows, seed in contexts:
+        keys = keys_of(rows, seed)
+        for scope in [keys.outside, *keys.inside.values(), *keys.after.values()]:
+            keys.current = scope
+            own = keys.own()
+            assert own is not None
+            found.append(own.view(torch.int64).flatten())
+    numbers = torch.cat(found)
     assert len(numbers) == 3 * 5 * 12 and len(numbers.unique()) == len(numbers)
 
 
@@ -47,12 +54,12 @@ def test_restored_keys_continue_where_they_were_saved() -> None:
 
 def test_rows_of_padding_repeat_the_last_sample() -> None:
     keys = keys_of(Rows(5, 0, step=0))
-    table = keys.select(4, 3).table
-    assert table is not None and torch.equal(table[:, 0], table[:, 2])
+    rows = keys.select(4, 3).rows
+    assert rows is not None and torch.equal(rows[0], rows[2])
 
 
 def test_a_model_without_dropout_computes_no_keys_after_its_first_micro_batch() -> None:
     keys = keys_of(Rows(12, 0, step=0))
     keys.end()
     keys.begin(Rows(12, 0, step=1))
-    assert keys.save().table is None
+    assert keys.rows is None

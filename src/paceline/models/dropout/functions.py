@@ -47,7 +47,7 @@ def _mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what
 def _numbers(keys: SampleKeys, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
     """Uniform int32 numbers; None if the first dim does not hold the samples in the model."""
     keys.used = True
-    own = keys.current.keys
+    own = keys.own()
     batched = sample_shape(shape, keys.samples)
     if own is None or batched is None:
         return None
@@ -68,15 +68,11 @@ def _triton_kernel() -> ModuleType | None:
 def _scaled_mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what: str) -> Tensor | None:
     """1 / (1 - p) for elements to keep and 0 for the others, in the dtype of `like`; None as above."""
     kernel = _triton_kernel() if like.is_cuda and not torch.compiler.is_compiling() else None
-    batched = sample_shape(shape, keys.samples) if kernel is not None else None
-    own = keys.current.keys
-    if kernel is None or batched is None or own is None or isinstance(like, DTensor):
-        keep = _mask(keys, like, shape, p, what)
-        return None if keep is None else keep.to(like.dtype) * (1.0 / (1.0 - p))
-    call = keys.calls
-    keys.used, keys.calls = True, call + 1
-    mask: Tensor = kernel.scaled_mask(like, shape, own.to(like.device), call, batched, keys.offsets_of(batched), p)
-    return mask
+    mask: Tensor | None = None if kernel is None else kernel.scaled_mask(keys, like, shape, p)
+    if mask is not None:
+        return mask
+    keep = _mask(keys, like, shape, p, what)
+    return None if keep is None else keep.to(like.dtype) * (1.0 / (1.0 - p))
 
 
 def _channels(input: Tensor) -> tuple[int, ...]:
