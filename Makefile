@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
-	soak-folders soak-recipes soak-frames soak-bits
+	soak-folders soak-recipes soak-frames soak-bits soak-dropout
 
 .PHONY: help train test lint suite hooks system gpu docs parity bench bench-compare soak $(SOAK) clean
 
@@ -129,6 +129,9 @@ soak-recipes: $(READY)
 
 soak-frames: $(READY)
 	$(BIN)/python benchmarks/hostile_frames.py
+
+soak-dropout: $(READY)
+	$(BIN)/python benchmarks/dropout_statistics.py
 
 soak-bits: $(READY)
 	$(BIN)/python benchmarks/bits_on_ranks.py
