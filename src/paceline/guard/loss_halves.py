@@ -4,8 +4,8 @@ If the loss of a batch is not the weighted mean of the losses of its slices, it 
 micro-batches: a mean over something other than samples, a sum, a loss across samples, or a batch whose first dim is not
 its samples. Nothing can be done about it here, so it is a warning.
 
-The model runs in eval mode, uncompiled, without gradients and in full precision where that is possible. A loss that is
-random is not judged, nor is one whose halves fail. Every rank runs the same number of forwards.
+The model runs in eval mode (with dropout by sample, in training mode too), uncompiled, without gradients and in full
+precision where possible. A loss that is random is not judged, nor is one whose halves fail. Every rank runs as many.
 """
 
 from __future__ import annotations
@@ -36,6 +36,16 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-5}
 _HALF = 2e-2
 _SMALL = 1e-2  # losses are compared as if they were at least this
 
+_CAUSES = (
+    "If it is a mean over something other than samples, or a sum, return paceline.Loss(sum, weight). If it couples "
+    "samples (a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If output "
+    "and target have different shapes, they broadcast: make them equal. If the first dim of the batch is not its "
+    "samples, change the collate function"
+)
+_IN_TRAINING = (
+    "In eval mode it does not. If the first dim of a dropout is a multiple of the samples, but not the samples (as "
+    "tokens may be), put the samples first. If the model couples samples in training, it does so per micro-batch"
+)
 Sum = tuple[float, float]  # the sum of a loss and its weight
 
 
@@ -47,12 +57,16 @@ def compare(
     user_code: Sequence[Any],
     *,
     replicated: bool,
+    training: bool = False,
     twice: bool = False,
 ) -> str | None:
-    """Return a warning, or None. Collective. `run` computes the loss of a batch, on the ranks that have it. `twice`:
-    micro-batches are of one sample, and a pair of copies is compared."""
-    if any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules()):
+    """Return a warning, or None. Collective. `run` computes the loss of a batch, on the ranks that have it. `training`:
+    in training mode. `twice`: micro-batches are of one sample, and a pair of copies is compared."""
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    if any(part.running_mean is None or (training and part.training) for part in norms):
         return None  # a loss across samples, by intention
+    if training and not all(collectives.all_gather_object(draw.keys is not None and draw.keys.covers_all)):
+        return None
     known = layout_of(micro.batch) if micro.samples > 1 else None
     judges = known is not None and known[0] == micro.samples
     sizes = collectives.all_gather_object(micro.samples if judges else 0)
@@ -62,11 +76,11 @@ def compare(
             return None
         doubled = apply(micro.batch, lambda tensor: torch.cat([tensor, tensor]) if tensor.shape[:1] == (1,) else tensor)
         pair = replace(micro, batch=doubled, samples=2 * micro.samples)
-        return compare(module, run, pair, draw, user_code, replicated=replicated, twice=True)
+        return compare(module, run, pair, draw, user_code, replicated=replicated, training=training, twice=True)
     spans = [(0, samples), (0, samples // 2), (samples // 2, samples)]
     with (
         snapshot.preserved(module.model, *user_code),
-        _trial_mode(module, replicated) as tolerance,
+        _trial_mode(module, replicated, training) as tolerance,
         Broadcasts(module.call and module.call.criterion) as mixed,
     ):
         batch, half, rest = (_loss(module, run, micro, span if judges else None, draw) for span in spans)
@@ -81,26 +95,24 @@ def compare(
         total, weight = half[0] + rest[0], half[1] + rest[1]
         text = (
             f"the loss of {samples} samples is {batch[0] / batch[1]:.6g}, but {total / weight:.6g} from its halves, "
-            f"of weights {half[1]:g} and {rest[1]:g}: it depends on the number of ranks and micro-batches. If it is a "
-            "mean over something other than samples, or a sum, return paceline.Loss(sum, weight). If it couples "
-            "samples (a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If "
-            "output and target have different shapes, they broadcast: make them equal. If the first dim of the batch "
-            "is not its samples, change the collate function"
+            f"of weights {half[1]:g} and {rest[1]:g}: it depends on the number of ranks and micro-batches. "
+            f"{_IN_TRAINING if training else _CAUSES}"
         )
     return next((found for found in collectives.all_gather_object(text) if found), None)
 
 
 @contextmanager
-def _trial_mode(module: LossModule, replicated: bool) -> Iterator[float]:
+def _trial_mode(module: LossModule, replicated: bool, training: bool) -> Iterator[float]:
     """Yields the relative tolerance of a loss."""
-    training, context = module.training, module.context
+    before, context = module.training, module.context
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     is_half = isinstance(context, torch.autocast)
     if is_half and replicated:  # FSDP gathers parameters in half precision
         module.context, is_half = None, False
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     tolerance = _HALF if is_half else max((_TOLERANCES.get(dtype, _HALF) for dtype in dtypes), default=_HALF)
-    module.eval()
+    if not training:
+        module.eval()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -108,7 +120,7 @@ def _trial_mode(module: LossModule, replicated: bool) -> Iterator[float]:
             yield tolerance
     finally:
         reshard_all(module)
-        module.training, module.context = training, context
+        module.training, module.context = before, context
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = tf32
 

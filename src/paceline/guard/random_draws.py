@@ -1,8 +1,8 @@
 """Names random numbers that a forward draws from the generators of its rank, so that the loss depends on the layout.
 
 Dropout and `paceline.noise` are computed by sample. Whether anything else is drawn shows in the generators after the
-first micro-batch. Only then are more forwards run: the second one is recorded, because models may initialize something
-in their first. The others show whether the numbers matter: some models draw them and then ignore them.
+first micro-batch. Only then are more forwards run. The second is recorded: a first may initialize something. The others
+show whether the numbers matter: some models ignore what they draw.
 """
 
 from __future__ import annotations
@@ -24,23 +24,16 @@ from paceline.runtime import collectives, rng
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.sample_keys import SampleKeys
 
+_Run = Callable[[Any], Any]
 _SHOWN = 4
-_SEEDS = 8
 _ADVICE = (
     "random numbers: {} are drawn from the generator of a rank, so the loss depends on the number of ranks. Dropout is "
-    "computed by sample if its first dim is the samples, or a multiple of them; for other numbers, use "
-    "paceline.noise(like)"
+    "computed by sample if its first dim is the samples or a multiple of them; noise, by paceline.noise(like)"
 )
 
 
 def describe_draws(
-    module: LossModule,
-    run: Callable[[Any], Any],
-    micro: MicroBatch,
-    draw: NoiseContext,
-    user_code: Sequence[Any],
-    *,
-    pipelined: bool = False,
+    module: LossModule, run: _Run, micro: MicroBatch, draw: NoiseContext, code: Sequence[Any], *, pipelined: bool
 ) -> str | None:
     """What is not computed by sample, after a first micro-batch. Collective. `run` computes the loss of a batch."""
     keys = draw.keys
@@ -50,21 +43,21 @@ def describe_draws(
     if not pipelined:  # there, a trial does not know the samples of each part of a batch
         recorder = RandomCalls(keys)
         with (
-            snapshot.preserved(module.model, *user_code),
+            snapshot.preserved(module.model, *code),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
             draw.copy() as trial,
         ):
             trial_loss(run, micro, trial)
             first = trial_loss(partial(recorder.record, partial(_seeded, 0, run, keys)), micro, trial)
-            others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial) for seed in range(1, _SEEDS)]
+            others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial) for seed in range(1, 8)]
         reshard_all(module)
         calls = [] if all(isclose(first, other, rel_tol=TOLERANCE) for other in others) else recorder.found
     found = sorted({call for rank in collectives.all_gather_object(calls) for call in rank})
     return _ADVICE.format("; ".join(found[:_SHOWN]) + ("; …" if len(found) > _SHOWN else "")) if found else None
 
 
-def _seeded(seed: int, run: Callable[[Any], Any], keys: SampleKeys, batch: Any) -> Any:
+def _seeded(seed: int, run: _Run, keys: SampleKeys, batch: Any) -> Any:
     rng.seed_everything(0 if keys.fused_attention else seed)  # its masks are known to matter
     rng.seed_cpu(seed)
     return run(batch)

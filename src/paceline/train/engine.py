@@ -325,6 +325,8 @@ class Engine:
             fixed = self.config.fixed_order
             forward_state.warn_of_buffers(own, counted, self.log.warning, several=groups > 1, fixed_order=fixed)
         warning = loss_halves.compare(*self._trial(micro), replicated=degrees.is_replicated)
+        if warning is None and degrees.pipeline == 1:
+            warning = loss_halves.compare(*self._trial(micro), replicated=degrees.is_replicated, training=True)
         if warning is not None:
             self.log.warning(f"loss: {warning}")
 

@@ -94,6 +94,34 @@ def test_precision_is_not_mistaken_for_a_difference(precision: str, capsys: Any)
     assert "from its halves" in warnings_of(contrastive, capsys, precision=precision)
 
 
+class Dropped(nn.Module):
+    """In training mode, `change` is applied to the activations."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self._change = nn.Linear(6, 12), nn.Linear(12, 8), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self._change(functional.dropout(x, 0.1)) if self.training else x)
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "fp64"}], ids=str)
+def test_dropout_by_sample_is_not_warned_about(settings: Any, capsys: Any) -> None:
+    model = Dropped(lambda x: functional.dropout(x.repeat_interleave(3, 0), 0.1)[::3])
+    assert warnings_of(INDEPENDENT["mean of squares"], capsys, model=model, **settings) == ""
+
+
+def test_samples_that_are_coupled_in_training_mode_are_warned_about(capsys: Any) -> None:
+    model = Dropped(lambda x: x - x.mean(0))
+    assert "In eval mode it does not" in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
+
+
+def test_dropout_of_another_dim_than_the_samples_is_warned_about(capsys: Any) -> None:
+    model = Dropped(lambda x: functional.dropout(x.T, 0.5).T)  # 12 features, 6 samples
+    assert "depends on the number of ranks" in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
+
+
 def test_slices_of_time_are_warned_about(capsys: Any) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
