@@ -1,7 +1,7 @@
 """Models and the layouts on which they must agree with one process. Tests run a part, `make parity` all of it.
 
-Every cell trains 10 steps with accumulation, clipping, an average of the weights, evaluation on a number of samples
-that no layout divides, and a short batch at the end of each epoch.
+Every cell trains 10 steps, 7 in tests, with accumulation, clipping, an average of the weights, evaluation on a
+number of samples that no layout divides, and a short batch at the end of an epoch, which is after 5 steps.
 """
 
 from __future__ import annotations
@@ -84,29 +84,38 @@ class Cell:
         return PRECISIONS.facts(self.variant.precision).parity_bound
 
 
-def run(cells: Sequence[Cell], prepare: Callable[[], None] | None = None) -> dict[Cell, tuple[ParityRun, ParityRow]]:
+def run(
+    cells: Sequence[Cell], prepare: Callable[[], None] | None = None, steps: int = STEPS
+) -> dict[Cell, tuple[ParityRun, ParityRow]]:
     """Each cell's reference and how far it is from that; cells of one number of ranks share a world."""
-    ones = list(dict.fromkeys((cell.model, cell.variant) for cell in cells))
-    references = dict(zip(ones, _train(1, [_one(*one) for one in ones], None), strict=True))
+    references = on_one_rank(cells, steps)
     rows: dict[Cell, tuple[ParityRun, ParityRow]] = {}
     for ranks in sorted({ParityLayout.read(cell.layout).ranks for cell in cells}):
         same = [cell for cell in cells if ParityLayout.read(cell.layout).ranks == ranks]
-        runs = _train(ranks, [_settings(cell) for cell in same], prepare)
+        runs = _train(ranks, [_settings(cell) for cell in same], prepare, steps)
         for cell, other in zip(same, runs, strict=True):
             one = references[cell.model, cell.variant]
-            assert isinstance(one, ParityRun), one
             rows[cell] = (one, _compare(cell, one, other))
     return {cell: rows[cell] for cell in cells}
 
 
-def _train(ranks: int, settings: list[dict[str, Any]], prepare: Callable[[], None] | None) -> list[ParityRun | str]:
+def on_one_rank(cells: Sequence[Cell], steps: int = STEPS) -> dict[tuple[str, Variant], ParityRun]:
+    ones = list(dict.fromkeys((cell.model, cell.variant) for cell in cells))
+    runs = _train(1, [_one(*one) for one in ones], None, steps)
+    assert all(isinstance(run, ParityRun) for run in runs), runs
+    return dict(zip(ones, runs, strict=True))  # type: ignore[arg-type]
+
+
+def _train(
+    ranks: int, settings: list[dict[str, Any]], prepare: Callable[[], None] | None, steps: int
+) -> list[ParityRun | str]:
     def make(**own: Any) -> Any:
         if prepare is not None:
             prepare()
             own["preflight"] = False  # or replicas would be found to differ before anything is compared
         return tiny.trainer_of(own)
 
-    return comparison.train_on(ranks, settings, make, None, None, STEPS)
+    return comparison.train_on(ranks, settings, make, None, None, steps)
 
 
 def _one(model: str, variant: Variant) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 
 import layouts
 from layouts import ADAMW, BF16, FP32, FP64, RECOMPUTE, Cell
+from paceline.testing.comparison import ParityLayout
 
 CORE = [
     *(Cell("padded-gpt", layout, FP64) for layout in (*layouts.TENSOR, *layouts.PIPELINE, "hsdp:4", "split:1")),
@@ -17,18 +18,26 @@ CORE = [
     Cell("gpt", "tp:2", FP32),
     Cell("llama", "shard=2 tensor=2", FP64),
 ]
+STEPS = 7
 
 
 @pytest.mark.timeout(600)
-def test_every_kind_of_layout_agrees_with_one_process() -> None:
-    rows = layouts.run(CORE)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_kind_of_layout_agrees_with_one_process(ranks: int) -> None:
+    cells = [cell for cell in CORE if ParityLayout.read(cell.layout).ranks == ranks]
+    assert cells
+    rows = layouts.run(cells, steps=STEPS)
     assert {cell: row for cell, (_, row) in rows.items() if not row.holds or row.refused} == {}
-    assert {cell: layouts.fall(one) for cell, (one, _) in rows.items() if layouts.fall(one) < 0.2} == {}
+
+
+def test_one_process_learns() -> None:
+    runs = layouts.on_one_rank(CORE)
+    assert {one: layouts.fall(run) for one, run in runs.items() if layouts.fall(run) < 0.2} == {}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", layouts.FAULTS)
 def test_a_fault_shows_in_every_layout_that_it_can_touch(fault: str) -> None:
     prepare, touched = layouts.FAULTS[fault]
-    rows = layouts.run([Cell("padded-gpt", layout, FP64) for layout in touched], prepare)
+    rows = layouts.run([Cell("padded-gpt", layout, FP64) for layout in touched], prepare, STEPS)
     assert {cell.layout: row for cell, (_, row) in rows.items() if row.holds or row.refused} == {}
