@@ -26,7 +26,17 @@ _MAX_SHOWN = 200  # characters in a message
 
 
 class _Loader(yaml.SafeLoader):
-    """Floats of YAML 1.2 (PyYAML reads `1e-3` as a string), and no duplicate keys."""
+    """Floats of YAML 1.2 (PyYAML reads `1e-3` as a string), no duplicate keys, and a limit on the number of values."""
+
+    def __init__(self, text: str, place: str) -> None:
+        super().__init__(text)
+        self._place, self._nodes = place, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes += 1
+        if self._nodes > _MAX_VALUES:  # before the rest is parsed, which takes most of the time
+            raise _too_large(self._place)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -89,7 +99,7 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, dict[str, int]]:
     if len(text) > _MAX_BYTES:
         raise ConfigError("malformed", f"{path} has {len(text)} characters, the limit is {_MAX_BYTES}.")
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, str(path))
         node = loader.get_single_node()
         deque(_every_value(node, str(path)), maxlen=0)  # before aliases are expanded, also by `<<`
         return (None, {}) if node is None else (loader.construct_document(node), _key_lines(node))

@@ -86,3 +86,9 @@ def test_wrong_indentation_is_named_and_nothing_else_is_taken_for_it(tmp_path: P
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):
         Config.from_file(tmp_path / "r.yaml")
+
+
+def test_a_recipe_with_too_many_values_is_refused_before_its_end_is_parsed(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(f"x: [{'1,' * 30_000}1] ]")
+    with pytest.raises(ConfigError, match="more than 20000 values"):
+        Config.from_file(tmp_path / "r.yaml")
