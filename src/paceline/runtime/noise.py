@@ -9,8 +9,10 @@ accumulation changes it. Elsewhere it is `torch.randn_like`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +75,10 @@ class NoiseContext:
         self.samples = None
         if self.keys is not None:
             self.keys.end()
+
+    def uninstalled(self) -> AbstractContextManager[Any]:
+        """While the forwards of blocks are changed."""
+        return nullcontext() if self.keys is None else self.keys.uninstalled()
 
     def next_seed(self, samples: Samples) -> int:
         """A different seed for each draw for the same samples."""

@@ -10,8 +10,8 @@ The keys of a micro-batch are computed on the CPU and copied to the device once,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -69,6 +69,8 @@ class SampleKeys:
         self.kept: dict[str, tuple[int, ...]] = {}  # calls that were left to torch, with the shape of the first
         self.watches = True  # whether to look for draws from the global generators in the next micro-batch
         self.drawn: list[str] = []  # the generators that were found
+        self.splits = True  # whether the model is called with the batch itself, not with stacked views of its samples
+        self.time_major = False  # whether activations of shape (tokens, samples, width) occur
         self.shard: tuple[str, int] | None = None  # "tokens" or "features" of this rank's activations, and its number
         self.installed: AbstractContextManager[Any] = nullcontext()  # entered while the keys are active
         self._active = 0
@@ -85,6 +87,18 @@ class SampleKeys:
         if not self._active:
             self.installed.__exit__(None, None, None)
             active.keys = self._outer
+
+    @contextmanager
+    def uninstalled(self) -> Iterator[None]:
+        """While the forwards of blocks are changed."""
+        if not self._active:
+            yield
+            return
+        self.installed.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.installed.__enter__()
 
     def begin(self, samples: Samples) -> None:
         """Call before the forward of a micro-batch."""

@@ -101,6 +101,7 @@ class CustomLoop:
         self._started = False
         self._groups = 1
         self._user_samples: int | None = None  # in one accumulation group of the user's batches, over all ranks
+        self._user_start: int | None = None  # of this rank's samples among them, if ranks hold different numbers
         self._expected: MicroBatch | None = None
         self.loader: Loader | None = None
         self._in_group = 0
@@ -305,7 +306,10 @@ class CustomLoop:
         if self._user_samples is None:
             # Agreed once: every rank seeds its backwards with it, and all ranks must step at the same time.
             config = self.engine.config
-            self._user_samples = sum(collectives.all_gather_object(samples * mesh.reports_loss))
+            counts = collectives.all_gather_object((mesh.data_rank, samples * mesh.reports_loss))
+            self._user_samples = sum(count for _, count in counts)
+            if len({count for _, count in counts if count}) > 1:
+                self._user_start = sum(count for rank, count in counts if rank < mesh.data_rank)
             self._groups = config.accumulate or max(1, round((config.batch or 0) / self._user_samples))
             if mesh.data_ranks * self._groups > 1 and layout_of(batch) is None:
                 self.engine.log.warning(
@@ -317,7 +321,9 @@ class CustomLoop:
         micro = MicroBatch(
             batch=batch,
             samples=samples,
-            start=(group * mesh.data_ranks + mesh.data_rank) * samples,
+            start=(group * mesh.data_ranks + mesh.data_rank) * samples
+            if self._user_start is None
+            else group * self._user_samples + self._user_start,
             # Alone, a rank knows the samples of a step without accumulation, as a plain loop does.
             step_samples=samples if self.engine.world.size == self._groups == 1 else self._user_samples * self._groups,
             group=group,

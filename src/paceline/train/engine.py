@@ -208,7 +208,7 @@ class Engine:
         if config.ema is not None:  # after wrapping, which broadcasts the weights of rank 0
             shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
             self.average = Ema(shards, config.ema.decay, config.ema.warmup)
-        self.draw = noise_context(config, self.model, self._block_names, self.mesh, self.wrapped)
+        self.draw = noise_context(config, self.model, self._block_names, self.mesh, self.wrapped, self.task.loss_fn)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
         self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
@@ -396,5 +396,6 @@ class Engine:
         config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
         require_allowed(config, self.layout)
         self._composition = replace(self._composition, config=config)
-        compose.change_recompute(self._subject, self._composition)
+        with self.draw.uninstalled():
+            compose.change_recompute(self._subject, self._composition)
         self.config = config

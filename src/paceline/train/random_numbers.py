@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -19,13 +20,14 @@ from paceline.runtime.noise import NoiseContext
 
 
 def noise_context(
-    config: Config, model: nn.Module, blocks: Sequence[str], mesh: Mesh, wrapped: Wrapped
+    config: Config, model: nn.Module, blocks: Sequence[str], mesh: Mesh, wrapped: Wrapped, loss_fn: Any
 ) -> NoiseContext:
     """The context of training steps. `blocks`: their names in the full model."""
     if config.dropout == "per-rank" or isinstance(wrapped.forward, DataParallel):  # threads would share the keys
         return NoiseContext(config.seed)
     keys = by_sample(model, blocks, config.seed, mesh.device)
     keys.attention = config.dropout == "exact" or config.deterministic == "everywhere"
+    keys.splits = loss_fn is None
     return NoiseContext(config.seed, keys=keys)
 
 

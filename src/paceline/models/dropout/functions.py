@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
 
-from paceline.models.dropout.mask import hash_elements, sample_shape, threshold
+from paceline.models.dropout.mask import arrange, batched_shape, hash_elements, threshold
 from paceline.runtime import noise
 from paceline.runtime.sample_keys import SampleKeys, active
 
@@ -37,7 +37,7 @@ def _active(training: bool, p: float) -> SampleKeys | None:
 
 def _mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what: str) -> Tensor | None:
     """A mask of `shape`, True for elements to keep; None if it cannot be computed by sample."""
-    numbers = None if isinstance(like, DTensor) else _numbers(keys, shape, like.device)
+    numbers = None if isinstance(like, (DTensor, Parameter)) else _numbers(keys, shape, like.device)
     if numbers is None:
         keys.note(what, shape)
         return None
@@ -45,15 +45,15 @@ def _mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what
 
 
 def _numbers(keys: SampleKeys, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """Uniform int32 numbers; None if the first dim does not hold the samples in the model."""
+    """Uniform int32 numbers; None if no dim is certain to hold the samples in the model."""
     keys.used = True
     own = keys.own()
-    batched = sample_shape(shape, keys.samples)
+    batched = batched_shape(keys, shape)
     if own is None or batched is None:
         return None
     call = keys.calls
     keys.calls = call + 1
-    return hash_elements(own.to(device), call, batched, keys.offsets_of(batched)).view(shape)
+    return arrange(hash_elements(own.to(device), call, batched, keys.offsets_of(batched)), shape)
 
 
 @cache

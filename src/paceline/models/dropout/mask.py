@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from paceline.runtime.sample_keys import SampleKeys
+
 # Odd constants, one pair per coordinate, so that rows with the same start have different strides.
 _FIRST = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 _SECOND = (0xA2C2A6D5, 0xD6E8FEB9, 0xB5297A4D, 0x68E31DA5, 0x1B56C4E9)
@@ -28,13 +30,33 @@ def to_int32(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def sample_shape(shape: Sequence[int], samples: int) -> tuple[int, ...] | None:
-    """(samples, *coordinates), which splits (samples × heads, …); None if the first dim is no multiple of samples."""
-    if not shape or shape[0] % samples:
+def sample_shape(
+    shape: Sequence[int], samples: int, *, splits: bool = True, time_major: bool = False
+) -> tuple[int, ...] | None:
+    """(samples, *coordinates), which splits (samples × heads, …); None if it is not certain where the samples are.
+
+    `splits`: whether a multiple of the samples may be split: their stacked views have another order. `time_major`:
+    whether (tokens, samples, width) occurs.
+    """
+    if not shape:
+        return None
+    if time_major and len(shape) == 3 and shape[1] == samples:
+        is_certain = shape[0] != samples and (shape[2] != samples or shape[0] % samples)
+        return (samples, shape[0], shape[2]) if is_certain else None
+    if shape[0] != samples and (not splits or shape[0] % samples or (len(shape) > 2 and shape[1] == samples)):
         return None
     first = () if shape[0] == samples and len(shape) > 1 else (shape[0] // samples,)
     inner = (*first, *shape[1:])
     return (samples, *inner) if len(inner) <= DIMS + 1 else None
+
+
+def batched_shape(keys: SampleKeys, shape: Sequence[int]) -> tuple[int, ...] | None:
+    return sample_shape(shape, keys.samples, splits=keys.splits, time_major=keys.time_major)
+
+
+def arrange(mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """A mask of a shape from `sample_shape`, in the shape that this was derived from."""
+    return mask.transpose(0, 1) if mask.dim() == len(shape) and mask.shape[0] != shape[0] else mask.view(shape)
 
 
 def hash_elements(keys: Tensor, call: int, shape: Sequence[int], offsets: Sequence[int] = ()) -> Tensor:

@@ -8,6 +8,7 @@ The blocks are the detected ones on every layout, whatever `blocks` in the recip
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def by_sample(model: nn.Module, names: Sequence[str], seed: int, device: torch.d
     """`names`: the blocks of the full model, some of which may be on other ranks."""
     keys = SampleKeys(seed, device, names)
     here = dict(model.named_modules())
+    keys.time_major = any(getattr(part, "batch_first", True) is False for part in here.values())  # attention, recurrent
     keys.installed = _Installed(keys, [(name, here[name]) for name in names if name in here])
     return keys
 
@@ -41,6 +43,10 @@ class ScopedForward:
         result = self.forward(*args, **kwargs)
         keys.current, keys.calls = self._after, first
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of the model, or a file of it, has the forward of the user."""
+        return copy, (self.forward,)
 
 
 class _Installed:

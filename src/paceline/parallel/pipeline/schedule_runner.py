@@ -83,7 +83,7 @@ class PipelineRunner:
         self._prepare(inputs, max(rows, self._rows))
         arguments = (_pad(inputs, self.microbatches * self._rows),) if self.rank == 0 else ()
         for stage in self.stages:
-            stage.chunk = 0
+            stage.chunk, stage.rows = 0, self._rows
         # Pass the index of each micro-batch as its target: the loss looks up the targets by index.
         targets = torch.arange(self.microbatches) if self.is_last else None
         self._schedule.step(*arguments, target=targets, return_outputs=False)

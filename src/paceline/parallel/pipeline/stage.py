@@ -36,6 +36,7 @@ class Stage(nn.Module):
         self._after = getattr(model, spec.last) if spec and last else None
         self._context = context
         self.chunk: int | None = None  # the next micro-batch of a step; None: another forward
+        self.rows = 0  # of the input of a micro-batch; hidden states may have other dims first
         self.previous: str | None = None  # the last block of the stage before
         for key, block in zip(keys, self.blocks, strict=True):
             self.add_module(f"layer {key}", block)  # FSDP looks for parameters in submodules
@@ -63,10 +64,10 @@ class Stage(nn.Module):
         draw = noise.current()
         if draw is None or draw.samples is None:
             return nullcontext()
-        number = self.chunk or 0
-        if self.chunk is not None:
-            self.chunk += 1
-        return draw.select(number * rows, rows, self.previous)
+        if self.chunk is None:
+            return draw.select(0, rows, self.previous)
+        self.chunk += 1
+        return draw.select((self.chunk - 1) * self.rows, self.rows, self.previous)
 
 
 def _to_send(hidden: Any) -> Tensor:
