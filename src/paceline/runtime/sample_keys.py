@@ -105,7 +105,9 @@ class SampleKeys:
         count = samples.samples or 1  # a placeholder batch has one row
         self.rows, self.samples = None, count
         if self.used is not False:
-            self.rows = self._on_device(torch.from_numpy(self._hash(samples.step, samples.start, count)))
+            rows = torch.from_numpy(self._hash(samples.step, samples.start, count))
+            # Not from pinned memory: CUDA copies a few bytes at once, but new pinned memory takes milliseconds.
+            self.rows = rows.to(self.device, non_blocking=True)
         for scope in self.inside.values():
             scope.visits = 0
         self.current, self.calls, self.shard = self.outside, 0, None
@@ -139,11 +141,6 @@ class SampleKeys:
     def own(self) -> Tensor | None:
         """The keys of the samples in the current scope."""
         return None if self.rows is None else self.rows + self.current.salt
-
-    def _on_device(self, rows: Tensor) -> Tensor:
-        if self.device.type == "cuda":  # from pageable memory, the copy would wait for the kernels before it
-            return rows.pin_memory().to(self.device, non_blocking=True)
-        return rows.to(self.device)
 
     def _hash(self, step: int, start: int, count: int) -> NDArray[numpy.int32]:
         """Keys of shape (samples, 2)."""

@@ -214,6 +214,7 @@ class Replaced:
 
     def __init__(self) -> None:
         self._functions: list[tuple[Any, str, Any, Any]] = []
+        self._depth = 0
         f = functional
         self._add(f, "dropout", _replace_dropout(f.dropout))
         for name, dims in (("dropout1d", 3), ("dropout2d", 4), ("dropout3d", 5)):
@@ -230,12 +231,16 @@ class Replaced:
         self._functions.append((owner, name, getattr(owner, name), function))
 
     def __enter__(self) -> None:
-        for owner, name, _, function in self._functions:
-            setattr(owner, name, function)
+        self._depth += 1  # the loops of two Trainers may be nested
+        if self._depth == 1:
+            for owner, name, _, function in self._functions:
+                setattr(owner, name, function)
 
     def __exit__(self, *error: object) -> None:
-        for owner, name, original, _ in self._functions:
-            setattr(owner, name, original)
+        self._depth -= 1
+        if not self._depth:
+            for owner, name, original, _ in self._functions:
+                setattr(owner, name, original)
 
 
 replaced = Replaced()

@@ -117,6 +117,16 @@ def test_functions_are_torchs_own_outside_of_a_step() -> None:
     assert (functional.dropout, torch.rand, Tensor.bernoulli_) == before
 
 
+def test_the_end_of_an_inner_loop_does_not_end_the_outer_one() -> None:
+    outer = by_sample(nn.Identity(), [], 1, torch.device("cpu"))
+    with NoiseContext(1, keys=outer) as draw:
+        run(lambda inputs: inputs, INPUTS)
+        draw.begin(Rows(6, 0))
+        functional.dropout(INPUTS, 0.5)
+        assert outer.calls == 1
+        draw.end()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_uniform_numbers_are_below_one_and_unbiased_in_low_precision(dtype: torch.dtype) -> None:
     """The mean of 600,000 has a standard deviation of 4e-4. That of torch.rand is 1/512 below one half in bf16."""
