@@ -30,7 +30,7 @@ _seeds: dict[int, SampleKeys] = {}
 
 
 @dataclass
-class _Samples:
+class Samples:
     samples: int
     start: int
     step: int
@@ -42,9 +42,11 @@ def dropout(place: Place, samples: int, shape: tuple[int, ...]) -> Tensor:
     if place.seed not in _seeds:
         _seeds.clear()
         _seeds[place.seed] = SampleKeys(place.seed, torch.device("cpu"), BLOCKS)
+        _seeds[place.seed].watches = False
     keys = _seeds[place.seed]
-    keys.begin(_Samples(samples, place.sample, place.step))
-    own = keys.inside[BLOCKS[place.scope]].keys
+    keys.begin(Samples(samples, place.sample, place.step))
+    keys.current = keys.inside[BLOCKS[place.scope]]
+    own = keys.own()
     assert own is not None
     return hash_elements(own, place.call, (samples, *shape))
 

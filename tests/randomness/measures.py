@@ -154,7 +154,7 @@ def patterns(numbers: Numbers, kind: str, blocks: int, batch: int = 4, shape: tu
         packed = numpy.packbits(dropped(chain, 0.5).numpy(), axis=dim)
         counts += numpy.bincount(packed.flatten(), minlength=256)
     count = counts.sum()
-    sigma = (2 / 255) ** 0.25 / math.sqrt(count) * math.sqrt(255)
+    sigma = math.sqrt(5 * math.sqrt(2 * 255) / count) / 5  # chi-square grows with the square of the effect
     deviations = numpy.array([chi_square(counts)])
     return Result(f"patterns of 8, next {kind}", count, deviations, "relative frequency", sigma)
 
