@@ -145,7 +145,8 @@ def built(name: str) -> tuple[nn.Module, Tensor, Tensor, torch.optim.Optimizer]:
 
 def with_trainer(name: str, **loss: Any) -> list[Any]:
     model, inputs, targets, optimizer = built(name)
-    trainer = paceline.Trainer(model, optimizer, batch=BATCH, shuffle=False, quiet=True, run=False, **loss)
+    settings = {"batch": BATCH, "shuffle": False, "quiet": True, "run": False, "dropout": "per-rank"}  # torch's masks
+    trainer = paceline.Trainer(model, optimizer, **settings, **loss)
     losses = trainer.train(TensorDataset(inputs, targets), epochs=1).losses
     return [losses, *model.state_dict().values()]
 
