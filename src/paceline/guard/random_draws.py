@@ -28,7 +28,7 @@ _Run = Callable[[Any], Any]
 _SHOWN = 4
 _ADVICE = (
     "random numbers: {} are drawn from the generator of a rank, so the loss depends on the number of ranks. Dropout is "
-    "computed by sample if its first dim is the samples or a multiple of them; noise, by paceline.noise(like)"
+    "computed by sample where the first dim is the samples; for noise, use paceline.noise(like)"
 )
 
 

@@ -331,8 +331,7 @@ class Engine:
             self.log.warning(f"loss: {warning}")
 
     def _name_draws(self, micro: MicroBatch, say: Callable[[str], None]) -> None:
-        found = describe_draws(*self._trial(micro), pipelined=self.mesh.degrees.pipeline > 1)
-        if found is not None:
+        if found := describe_draws(*self._trial(micro), pipelined=self.mesh.degrees.pipeline > 1):
             say(found)
 
     def _trial(self, micro: MicroBatch) -> tuple[Any, ...]:
