@@ -160,6 +160,13 @@ class Noise(nn.Module):
         return inputs + torch.randn_like(inputs)
 
 
+class IgnoredNoise(nn.Module):
+    """Like the layer drop of many models, if its probability is zero."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * (torch.rand([]) >= 0.0)
+
+
 class DropoutOfFeatures(nn.Dropout):
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs.t()).t()
@@ -190,7 +197,7 @@ def refusals() -> dict[str, str | None]:
         "frozen batch norm": train(frozen),
         "counter": train(Counts()),
         "dropout": train(Draws(nn.Dropout(0.1))),
-        "dropout per rank": train(Draws(nn.Dropout(0.1)), dropout="per-rank"),
+        "ignored noise": train(Draws(IgnoredNoise())),
         "dropout of features": train(Draws(DropoutOfFeatures(0.1))),
         "noise": train(Draws(Noise())),
         "sampler": train(data=DataLoader(data, 36 // paceline.dist.world(), sampler=sampler)),
@@ -205,11 +212,11 @@ def test_what_can_not_be_the_same_is_refused_by_name(number: int) -> None:
         "batch norm": "layout.everywhere-and-batchnorm",
         "instance norm": "layout.everywhere-and-batchnorm",
         "frozen batch norm": None,
-        "counter": "train.everywhere-and-state",
+        "counter": "train.everywhere-and-forward",
         "dropout": None,
-        "dropout per rank": "train.everywhere-and-random",
-        "dropout of features": "train.everywhere-and-random",
-        "noise": "train.everywhere-and-random",
+        "ignored noise": None,
+        "dropout of features": "train.everywhere-and-forward",
+        "noise": "train.everywhere-and-forward",
         "sampler": "data.everywhere-and-shards",
         "fsdp": "layout.everywhere-and-layout" if number > 1 else None,
         "custom loop": "train.everywhere-and-loop",

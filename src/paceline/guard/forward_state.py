@@ -114,19 +114,8 @@ def changed_buffers(ranks: Sequence[Changes], mesh: Mesh) -> tuple[list[str], li
     return own, [name for name in values if name not in own]
 
 
-def warn_of_buffers(
-    own: list[str], counted: list[str], warn: Callable[[str], object], *, several: bool, fixed_order: bool = False
-) -> None:
-    """`own` and `counted`: of `changed_buffers`; `several`: a step runs several micro-batches on a rank.
-    `fixed_order`: they are refused."""
-    if fixed_order and (own or counted):
-        raise TrainError(
-            "everywhere-and-state",
-            f"The forward changes {_some([*own, *counted])}, with deterministic: everywhere.",
-            why="a rank changes its own copy in every slice that it computes, and how many these are depends on the "
-            "number of ranks",
-            fix="change it once per step, in a callback (on_step), equally on every rank; or set deterministic: true",
-        )
+def warn_of_buffers(own: list[str], counted: list[str], warn: Callable[[str], object], *, several: bool) -> None:
+    """`own` and `counted`: of `changed_buffers`; `several`: a step runs several micro-batches on a rank."""
     if own:
         warn(
             f"the forward computes {_some(own)} from the samples of one rank: values differ between ranks, those of "

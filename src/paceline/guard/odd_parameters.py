@@ -44,13 +44,10 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
     """For the layout of this run."""
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
     if sparse and (degrees.world > 1 or config.fixed_order):
-        where = "with deterministic: everywhere" if config.fixed_order else "on several ranks"
         raise LayoutError(
             "sparse-gradients",
-            f"Sparse gradients are not supported {where}: {_some(sparse)}.",
-            why="slices are added as dense gradients"
-            if config.fixed_order
-            else "FSDP can't reduce them, and DDP scales dense gradients wrongly if sparse ones are ready first",
+            f"Sparse gradients are not supported on several ranks or with deterministic: everywhere: {_some(sparse)}.",
+            why="FSDP can't reduce them, and DDP scales dense gradients wrongly if sparse ones are ready first",
             fix="create the embedding with sparse=False",
         )
     if sparse and (config.clip_norm is not None or config.clip_value is not None or config.nonfinite != "raise"):
@@ -80,10 +77,9 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
 
 
 def _keeps_statistics(module: nn.Module, model: nn.Module) -> bool:
-    """A batch norm that is trained, or an instance norm with running statistics."""
-    if not isinstance(module, _NormBase) or (model.training and not module.training):
-        return False
-    return isinstance(module, _BatchNorm) or module.running_mean is not None
+    """A batch norm that is not frozen, or an instance norm with running statistics."""
+    kept = isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.running_mean is not None)
+    return kept and (module.training or not model.training)
 
 
 def _sharing_memory(named: Sequence[tuple[str, Tensor]]) -> list[str]:

@@ -206,6 +206,13 @@ INCOMPATIBLE = (
         "remove micro_batch, and set slices to a number at which a slice fits in memory everywhere",
     ),
     Incompatible(
+        "deterministic: everywhere with dropout: per-rank",
+        "everywhere-and-dropout",
+        lambda config, degrees: config.fixed_order and config.dropout == "per-rank",
+        "each rank draws its own masks, so samples get other ones on another number of ranks",
+        "remove dropout: per-rank",
+    ),
+    Incompatible(
         "deterministic: everywhere with compile",
         "everywhere-and-compile",
         lambda config, degrees: config.fixed_order and bool(config.compile),

@@ -55,7 +55,7 @@ from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sharded_params import ShardedParams
-from paceline.train.slice_step import SliceStepper
+from paceline.train.slice_step import SliceStepper, refuse_forward
 from paceline.train.step import Stepper
 from paceline.train.telemetry import Telemetry
 
@@ -219,6 +219,7 @@ class Engine:
             # Under `raise` one rank may block its updates; `stop` relies on the norm, which all ranks know.
             "watch": self.watch if config.nonfinite == "raise" else None,
         }
+        self._warn = refuse_forward if config.fixed_order else self.log.warning
         kind: type[Stepper] = SliceStepper if config.fixed_order else Stepper
         if isinstance(self.module, PipelineLossModule):
             kind, parts = PipelineStepper, {**parts, "settings": config.pipeline, "log": self.log.info}
@@ -309,9 +310,8 @@ class Engine:
         self.stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
         self._compare_halves(micro, groups)
         self._name_draws(micro, self.log.warning)
-        several = groups > 1 or self.mesh.degrees.pipeline > 1
-        fixed = self.config.fixed_order
-        forward_state.warn_of_buffers(own, counted, self.log.warning, several=several, fixed_order=fixed)
+        several = groups > 1 or self.mesh.degrees.pipeline > 1 or self.config.fixed_order
+        forward_state.warn_of_buffers(own, counted, self._warn, several=several)
         standstill.shorten_timeout(self.config.timeout)  # compilation is done
         self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')}")
 
@@ -322,8 +322,7 @@ class Engine:
             return
         if degrees.pipeline == 1:
             own, counted = kept_state.find(*self._trial(micro))
-            fixed = self.config.fixed_order
-            forward_state.warn_of_buffers(own, counted, self.log.warning, several=groups > 1, fixed_order=fixed)
+            forward_state.warn_of_buffers(own, counted, self._warn, several=groups > 1)
         warning = loss_halves.compare(*self._trial(micro), replicated=degrees.is_replicated)
         if warning is None and degrees.pipeline == 1:
             warning = loss_halves.compare(*self._trial(micro), replicated=degrees.is_replicated, training=True)
@@ -332,7 +331,7 @@ class Engine:
 
     def _name_draws(self, micro: MicroBatch, say: Callable[[str], None]) -> None:
         if found := describe_draws(*self._trial(micro), pipelined=self.mesh.degrees.pipeline > 1):
-            say(found)
+            (self._warn if self.config.fixed_order else say)(found)
 
     def _trial(self, micro: MicroBatch) -> tuple[Any, ...]:
         """The arguments of checks that run the forward once more."""

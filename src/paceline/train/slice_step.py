@@ -24,7 +24,6 @@ from paceline.runtime.mesh import Mesh
 from paceline.runtime.objects import message_device
 from paceline.train.step import Stepper, zero_without_weight
 
-_INSPECTED = 8  # steps: a model that draws random numbers does so from the beginning
 _FROZEN, _UNUSED, _USED = range(3)  # a parameter in the slices of a rank
 
 
@@ -32,8 +31,7 @@ class SliceStepper(Stepper):
     """Runs each slice of a batch as a micro-batch of its own."""
 
     def __init__(self, module: LossModule, wrapped: Wrapped, *, mesh: Mesh, **parts: Any) -> None:
-        self._rank, self._shards, self._device = mesh.data_rank, mesh.data_ranks, mesh.device
-        self._left = _INSPECTED
+        self._rank, self._shards = mesh.data_rank, mesh.data_ranks
         self.cut(self._shards)
         super().__init__(module, wrapped, mesh=mesh, **parts)
         self._ranks, self._always_weighs = 1, True
@@ -51,12 +49,7 @@ class SliceStepper(Stepper):
         self._step_samples = 0
 
     def add(self, micro: MicroBatch) -> Tensor:
-        looks = self._left > 0 and micro.group == 0
-        before = _generators(self._device) if looks else []
         loss = super().add(micro)
-        if looks:
-            self._left -= 1
-            self._require_same_random(before)
         number = self._first + micro.group
         gradients = [parameter.grad for _, parameter in self._named]
         for _, parameter in self._named:
@@ -139,20 +132,6 @@ class SliceStepper(Stepper):
                 "`if trainer.is_main_process:`",
             )
 
-    def _require_same_random(self, before: list[Tensor]) -> None:
-        if all(map(torch.equal, before, _generators(self._device))):
-            return
-        kept = {} if self._draw.keys is None else self._draw.keys.kept
-        calls = ", ".join(f"{what} of shape {shape}" for what, shape in kept.items())
-        raise TrainError(
-            "everywhere-and-random",
-            f"The forward draws random numbers from torch's generator{f' ({calls})' if calls else ''}, with "
-            "deterministic: everywhere.",
-            why="each rank has its own sequence of them, so samples get other numbers on another number of ranks",
-            fix="use dropout on activations whose first dim is the samples (and not dropout: per-rank), and "
-            "paceline.noise(like) for noise",
-        )
-
     def factor(self) -> Tensor | float:
         """What gradients are multiplied by: the nominal weight of the step, relative to the real one."""
         assert self._total is not None
@@ -162,10 +141,14 @@ class SliceStepper(Stepper):
         return torch.where(self._total > 0, self._step_samples / self._total, 0.0)
 
 
-def _generators(device: torch.device) -> list[Tensor]:
-    """The states of torch's generators that a forward may use."""
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.default_generator.get_state(), *on_device]
+def refuse_forward(finding: str) -> None:
+    """In place of a warning that results depend on the number of ranks."""
+    raise TrainError(
+        "everywhere-and-forward",
+        "The forward gives other results on another number of ranks, with deterministic: everywhere.",
+        why=finding,
+        fix="change the model as stated, or set deterministic: true, for the same bits on the same number of ranks",
+    )
 
 
 def _sum_and_weight(loss: Tensor, weight: Tensor | float, is_mean: bool) -> tuple[Tensor, Tensor]:

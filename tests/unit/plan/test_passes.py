@@ -25,6 +25,7 @@ from paceline.plan.passes import INCOMPATIBLE, PASSES, passes_for, require_allow
         ({"deterministic": "everywhere", "fsdp": {"offload": True}}, "layout.everywhere-and-layout"),
         ({"deterministic": "everywhere", "micro_batch": "auto"}, "layout.everywhere-and-finder"),
         ({"deterministic": "everywhere", "compile": True}, "layout.everywhere-and-compile"),
+        ({"deterministic": "everywhere", "dropout": "per-rank"}, "layout.everywhere-and-dropout"),
         (
             {"strategy": "pp", "compile": True, "pipeline": {"schedule": "zero-bubble"}},
             "layout.zero-bubble-and-compile",
