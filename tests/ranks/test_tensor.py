@@ -43,6 +43,7 @@ ON_FOUR = {
     "gpt, sharded": _recipe("gpt", layout=SHARD, accumulate=3),
     "padded-gpt, replicated": _recipe("padded-gpt", layout=REPLICATE, tensor={"sequence": False}),
     "llama, replicated": _recipe("llama", layout=REPLICATE, accumulate=3),
+    "llama, sharded": _recipe("llama", layout=SHARD),
     "mlp with a plan, sharded": _recipe("mlp", layout=SHARD, tensor=PLAN),
 }
 
