@@ -49,7 +49,7 @@ def describe_draws(
             draw.copy() as trial,
         ):
             trial_loss(run, micro, trial)
-            first = trial_loss(partial(recorder.record, partial(_seeded, 0, run, keys)), micro, trial)
+            first = trial_loss(partial(_seeded, 0, partial(recorder.record, run), keys), micro, trial)
             others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial) for seed in range(1, 8)]
         reshard_all(module)
         calls = [] if all(isclose(first, other, rel_tol=TOLERANCE) for other in others) else recorder.found

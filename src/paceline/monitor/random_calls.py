@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -41,8 +42,7 @@ class RandomCalls(TorchFunctionMode):
             kind = _RECURRENT.get(func.__name__)
             shapes = [f" of shape {tuple(tensor.shape)}" for tensor in tensors_in(result)]
             self.found.append((f"nn.{kind}(dropout=…)" if kind else func.__name__ + "".join(shapes[:1])) + _place())
-        self._before = after
-        self._keys.fused_attention |= fused
+        self._before, self._keys.fused_attention = after, self._keys.fused_attention or fused
         return result
 
     def _note_others(self) -> None:  # draws since the last function of torch
@@ -52,7 +52,7 @@ class RandomCalls(TorchFunctionMode):
 
 def _place() -> str:
     """The innermost line outside of torch and paceline, within the recorded function."""
-    for frame, line in traceback.walk_stack(None):
+    for frame, line in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if code is RandomCalls.record.__code__:
             break

@@ -87,6 +87,8 @@ def lines_of(model: nn.Module, capsys: pytest.CaptureFixture[str], **settings: A
 def test_draws_from_a_generator_are_named_with_their_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     change, expected = DRAWS[name]
     found = lines_of(Model(change), capsys)
+    assert found.startswith(f"random numbers: {expected}") and "; " not in found.partition(" are drawn")[0]
+    assert f"in {change.__name__}: " in found or not expected.endswith("(")
     assert expected in found and not found.startswith("warning") and found.count("random numbers:") == 1
     assert ("test_random_draws.py:" in found) is expected.endswith("(")
 
