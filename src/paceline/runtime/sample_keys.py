@@ -115,7 +115,9 @@ class SampleKeys:
             self._before = positions()
 
     def end(self) -> None:
-        """Call after the backward. Dropout outside of a step is torch's."""
+        """Call after the backward. Dropout outside of a step is torch's, as is that of a loss without a micro-batch."""
+        if not self.samples:
+            return
         self.samples, self.used = 0, bool(self.used)
         if self.watches:
             self.watches, self.drawn = False, drawn_between(self._before, positions())

@@ -63,3 +63,11 @@ def test_a_model_without_dropout_computes_no_keys_after_its_first_micro_batch() 
     keys.end()
     keys.begin(Rows(12, 0, step=1))
     assert keys.rows is None
+
+
+def test_the_backward_of_a_loss_without_a_micro_batch_decides_nothing() -> None:
+    keys = SampleKeys(1, torch.device("cpu"))
+    keys.watches = True
+    keys.end()
+    keys.begin(Rows(12, 0, step=0))
+    assert keys.rows is not None
