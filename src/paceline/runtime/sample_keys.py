@@ -104,11 +104,8 @@ class SampleKeys:
     def begin(self, samples: Samples) -> None:
         """Call before the forward of a micro-batch."""
         count = samples.samples or 1  # a placeholder batch has one row
-        self.rows, self.samples = None, count
-        if self.used is not False:
-            rows = torch.from_numpy(self._hash(samples.step, samples.start, count))
-            # Not from pinned memory: CUDA copies a few bytes at once, but new pinned memory takes milliseconds.
-            self.rows = rows.to(self.device, non_blocking=True)
+        self._begun = samples.step, samples.start, count
+        self.rows, self.samples = None if self.used is False else self._rows(), count
         for scope in self.inside.values():
             scope.visits = 0
         self.current, self.calls, self.shard = self.outside, 0, None
@@ -143,7 +140,13 @@ class SampleKeys:
 
     def own(self) -> Tensor | None:
         """The keys of the samples in the current scope."""
+        if self.rows is None and self.samples == self._begun[2] and not torch.compiler.is_compiling():
+            self.rows = self._rows()  # the first dropout of a run, after its first micro-batch
         return None if self.rows is None else self.rows + self.current.salt
+
+    def _rows(self) -> Tensor:
+        # Not from pinned memory: CUDA copies a few bytes at once, but new pinned memory takes milliseconds.
+        return torch.from_numpy(self._hash(*self._begun)).to(self.device, non_blocking=True)
 
     def _hash(self, step: int, start: int, count: int) -> NDArray[numpy.int32]:
         """Keys of shape (samples, 2)."""

@@ -30,7 +30,7 @@ def table_of(model: nn.Module, capsys: pytest.CaptureFixture[str], **settings: s
     trainer = paceline.Trainer(model, optimizer, criterion=nn.MSELoss(), batch=4, run=False, device="cpu", **settings)
     capsys.readouterr()
     trainer.train(DATA, max_steps=1)
-    return "\n".join(line for line in capsys.readouterr().out.splitlines() if "dropout" in line)
+    return "\n".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("  dropout"))
 
 
 def test_start_table_says_that_dropout_is_by_sample(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,3 +61,23 @@ def test_start_table_names_data_parallel() -> None:
     rows = dropout_rows(Config.from_dict({}), nn.MultiheadAttention(2, 1, dropout=0.1), NoiseContext(0))
     assert (rows["dropout"].value, 'strategy="dp"' in rows["dropout"].reason) == ("per GPU", True)
     assert dropout_rows(Config.from_dict({}), nn.LSTM(2, 2, 1), NoiseContext(0)) == {}
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_dropout_that_begins_later_is_by_sample_from_its_first_step(accumulate: int) -> None:
+    def losses(accumulate: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.0), nn.Linear(8, 1)).double()
+        data = TensorDataset(torch.randn(24, 3).double(), torch.randn(24, 1).double())
+
+        class Later:
+            def on_step(self, step: paceline.Step) -> None:
+                model[1].p = 0.5 if step.step >= 2 else 0.0
+
+        trainer = paceline.Trainer(
+            model, {"name": "sgd", "lr": 0.1}, criterion=nn.MSELoss(), batch=6, accumulate=accumulate, run=False,
+            quiet=True, device="cpu", log_every=1, callbacks=[Later()],
+        )  # fmt: skip
+        return trainer.train(data, max_steps=4).losses
+
+    assert losses(accumulate) == pytest.approx(losses(1), rel=1e-9)
