@@ -73,7 +73,6 @@ class SampleKeys:
         self.time_major = False  # whether activations of shape (tokens, samples, width) occur
         self.shard: tuple[str, int] | None = None  # "tokens" or "features" of this rank's activations, and its number
         self.installed: AbstractContextManager[Any] = nullcontext()  # entered while the keys are active
-        self._before: dict[str, Any] | None = None
         self._active = 0
 
     def activate(self) -> None:
@@ -117,7 +116,7 @@ class SampleKeys:
         if not self.samples:
             return
         self.samples, self.used = 0, bool(self.used)
-        if self.watches and self._before is not None:  # None: the forward was the user's own
+        if self.watches:
             self.watches, self.drawn = False, drawn_between(self._before, positions())
 
     @property
