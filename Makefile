@@ -25,7 +25,7 @@ help:
 	@echo "make hooks   install the git hook that lints every commit (pre-commit)"
 	@echo "make gpu     the tests that need a GPU"
 	@echo "make docs    run all code in the docs"
-	@echo "make parity  compare every model on every layout with one process (15 minutes)"
+	@echo "make parity  compare every model on every layout with one process (25 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
 	@echo "make bench-compare [BASE=main] [ARGS='--quick --record']   compare the key figures of this checkout with BASE"
 	@echo "make soak    the long fault campaigns (2 hours); make soak-kills, ... for one of them"
@@ -70,6 +70,7 @@ docs: $(READY)
 parity: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_table.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/layout_table.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dropout_parity.py
 
 bench: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py

@@ -259,8 +259,8 @@ def trainer_of(model: str, **settings: Any) -> Trainer:
 
 
 @cache
-def reference(model: str, precision: str) -> ParityRun:
-    [one] = _launch([Cell(model, "single", precision)], [{}], None)
+def reference(model: str, precision: str, batch: int) -> ParityRun:
+    [one] = _launch([cell(model, "single", precision, batch=batch)], [{}], None)
     assert isinstance(one, ParityRun), one
     return one
 
@@ -278,7 +278,7 @@ def compare(cells: Sequence[Cell], fault: str | None = None) -> dict[Cell, Parit
         resumed = _launch(later, [{"load": path} for path in saves.values()], fault)
     rows: dict[Cell, ParityRow] = {}
     for each, run in {**runs, **dict(zip(saves, resumed, strict=True))}.items():
-        one = reference(each.model, each.precision)
+        one = reference(each.model, each.precision, each.settings.get("batch", BATCH))
         steps = slice(STEPS // 2 if each in saves else 0, None)
         one = ParityRun(one.losses[steps], one.norms[steps], one.weights)
         rows[each] = comparison.compare(str(each), one, run, BOUNDS[each.precision])

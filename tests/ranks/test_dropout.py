@@ -142,6 +142,18 @@ def unfrozen(**settings: Any) -> list[float]:
     return trainer.train(tiny.blobs(26), max_steps=3).losses
 
 
+def dropout_set_later(**settings: Any) -> list[float]:
+    trainer = trainer_of(Net, callbacks=[lambda record: set_dropout(trainer.model, 0.3)], **settings)
+    set_dropout(trainer.model, 0.0)
+    return trainer.train(tiny.blobs(26), max_steps=3).losses
+
+
+def set_dropout(model: nn.Module, p: float) -> None:
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = p
+
+
 def same_programs(**settings: Any) -> dict[str, list[float]]:
     return {
         "a model called twice": trained(Net, loss_fn=two_views, **settings),
@@ -150,6 +162,7 @@ def same_programs(**settings: Any) -> dict[str, list[float]]:
         "a callback": with_callback(**settings),
         "a custom loop": custom_loop(**settings),
         "unfrozen parameters": unfrozen(**settings),
+        "dropout that is set later": dropout_set_later(**settings),
     }
 
 
