@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset
 
 import paceline
 from fresh import in_a_fresh_process
@@ -103,6 +103,6 @@ def test_steps_with_dropout_do_not_wait_for_the_gpu() -> None:
     trainer = paceline.Trainer(GPT(2, 32, 4, 64, 16, dropout=0.1), callbacks=[no_waiting], run=False, log_every=100)
     rows = torch.randint(64, (96, 17), generator=torch.Generator().manual_seed(0))
     try:
-        trainer.train(TensorDataset(rows[:, :-1], rows[:, 1:]), max_steps=9)
+        trainer.train(Subset([{"inputs": row[:-1], "targets": row[1:]} for row in rows], range(96)), max_steps=9)
     finally:
         torch.cuda.set_sync_debug_mode("default")
