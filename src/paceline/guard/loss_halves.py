@@ -5,7 +5,7 @@ micro-batches: a mean over something other than samples, a sum, a loss across sa
 its samples. Nothing can be done about it here, so it is a warning.
 
 The model runs in eval mode (with dropout by sample, in training mode too), uncompiled, without gradients and in full
-precision where possible. A loss that is random is not judged, nor is one whose halves fail. Every rank runs as many.
+precision where possible. A loss that is random is not judged, nor is one whose halves fail. Ranks run equally many.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from paceline.runtime.rng import derive_seed, drawn_between, positions
 from paceline.runtime.sample_position import Samples
 
 VISIT = 1 << 16  # distance between the call numbers of two visits
-
 _INCREMENT = numpy.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,7 +48,7 @@ class SavedKeys(NamedTuple):
     visits: list[int]
     current: Scope
     calls: int
-    shard: tuple[str, int] | None
+    shard: tuple[str, int, int] | None
 
 
 class SampleKeys:
@@ -71,7 +70,9 @@ class SampleKeys:
         self.drawn: list[str] = []  # the generators that were found
         self.splits = True  # whether the model is called with the batch itself, not with stacked views of its samples
         self.time_major = False  # whether activations of shape (tokens, samples, width) occur
-        self.shard: tuple[str, int] | None = None  # "tokens" or "features" of this rank's activations, and its number
+        self.shard: tuple[str, int, int] | None = (
+            None  # "tokens" or "features" of this rank's activations, its number, and the width of a shard
+        )
         self.installed: AbstractContextManager[Any] = nullcontext()  # entered while the keys are active
         self._active = 0
 
@@ -86,7 +87,7 @@ class SampleKeys:
         self._active -= 1
         if not self._active:
             self.installed.__exit__(None, None, None)
-            active.keys = self._outer
+            active.keys, self.samples = self._outer, 0  # an exception may have ended a step
 
     @contextmanager
     def uninstalled(self) -> Iterator[None]:
@@ -133,7 +134,9 @@ class SampleKeys:
         """The coordinates of the first element of this rank, for activations of `shape`, (samples, *coordinates)."""
         if self.shard is None:
             return ()
-        kind, rank = self.shard
+        kind, rank, width = self.shard
+        if kind == "features" and len(shape) <= 3 and shape[-1] != width:
+            return ()  # not the output of that layer
         dim = 0 if kind == "tokens" or len(shape) > 3 else len(shape) - 2  # heads come before tokens
         return (*[0] * dim, rank * shape[dim + 1])
 

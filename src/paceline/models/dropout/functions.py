@@ -1,4 +1,4 @@
-"""Replacements of torch's dropout functions, with masks by sample.
+"""Replacements of torch's dropout, attention and uniform random numbers, with masks by sample.
 
 They are installed in torch's namespaces while a step runs, so that a model needs no change: `nn.Dropout` calls
 `torch.nn.functional.dropout`, which is looked up at each call. A function mode would see every operation of the model,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -37,7 +37,7 @@ def _active(training: bool, p: float) -> SampleKeys | None:
 
 def _mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what: str) -> Tensor | None:
     """A mask of `shape`, True for elements to keep; None if it cannot be computed by sample."""
-    numbers = None if isinstance(like, (DTensor, Parameter)) else _numbers(keys, shape, like.device)
+    numbers = _numbers(keys, shape, like.device) if _is_plain(like) else None
     if numbers is None:
         keys.note(what, shape)
         return None
@@ -56,6 +56,13 @@ def _numbers(keys: SampleKeys, shape: tuple[int, ...], device: torch.device) -> 
     return arrange(hash_elements(own.to(device), call, batched, keys.offsets_of(batched)), shape)
 
 
+def _is_plain(like: Tensor) -> bool:
+    """Whether the shape of an activation is that of its elements: not so for those of vmap and of nested tensors."""
+    if isinstance(like, (DTensor, Parameter)):
+        return False
+    return torch.compiler.is_compiling() or not (like.is_nested or torch._C._functorch.is_batchedtensor(like))
+
+
 @cache
 def _triton_kernel() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
@@ -67,7 +74,8 @@ def _triton_kernel() -> ModuleType | None:
 
 def _scaled_mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what: str) -> Tensor | None:
     """1 / (1 - p) for elements to keep and 0 for the others, in the dtype of `like`; None as above."""
-    kernel = _triton_kernel() if like.is_cuda and not torch.compiler.is_compiling() else None
+    on_gpu = like.is_cuda and not torch.compiler.is_compiling() and _is_plain(like)
+    kernel = _triton_kernel() if on_gpu else None
     mask: Tensor | None = None if kernel is None else kernel.scaled_mask(keys, like, shape, p)
     if mask is not None:
         return mask
@@ -85,7 +93,7 @@ def _replace_dropout(original: Callable[..., Tensor], dims: int | None = None) -
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         keys = _active(training, p)
-        if keys is None:
+        if keys is None or input.is_nested:
             return original(input, p, training, inplace)
         if dims not in (None, input.dim()):
             keys.note(original.__name__, tuple(input.shape))
@@ -108,7 +116,7 @@ def _replace_alpha_dropout(original: Callable[..., Tensor], *, channels: bool) -
         if keep is None:
             return original(input, p, training, inplace)
         scale = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1.0) * (1.0 - p))
-        dropped = (~keep).to(input.dtype) * (_ALPHA * scale) + _ALPHA * scale * p
+        dropped = (~keep).to(input.dtype) * (_ALPHA * scale) - _ALPHA * scale * p
         kept = keep.to(input.dtype) * scale
         return input.mul_(kept).add_(dropped) if inplace else input * kept + dropped
 
@@ -127,13 +135,16 @@ def attention(
 ) -> Tensor:
     """Fused kernels draw their own masks, so the probabilities are materialized, as torch does on a CPU."""
     keys = _active(True, dropout_p)
-    if keys is not None and (keys.attention or query.device.type == "cpu"):
+    takes_mask = not query.is_nested and not (is_causal and attn_mask is not None)  # the latter is an error
+    if keys is not None and takes_mask and (keys.attention or query.device.type == "cpu"):
         shape = (*query.shape[:-1], key.shape[-2])
         mask = _scaled_mask(keys, query, shape, dropout_p, "scaled_dot_product_attention")
         if mask is not None:
             if enable_gqa:
                 key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
-            weights = _scores(query, key, attn_mask, is_causal, scale).softmax(-1)
+            scores = _scores(query, key, attn_mask, is_causal, scale)
+            # Rows that are masked out entirely have weights of zero, as in torch.
+            weights = scores.softmax(-1) if attn_mask is None else torch.ops.aten._safe_softmax(scores, -1)
             return (weights * mask).to(value.dtype) @ value
     elif keys is not None:
         keys.used, keys.fused_attention = True, True
@@ -142,7 +153,7 @@ def attention(
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-2, -1)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is None:
@@ -162,7 +173,8 @@ def _uniform(shape: tuple[int, ...], what: str, device: Any = None, dtype: Any =
         return None
     device = torch.get_default_device() if device is None else torch.device(device)
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    numbers = _numbers(keys, shape, device) if shape[:1] == (keys.samples,) else None
+    fits = shape[:1] == (keys.samples,) and dtype.is_floating_point
+    numbers = _numbers(keys, shape, device) if fits else None
     if numbers is None:
         keys.note(what, shape)
         return None
@@ -172,7 +184,7 @@ def _uniform(shape: tuple[int, ...], what: str, device: Any = None, dtype: Any =
 
 def _replace_rand(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def rand(*size: Any, **options: Any) -> Tensor:
-        shape = options.get("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        shape = options.get("size", size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
         drawn = None
         if not options.keys() - {"size", "device", "dtype"}:
             drawn = _uniform(tuple(shape), "torch.rand", options.get("device"), options.get("dtype"))
@@ -192,7 +204,7 @@ def _replace_rand_like(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def bernoulli(input: Tensor, *args: Any, **options: Any) -> Tensor:
         drawn = None
-        if not args and not options:
+        if not args and not options and input.is_floating_point():
             drawn = _uniform(tuple(input.shape), "torch.bernoulli", input.device, torch.float64)
         return original(input, *args, **options) if drawn is None else (drawn < input).to(input.dtype)
 
@@ -202,7 +214,7 @@ def _replace_bernoulli(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 def _replace_bernoulli_(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def bernoulli_(self: Tensor, p: Any = 0.5, **options: Any) -> Tensor:
         drawn = None
-        if not options:
+        if not options and (isinstance(p, Tensor) or 0.0 <= p <= 1.0):
             drawn = _uniform(tuple(self.shape), "Tensor.bernoulli_", self.device, torch.float64)
         return original(self, p, **options) if drawn is None else self.copy_(drawn < p)
 
@@ -228,7 +240,8 @@ class Replaced:
         self._add(Tensor, "bernoulli_", _replace_bernoulli_(Tensor.bernoulli_))
 
     def _add(self, owner: Any, name: str, function: Any) -> None:
-        self._functions.append((owner, name, getattr(owner, name), function))
+        # None: inherited.
+        self._functions.append((owner, name, vars(owner).get(name), function))
 
     def __enter__(self) -> None:
         self._depth += 1  # the loops of two Trainers may be nested
@@ -240,7 +253,10 @@ class Replaced:
         self._depth -= 1
         if not self._depth:
             for owner, name, original, _ in self._functions:
-                setattr(owner, name, original)
+                if original is None:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
 
 
 replaced = Replaced()

@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
 from paceline.models.dropout.mask import CALL, arrange, batched_shape, row_terms, threshold, to_int32
 from paceline.runtime.sample_keys import SampleKeys
@@ -79,12 +77,13 @@ def scaled_mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float
     """1 / (1 - p) for elements to keep and 0 for the others, with the dtype and device of `like`; None if it cannot be
     computed by sample."""
     rows, batched = keys.rows, batched_shape(keys, shape)
-    if rows is None or batched is None or not like.numel() or isinstance(like, (DTensor, Parameter)):
+    if rows is None or batched is None or 0 in batched:
         return None
     call, (low, high) = keys.calls, keys.current.words
     keys.used, keys.calls = True, call + 1
     mask = torch.empty(batched, dtype=like.dtype, device=like.device)
     tensors, numbers, grid = _plan(batched, keys.offsets_of(batched), p, like.device, like.dtype)
     words = to_int32(call * CALL[0] + low), to_int32(call * CALL[1] + high)
-    _kernel[grid](mask, rows.to(like.device), *tensors, *words, *numbers)
+    with torch.cuda.device_of(mask):  # Triton launches on the current device
+        _kernel[grid](mask, rows.to(like.device), *tensors, *words, *numbers)
     return arrange(mask, shape)

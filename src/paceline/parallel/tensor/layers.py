@@ -23,11 +23,11 @@ from paceline.runtime import sample_keys
 Run = Callable[..., Tensor]  # the original forward of a layer, on local shards
 
 
-def _mark(kind: str | None, axis: DeviceMesh) -> None:
+def _mark(kind: str | None, axis: DeviceMesh, width: int = 0) -> None:
     """Note how the activations that follow are sharded: dropout needs the coordinates of this rank's elements."""
     keys = sample_keys.active.keys
     if keys is not None:
-        keys.shard = None if kind is None else (kind, axis.get_local_rank())
+        keys.shard = None if kind is None else (kind, axis.get_local_rank(), width)
 
 
 def parallelize_layer(module: nn.Module, style: str, axis: DeviceMesh, sequence_parallel: bool) -> None:
@@ -99,7 +99,7 @@ def _column(run: Run, axis: DeviceMesh, style: str, sequence_parallel: bool, inp
     else:
         inputs = copy_to_group(inputs, group)
     local = run(inputs)
-    _mark("features" if style != "gathered" else None, axis)
+    _mark("features" if style != "gathered" else None, axis, local.shape[-1])
     if style == "vocabulary":
         return DTensor.from_local(local, axis, [Shard(local.dim() - 1)], run_check=False)
     return local if style == "column" else gather_from_group(local, local.dim() - 1, group)

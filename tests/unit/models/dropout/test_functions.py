@@ -144,3 +144,43 @@ def test_bernoulli_has_its_probability_in_low_precision(dtype: torch.dtype) -> N
     drawn, _ = run(lambda _: torch.bernoulli(inputs), INPUTS)
     assert drawn.dtype is dtype
     assert abs(float(drawn.double().mean()) - float(inputs[0, 0])) < 0.0012
+
+
+@pytest.mark.parametrize("function", [functional.alpha_dropout, functional.feature_alpha_dropout])
+def test_alpha_dropout_keeps_mean_and_variance(function: Callable[..., Tensor]) -> None:
+    inputs = torch.randn(6, 4000, 5, generator=torch.Generator().manual_seed(1))
+    name = function.__name__
+    outputs, _ = run(lambda rows: getattr(functional, name)(rows, 0.3, training=True), inputs)
+    assert abs(float(outputs.mean())) < 0.03 and abs(float(outputs.var()) - 1.0) < 0.05
+
+
+def test_rows_of_attention_that_are_masked_out_are_zero() -> None:
+    mask = torch.ones(6, 1, 5, 5, dtype=torch.bool)
+    mask[:, :, 2] = False
+    inputs = INPUTS.clone().requires_grad_()
+    outputs, _ = run(
+        lambda rows: functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask, dropout_p=0.3), inputs
+    )
+    outputs.sum().backward()
+    assert inputs.grad is not None and outputs[:, :, 2].abs().max() == 0 and inputs.grad.isfinite().all()
+
+
+def test_what_cannot_be_drawn_by_sample_is_torchs() -> None:
+    def draw(rows: Tensor) -> Tensor:
+        assert torch.rand(torch.tensor(6)).shape == (6,) and torch.rand([6, 1]).shape == (6, 1)
+        assert torch.rand(6, dtype=torch.complex64).imag.abs().max() > 0
+        with pytest.raises(RuntimeError):
+            torch.empty(6).bernoulli_(1.5)
+        nested = torch.nested.nested_tensor([rows[0, 0], rows[1, 0, :2]], layout=torch.jagged)
+        return functional.dropout(nested, 0.5).values()
+
+    run(draw, INPUTS)
+    assert "bernoulli_" not in vars(Tensor)
+
+
+def test_vmap_has_a_mask_for_each_sample() -> None:
+    def drop(row: Tensor) -> Tensor:
+        return functional.dropout(row, 0.5)
+
+    found, _ = run(lambda rows: torch.vmap(drop, randomness="different")(torch.ones(6, 6, 20)), INPUTS)
+    assert len({tuple(mask.flatten().tolist()) for mask in found}) == 6
