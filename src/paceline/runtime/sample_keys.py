@@ -63,7 +63,7 @@ class SampleKeys:
         self.rows: Tensor | None = None  # (samples, 2), int32
         self.current, self.calls, self.samples = self.outside, 0, 0
         self.used: bool | None = None  # whether the model has dropout; None: not known yet
-        self.attention = False  # whether attention gives up its fused kernel on a GPU, whose masks are not ours
+        self.exact_attention = False  # whether attention on a GPU is computed without a fused kernel
         self.fused_attention = False  # whether it kept it
         self.kept: dict[str, tuple[int, ...]] = {}  # calls that were left to torch, with the shape of the first
         self.watches = True  # whether to look for draws from the global generators in the next micro-batch

@@ -26,7 +26,7 @@ def noise_context(
     if config.dropout == "per-rank" or isinstance(wrapped.forward, DataParallel):  # threads would share the keys
         return NoiseContext(config.seed)
     keys = by_sample(model, blocks, config.seed, mesh.device)
-    keys.attention = config.dropout == "exact" or config.deterministic == "everywhere"
+    keys.exact_attention = config.dropout == "exact" or config.deterministic == "everywhere"
     keys.splits = loss_fn is None
     return NoiseContext(config.seed, keys=keys)
 
@@ -46,7 +46,7 @@ def dropout_rows(config: Config, model: nn.Module, draw: NoiseContext) -> dict[s
         value, reason = "per rank", f"{FROM_SETTINGS}: masks depend on the number of ranks"
     elif draw.keys is None:
         value, reason = "per GPU", 'strategy="dp": masks depend on the number of GPUs'
-    elif draw.keys.attention or draw.keys.device.type == "cpu":
+    elif draw.keys.exact_attention or draw.keys.device.type == "cpu":
         value, reason = "by sample", "the same masks on any layout"
     else:
         value, reason = "by sample", 'the same masks on any layout, except in fused attention: see dropout="exact"'

@@ -50,7 +50,7 @@ def test_start_table_is_silent_about_models_without_dropout(capsys: pytest.Captu
 @pytest.mark.parametrize(("dropout", "except_fused"), [("by-sample", True), ("exact", False)])
 def test_start_table_excepts_fused_attention_on_gpus(dropout: str, except_fused: bool) -> None:
     keys = SampleKeys(0, torch.device("cpu"))
-    keys.device, keys.attention = torch.device("cuda"), dropout == "exact"
+    keys.device, keys.exact_attention = torch.device("cuda"), dropout == "exact"
     rows = dropout_rows(
         Config.from_dict({"dropout": dropout}), nn.LSTM(2, 2, 2, dropout=0.1), NoiseContext(0, keys=keys)
     )

@@ -136,7 +136,7 @@ def attention(
     """Fused kernels draw their own masks, so the probabilities are materialized, as torch does on a CPU."""
     keys = _active(True, dropout_p)
     takes_mask = not query.is_nested and not (is_causal and attn_mask is not None)  # the latter is an error
-    if keys is not None and takes_mask and (keys.attention or query.device.type == "cpu"):
+    if keys is not None and takes_mask and (keys.exact_attention or query.device.type == "cpu"):
         shape = (*query.shape[:-1], key.shape[-2])
         mask = _scaled_mask(keys, query, shape, dropout_p, "scaled_dot_product_attention")
         if mask is not None:
