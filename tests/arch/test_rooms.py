@@ -12,26 +12,26 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020, 021, 022, 023).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 024).
 CEILINGS = {
     "": 480,
-    "config": 1_280,
+    "config": 1_330,
     "plan": 1_950,
     "run": 1_250,
     "diagnose": 1_450,
     "watch": 1_500,
-    "runtime": 2_350,
+    "runtime": 2_420,
     "launcher": 5_800,
-    "models": 2_700,
-    "data": 3_050,
+    "models": 2_800,
+    "data": 3_200,
     "precision": 400,
-    "parallel": 3_550,
+    "parallel": 3_700,
     "sync": 900,
-    "optim": 650,
-    "checkpoint": 2_500,
-    "monitor": 1_000,
-    "guard": 2_700,
-    "train": 6_200,
+    "optim": 850,
+    "checkpoint": 2_600,
+    "monitor": 1_200,
+    "guard": 2_780,
+    "train": 7_000,
     "doctor": 800,
     "bench": 750,
     "search": 700,
