@@ -47,6 +47,7 @@ ELSEWHERE = {
     "train/custom_loop_setup": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],
     "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/evaluate": ["ranks/test_evaluation"],
+    "train/first_step": ["ranks/test_preflight", "unit/train/test_trainer"],
     "train/factory": ["unit/train/test_trainer", "ranks/test_registered_components"],
     "train/loaders": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/metric_functions": ["ranks/test_evaluation"],

@@ -33,7 +33,7 @@ from paceline.parallel.fsdp import discard_gradients
 from paceline.parallel.replicas import Replicas
 from paceline.runtime import collectives, process_group
 from paceline.runtime.whereabouts import progress
-from paceline.train import loop
+from paceline.train import first_step, loop
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.recorder import Recorder, Sinks
 
@@ -349,7 +349,7 @@ class CustomLoop:
     def _check(self, micro: MicroBatch) -> None:
         self._start()
         loader = self.loader
-        self.engine.check(micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
+        first_step.check(self.engine, micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
 
     def _start(self) -> None:
         """Called before the first step."""

@@ -17,12 +17,11 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import forward_state, kept_state, loss_halves, odd_parameters, own_step, preflight, same_model
+from paceline.guard import odd_parameters, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.guard.optimizer_check import require_separable
-from paceline.guard.random_draws import describe_draws
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
 from paceline.guard.wrapped_model import take_over
@@ -47,10 +46,8 @@ from paceline.precision import policies
 from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives, consistency, process_group
 from paceline.runtime.mesh import Mesh
-from paceline.text import plural
 from paceline.train import factory, resolve_layout, standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.evaluate import run_loss
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
@@ -116,7 +113,7 @@ class Engine:
         self.position = TrainProgress()
         compared = config.preflight and self.mesh.degrees.replicate > 1
         self.replicas = ReplicaCheck(self.model, self.mesh) if compared else None
-        self._checked = self._warned = False
+        self.checked = self._warned = False
 
     def _compose(self) -> None:
         """Run the passes of the layout on the model and on the module that computes its loss."""
@@ -199,7 +196,7 @@ class Engine:
     def _warm_up(self, forward: Callable[[Any], Any], batch: Any) -> None:
         """Called before the first batch after DDP was rebuilt for other parameters."""
         self._report_untrained(self.optimizer)
-        if self._checked:
+        if self.checked:
             preflight.warm_up(self.model, forward, batch, self.draw, [self.task.criterion, self.task.loss_fn])
 
     def _build_step(self) -> None:
@@ -219,7 +216,7 @@ class Engine:
             # Under `raise` one rank may block its updates; `stop` relies on the norm, which all ranks know.
             "watch": self.watch if config.nonfinite == "raise" else None,
         }
-        self._warn = refuse_forward if config.fixed_order else self.log.warning
+        self.warn = refuse_forward if config.fixed_order else self.log.warning
         kind: type[Stepper] = SliceStepper if config.fixed_order else Stepper
         if isinstance(self.module, PipelineLossModule):
             kind, parts = PipelineStepper, {**parts, "settings": config.pipeline, "log": self.log.info}
@@ -243,14 +240,14 @@ class Engine:
             if config.unused_parameters == "error" and not config.ddp.static_graph:
                 self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.wrapped.forward)
         if self.world.size > 1 or self.sharded is not None:
-            self._defer_hooks()
+            self.defer_hooks()
             own_step.refuse_other_steps(self.optimizer, self.updater)
         if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
             self.log.info(
                 f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
             )
 
-    def _defer_hooks(self) -> None:
+    def defer_hooks(self) -> None:
         """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
         if self.updater.gradient_hooks is None:
             self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
@@ -281,78 +278,6 @@ class Engine:
     def choose_call(self, batch: Any) -> None:
         self.module.call = infer_call(self.model, batch, self.task.loss_fn, self.task.criterion)
         self.log.info(f"loss: {self.module.call.rule}")
-
-    def check(self, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
-        """Run the pre-flight, once, before the first step. Must be called within `self.draw`."""
-        if self._checked or not self.config.preflight:
-            return
-        if groups > 1 or self.updater.gradient_hooks is not None:
-            self._defer_hooks()
-        if self.world.size == 1:
-            self._check_in_first_step(micro, groups)
-            self._compare_halves(micro, groups)
-            return
-        self.stepper.weigh(several=groups > 1)
-        weight, (own, counted) = preflight.check(
-            self.module,
-            self.wrapped,
-            micro,
-            self.mesh,
-            self.draw,
-            fingerprint=fingerprint(),
-            allow_unused=self.config.unused_parameters == "allow",
-            user_code=[self.task.criterion, self.task.loss_fn],
-            compiled=bool(self.config.compile),
-            run_zero_weight=self.stepper.run_zero_weight if isinstance(self.stepper, PipelineStepper) else None,
-        )
-        self._checked = True
-        self.stepper.nominal = preflight.nominal(weight, groups)
-        self.stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
-        self._compare_halves(micro, groups)
-        self._name_draws(micro, self.log.warning)
-        several = groups > 1 or self.mesh.degrees.pipeline > 1 or self.config.fixed_order
-        forward_state.warn_of_buffers(own, counted, self._warn, several=several)
-        standstill.shorten_timeout(self.config.timeout)  # compilation is done
-        self.log.info(f"pre-flight passed on {plural(self.world.size, 'rank')}")
-
-    def _compare_halves(self, micro: MicroBatch, groups: int) -> None:
-        """Warn if a batch is sliced, and the loss depends on how."""
-        degrees = self.mesh.degrees
-        if self.mesh.data_ranks * groups * degrees.pipeline == 1 and not self.wrapped.slices:
-            return
-        if degrees.pipeline == 1:
-            own, counted = kept_state.find(*self._trial(micro))
-            forward_state.warn_of_buffers(own, counted, self._warn, several=groups > 1)
-        warning = loss_halves.compare(*self._trial(micro), replicated=degrees.is_replicated)
-        if warning is None and degrees.pipeline == 1:
-            warning = loss_halves.compare(*self._trial(micro), replicated=degrees.is_replicated, training=True)
-        if warning is not None:
-            self.log.warning(f"loss: {warning}")
-
-    def _name_draws(self, micro: MicroBatch, say: Callable[[str], None]) -> None:
-        if found := describe_draws(*self._trial(micro), pipelined=self.mesh.degrees.pipeline > 1):
-            (self._warn if self.config.fixed_order else say)(found)
-
-    def _trial(self, micro: MicroBatch) -> tuple[Any, ...]:
-        """The arguments of checks that run the forward once more."""
-        return self.module, partial(run_loss, self.module), micro, self.draw, [self.task.criterion, self.task.loss_fn]
-
-    def _check_in_first_step(self, micro: MicroBatch, groups: int) -> None:
-        """One rank runs no trial: the first step itself shows the weight and the unused parameters."""
-        self._checked = True
-        self.module.zero_grad(set_to_none=True)
-        self.stepper.measure = partial(preflight.nominal, groups=groups)
-
-        def check(*arguments: Any) -> None:
-            hook.remove()
-            self._name_draws(micro, self.log.info)
-            unused = preflight.without_gradient(self.model)
-            if unused and self.config.unused_parameters == "error":
-                self.log.warning(
-                    f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error"
-                )
-
-        hook = self.optimizer.register_step_pre_hook(check)
 
     def after_user_code(self) -> None:
         """Call after callbacks and evaluations, which may have run a backward or changed the optimizer."""

@@ -33,7 +33,7 @@ from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.plan.schedule import derive_schedule
 from paceline.run.history import History, Record, require_free_names
-from paceline.train import evaluate, factory, loop, oom
+from paceline.train import evaluate, factory, first_step, loop, oom
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start, gradient_hook
@@ -364,7 +364,7 @@ class Trainer(MethodHints):
         if first is None:
             return micros
         assert self._loaders.plan is not None
-        self._engine.check(first, self._loaders.plan.groups, loader.fingerprint)
+        first_step.check(self._engine, first, self._loaders.plan.groups, loader.fingerprint)
         recorder.tokens_per_sample = factory.tokens_per_sample(first.batch)
         recorder.begin()
         return chain([first], micros)

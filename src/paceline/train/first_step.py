@@ -1,0 +1,96 @@
+"""Checks before the first step: does it mean the same on other ranks and with other micro-batches?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from paceline.data.loader import MicroBatch
+from paceline.guard import forward_state, kept_state, loss_halves, preflight
+from paceline.guard.random_draws import describe_draws
+from paceline.text import plural
+from paceline.train import standstill
+from paceline.train.engine import Engine
+from paceline.train.evaluate import run_loss
+from paceline.train.pipeline_step import PipelineStepper
+
+
+def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
+    """Run the pre-flight, once, before the first step. Must be called within `engine.draw`."""
+    config, stepper = engine.config, engine.stepper
+    if engine.checked or not config.preflight:
+        return
+    if groups > 1 or engine.updater.gradient_hooks is not None:
+        engine.defer_hooks()
+    if engine.world.size == 1:
+        _check_in_first_step(engine, micro, groups)
+        _compare_halves(engine, micro, groups)
+        return
+    stepper.weigh(several=groups > 1)
+    weight, (own, counted) = preflight.check(
+        engine.module,
+        engine.wrapped,
+        micro,
+        engine.mesh,
+        engine.draw,
+        fingerprint=fingerprint(),
+        allow_unused=config.unused_parameters == "allow",
+        user_code=[engine.task.criterion, engine.task.loss_fn],
+        compiled=bool(config.compile),
+        run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStepper) else None,
+    )
+    engine.checked = True
+    stepper.nominal = preflight.nominal(weight, groups)
+    stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
+    _compare_halves(engine, micro, groups)
+    _name_draws(engine, micro, engine.log.warning)
+    several = groups > 1 or engine.mesh.degrees.pipeline > 1 or config.fixed_order
+    forward_state.warn_of_buffers(own, counted, engine.warn, several=several)
+    standstill.shorten_timeout(config.timeout)  # compilation is done
+    engine.log.info(f"pre-flight passed on {plural(engine.world.size, 'rank')}")
+
+
+def _compare_halves(engine: Engine, micro: MicroBatch, groups: int) -> None:
+    """Warn if a batch is sliced, and the loss depends on how."""
+    degrees = engine.mesh.degrees
+    if engine.mesh.data_ranks * groups * degrees.pipeline == 1 and not engine.wrapped.slices:
+        return
+    trial = _trial(engine, micro)
+    if degrees.pipeline == 1:
+        own, counted = kept_state.find(*trial)
+        forward_state.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
+    warning = loss_halves.compare(*trial, replicated=degrees.is_replicated)
+    if warning is None and degrees.pipeline == 1:
+        warning = loss_halves.compare(*trial, replicated=degrees.is_replicated, training=True)
+    if warning is not None:
+        engine.log.warning(f"loss: {warning}")
+
+
+def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -> None:
+    if found := describe_draws(*_trial(engine, micro), pipelined=engine.mesh.degrees.pipeline > 1):
+        (engine.warn if engine.config.fixed_order else say)(found)
+
+
+def _trial(engine: Engine, micro: MicroBatch) -> tuple[Any, ...]:
+    """The arguments of checks that run the forward once more."""
+    task = engine.task
+    return engine.module, partial(run_loss, engine.module), micro, engine.draw, [task.criterion, task.loss_fn]
+
+
+def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None:
+    """One rank runs no trial: the first step itself shows the weight and the unused parameters."""
+    engine.checked = True
+    engine.module.zero_grad(set_to_none=True)
+    engine.stepper.measure = partial(preflight.nominal, groups=groups)
+
+    def check(*arguments: Any) -> None:
+        hook.remove()
+        _name_draws(engine, micro, engine.log.info)
+        unused = preflight.without_gradient(engine.model)
+        if unused and engine.config.unused_parameters == "error":
+            engine.log.warning(
+                f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error"
+            )
+
+    hook = engine.optimizer.register_step_pre_hook(check)
