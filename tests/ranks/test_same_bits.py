@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline
 import tiny
@@ -221,3 +221,14 @@ def test_what_can_not_be_the_same_is_refused_by_name(number: int) -> None:
         "fsdp": "layout.everywhere-and-layout" if number > 1 else None,
         "custom loop": "train.everywhere-and-loop",
     }
+
+
+@ranks(2)
+def test_a_nan_is_found_on_the_rank_that_has_its_sample() -> None:
+    inputs, targets = tiny.blobs(24).tensors
+    inputs = inputs.clone()
+    inputs[20] = float("nan")
+    trainer = tiny.classifier_trainer(batch=24, shuffle=False, deterministic="everywhere")
+    with pytest.raises(PacelineError, match="on rank 1, samples 2") as caught:
+        trainer.train(TensorDataset(inputs, targets), max_steps=2)
+    assert "sample 20" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Copies micro-batches to the device one step ahead, on a side stream, to overlap copies with compute."""
+"""Copies large micro-batches to the device one step ahead, on a side stream, to overlap copies with compute."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from paceline.data.batches import apply, tensors_in
+from paceline.data.batches import apply
 from paceline.data.loader import MicroBatch
+
+# Bytes of a tensor that are copied on the compute stream: CUDA takes up to 64 KiB at once, even from pageable memory,
+# and switching streams takes longer than such a copy.
+_SMALL = 1 << 16
 
 
 def to_device(
@@ -38,21 +42,32 @@ def _prefetched(
     micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
 ) -> Iterator[MicroBatch]:
     side, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    ahead: tuple[MicroBatch, torch.cuda.Event] | None = None
-    for micro in micros:
+    copied: list[Tensor] = []  # of one micro-batch, on the side stream
+    ahead: tuple[MicroBatch, list[Tensor], torch.cuda.Event] | None = None
+
+    def put(tensor: Tensor) -> Tensor:
+        if tensor.device == device or tensor.nbytes <= _SMALL:
+            return _changed(tensor.to(device, non_blocking=True), cast)
         with torch.cuda.stream(side):
-            micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device, non_blocking=True), cast))
-            copied = side.record_event()
+            copied.append(_changed(tensor.to(device, non_blocking=True), cast))
+        return copied[-1]
+
+    for micro in micros:
+        copied = []
+        micro.batch = apply(micro.batch, put)
+        done = side.record_event() if copied else None
         if ahead is not None:
             yield _arrived(*ahead, compute)
-        ahead = (micro, copied)
+        ahead = None if done is None else (micro, copied, done)
+        if ahead is None:
+            yield micro
     if ahead is not None:
         yield _arrived(*ahead, compute)
 
 
-def _arrived(micro: MicroBatch, copied: torch.cuda.Event, compute: torch.cuda.Stream) -> MicroBatch:
+def _arrived(micro: MicroBatch, copied: list[Tensor], done: torch.cuda.Event, compute: torch.cuda.Stream) -> MicroBatch:
     """Make the compute stream wait for this copy only, and record its use of the memory for the allocator."""
-    compute.wait_event(copied)
-    for tensor in tensors_in(micro.batch):
+    compute.wait_event(done)
+    for tensor in copied:
         tensor.record_stream(compute)
     return micro

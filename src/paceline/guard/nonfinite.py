@@ -41,46 +41,45 @@ _FIXES = {  # part of the reason → what to do
 class NonfiniteGuard:
     """Checks losses and norms, and after a non-finite one blocks updates until `reset`.
 
-    On the CPU the value is read directly. On a GPU a flag is set on the device, which a fused optimizer reads; other
-    optimizers on a GPU continue to update.
+    On the CPU the value is read directly. On a GPU one kernel per step sets a flag on the device, which a fused
+    optimizer reads. Other optimizers on a GPU continue to update, so for them nothing is checked here.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, *, may_wait: bool = False) -> None:
         self.tripped = False  # known on the host
         self._on_host = device.type == "cpu" or (may_wait and not is_fused(optimizer))
-        self._flag = torch.zeros((), device=device)
-        self._step = torch.full((), -1, device=device)  # of this rank's first bad loss
+        self._flag: Tensor | None = None
         if not self._on_host and is_fused(optimizer):
+            self._flag, self._one = torch.zeros((), device=device), torch.ones((), device=device)
             optimizer.found_inf = self._flag  # type: ignore[attr-defined]
 
-    def check_loss(self, loss: Tensor, step: int) -> None:
-        """Check the loss of this rank."""
+    def check_losses(self, losses: Iterable[tuple[Tensor, Any]]) -> None:
+        """Check the losses of this rank in a step, after their backwards."""
         if self._on_host:
-            if not isfinite(loss.item()) and not self.tripped:
-                self.tripped = True
-                self._step.fill_(step)
-        else:
-            bad = ~torch.isfinite(loss)
-            self._step = torch.where(bad & (self._flag == 0), step, self._step)
-            torch.maximum(self._flag, bad.float(), out=self._flag)
+            for loss, _ in losses:
+                if not isfinite(loss.item()):
+                    self.tripped = True
+        elif self._flag is not None:
+            self._set_flag([loss for loss, _ in losses], self._flag)
 
     def check_norm(self, norm: Tensor) -> None:
         """Check the norm of the reduced gradient, equal on every rank."""
         if self._on_host:
             if not isfinite(norm.item()):
                 self.tripped = True
-        else:
-            torch.maximum(self._flag, (~torch.isfinite(norm)).float(), out=self._flag)
+        elif self._flag is not None:
+            self._set_flag([norm], self._flag)
 
-    def loss_was_bad_at(self, step: int) -> bool:
-        """Whether this rank's first non-finite loss was in `step`, counted from 0. Synchronizes with the device."""
-        return int(self._step) == step
+    def _set_flag(self, values: list[Tensor], flag: Tensor) -> None:
+        """The kernel of GradScaler, which divides by a loss scale of one. It writes to its arguments, the same values:
+        `data` hides that from autograd."""
+        torch._amp_foreach_non_finite_check_and_unscale_([value.data for value in values], flag, self._one)
 
     def reset(self) -> None:
         """Allow updates again."""
         self.tripped = False
-        self._flag.zero_()
-        self._step.fill_(-1)
+        if self._flag is not None:
+            self._flag.zero_()
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -103,10 +102,16 @@ def bad_step_test(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
 
 
 def report(
-    record: Record, module: Any, micros: Iterable[MicroBatch] | None, draw: NoiseContext, watch: NonfiniteGuard | None
+    record: Record,
+    module: Any,
+    micros: Iterable[MicroBatch] | None,
+    draw: NoiseContext,
+    watch: NonfiniteGuard | None,
+    *,
+    seen: bool,
 ) -> TrainError:
-    """Repeat the step and locate the non-finite value. Collective: must be called on every rank."""
-    seen = watch is not None and watch.loss_was_bad_at(record["step"] - 1)
+    """Repeat the step and locate the non-finite value. `seen`: the loss of this rank was not finite. Collective: must
+    be called on every rank."""
     facts: dict[str, Any] = {"seen": seen, "where": None, "samples": []}
     if micros is not None:
         with snapshot.preserved(module.model):  # `stop` keeps the model as it was before the step
@@ -114,10 +119,9 @@ def report(
     ranks = collectives.all_gather_object(facts)
     if watch is not None:
         watch.reset()
-    sources = [rank for rank, facts in enumerate(ranks) if facts["seen"]] or [
-        rank for rank, facts in enumerate(ranks) if facts["where"]
-    ]
-    rank = sources[0] if sources else None
+    # Under `deterministic: everywhere` every loss is that of the whole batch, so that the first rank has seen it.
+    clues = [lambda each: each["seen"] and each["where"], lambda each: each["where"], lambda each: each["seen"]]
+    rank = next((rank for clue in clues for rank, each in enumerate(ranks) if clue(each)), None)
     kind = "gradient" if isfinite(record["loss"]) else "loss"
     return TrainError(
         "nonfinite",

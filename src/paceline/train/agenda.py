@@ -43,7 +43,7 @@ class Agenda:
     save: Callable[[int], None] = _nothing
     save_last: Callable[[int], None] = _nothing
     poll: RankPoll | None = None
-    on_nonfinite: Callable[[Record], str | None] = _nothing
+    on_nonfinite: Callable[[Record, bool], str | None] = _nothing  # with whether this rank has seen it
     on_first_log: Callable[[], None] = _nothing
     reason: str = END_OF_DATA
 
@@ -147,7 +147,7 @@ class Agenda:
         if flushed.records:
             self.on_first_log()
         if flushed.nonfinite is not None:
-            return self.on_nonfinite(flushed.nonfinite)
+            return self.on_nonfinite(flushed.nonfinite, flushed.seen_here)
         return "trainer.stop()" if flushed.stop else None
 
     def end_epoch(self, step: int, epoch: int) -> None:

@@ -40,7 +40,7 @@ def open_custom_loop(
     rates: LearningRate,
     loaders: Loaders,
     callbacks: Callbacks,
-    on_nonfinite: Callable[[Loader | None, Record], str | None],
+    on_nonfinite: Callable[[Loader | None, Record, bool], str | None],
 ) -> CustomLoop:
     """Collective: must be called on every rank."""
     config, position = engine.config, engine.position
@@ -70,7 +70,7 @@ def open_custom_loop(
         end_of_epoch=rates.epoch_ended,
         save=saver.save,
         poll=RankPoll(engine, saver, run, Signals(), config.save_minutes) if timed else None,
-        on_nonfinite=lambda record: on_nonfinite(custom.loader, record),
+        on_nonfinite=lambda record, seen: on_nonfinite(custom.loader, record, seen),
     )
 
     def begin(steps_per_epoch: int | None) -> None:

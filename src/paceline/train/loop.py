@@ -77,6 +77,8 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     """Update the parameters after `micro`, the last micro-batch of its step."""
     engine = job.engine
     stepper, updater = engine.stepper, engine.updater
+    if stepper.watch is not None:
+        stepper.watch.check_losses(stepper.losses)
     norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
     engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)

@@ -212,8 +212,6 @@ class PipelineStepper(Stepper):
         assert isinstance(loss, Tensor)
         self._parts = []
         self.losses.append((loss, weight))
-        if self._watch is not None:
-            self._watch.check_loss(loss, micro.step)
         return loss
 
     def _gradient_of(self, name: str) -> Tensor | None:

@@ -70,6 +70,7 @@ class Flushed:
     records: Sequence[Record] = ()
     stop: bool = False  # requested on any rank
     nonfinite: Record | None = None  # the first step with a non-finite loss or gradient
+    seen_here: bool = False  # whether the loss of this rank in that step was not finite
 
 
 class Recorder:
@@ -119,6 +120,7 @@ class Recorder:
         count, replicas = len(pending), self._replicas
         digest = None if replicas is None else replicas.digest()  # before the device is synchronized
         values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_requested)]
+        losses = values[:count]
         if self._ranks > 1:
             if replicas is not None:
                 values += replicas.shares(digest)
@@ -133,7 +135,9 @@ class Recorder:
         self._write(records, sum([entry[3] for entry in pending]), extras)
         if replicas is not None:
             replicas.finish(values[4 * count + 2 :], pending[-1][0], finite=math.isfinite(sum(values)))
-        return Flushed(records, bool(values[4 * count + 1]), self._first_bad(records, values))
+        bad = self._first_bad(records, values)
+        seen_here = bad is not None and not math.isfinite(losses[records.index(bad)])
+        return Flushed(records, bool(values[4 * count + 1]), bad, seen_here)
 
     def check_replicas(self, step: int) -> None:
         """Compare all weights of replicas after the last step. Collective: must be called on every rank."""
@@ -255,9 +259,12 @@ def _reader(pending: Sequence[Pending], device: torch.device) -> Callable[[Tenso
         return Tensor.item
     everything = [part for entry in pending for pair in entry[4] for part in pair]
     everything += [value for entry in pending for value in entry[6:]]
-    tensors = [value for value in everything if type(value) is Tensor]
-    numbers = torch.stack([tensor.reshape(()).to(device, torch.float64) for tensor in tensors]).tolist()
-    known = dict(zip(map(id, tensors), numbers, strict=True))
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in everything:
+        if type(value) is Tensor:
+            kinds.setdefault((value.device, value.dtype), []).append(value)
+    stacked = [torch.stack([value.reshape(()) for value in same]).to(device, torch.float64) for same in kinds.values()]
+    known = dict(zip(map(id, chain(*kinds.values())), torch.cat(stacked).tolist(), strict=True)) if stacked else {}
     return lambda tensor: known[id(tensor)]
 
 

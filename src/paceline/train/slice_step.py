@@ -80,8 +80,6 @@ class SliceStepper(Stepper):
             self.losses.append((loss, weight))
         if self._module.metrics is not None:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
-        if self._watch is not None:
-            self._watch.check_loss(loss, micro.step)
         value.backward(seed)
         return loss
 

@@ -51,7 +51,7 @@ class Stepper:
         self._ranks, self._world, self._reports_loss = mesh.data_ranks, mesh.degrees.world, mesh.reports_loss
         self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
         self._scaler = scaler if scaler.is_enabled() else None
-        self._watch = watch
+        self.watch = watch  # checks `losses` after the last backward of a step
         self._always_weighs = mesh.data_ranks > 1 or wrapped.slices
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.nominal: float | None = None  # None: the number of samples
@@ -133,8 +133,6 @@ class Stepper:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
         if self.data_weighted and micro.last:
             self._start_weight_reduction(micro, value.device)
-        if self._watch is not None:
-            self._watch.check_loss(loss, micro.step)
         value.backward(seed)
         return loss
 

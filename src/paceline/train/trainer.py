@@ -381,12 +381,12 @@ class Trainer(MethodHints):
             self._saver.save_best(step)
         return verdict.reason
 
-    def _nonfinite(self, loader: Loader | None, record: Record, *, may_stop: bool = True) -> str | None:
+    def _nonfinite(self, loader: Loader | None, record: Record, seen: bool, *, may_stop: bool = True) -> str | None:
         """Handle a non-finite step: raise, or return the reason to stop. (`skip` has skipped such steps.)"""
         engine, micros = self._engine, None
         if loader is not None and loader.repeatable:
             micros = engine.ready(loader.micros(record["step"] - 1, None))
-        error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch)
+        error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch, seen=seen)
         if self.config.nonfinite == "raise" or not may_stop:
             raise error
         engine.log.warning(str(error))
