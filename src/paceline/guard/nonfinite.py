@@ -119,9 +119,10 @@ def report(
     ranks = collectives.all_gather_object(facts)
     if watch is not None:
         watch.reset()
-    # Under `deterministic: everywhere` every loss is that of the whole batch, so that the first rank has seen it.
-    clues = [lambda each: each["seen"] and each["where"], lambda each: each["where"], lambda each: each["seen"]]
-    rank = next((rank for clue in clues for rank, each in enumerate(ranks) if clue(each)), None)
+    sources = [rank for rank, facts in enumerate(ranks) if facts["seen"]] or [
+        rank for rank, facts in enumerate(ranks) if facts["where"]
+    ]
+    rank = sources[0] if sources else None
     kind = "gradient" if isfinite(record["loss"]) else "loss"
     return TrainError(
         "nonfinite",

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from paceline.data.loader import MicroBatch
+from paceline.data.loader import Loader, MicroBatch
 from paceline.guard import forward_state, kept_state, loss_halves, preflight
 from paceline.guard.random_draws import describe_draws
 from paceline.text import plural
-from paceline.train import standstill
+from paceline.train import factory, standstill
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.pipeline_step import PipelineStepper
+from paceline.train.recorder import Recorder
+
+
+def checked_micros(
+    engine: Engine, loader: Loader, recorder: Recorder, groups: int, epochs: int | None
+) -> Iterator[MicroBatch]:
+    """The remaining micro-batches, after the checks with the first of them."""
+    micros = engine.telemetry.record_suspects(engine.ready(loader.micros(engine.position.step, epochs)))
+    first = next(micros, None)
+    if first is None:
+        return micros
+    check(engine, first, groups, loader.fingerprint)
+    recorder.tokens_per_sample = factory.tokens_per_sample(first.batch)
+    recorder.begin()
+    return chain([first], micros)
 
 
 def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:

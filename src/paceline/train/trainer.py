@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -344,7 +343,9 @@ class Trainer(MethodHints):
         nothing_left = max_steps is not None and self.step_count >= max_steps
 
         def micros() -> Iterator[MicroBatch]:
-            return iter(()) if nothing_left else self._preflighted(loader, recorder, epochs)
+            assert self._loaders.plan is not None
+            groups = self._loaders.plan.groups
+            return iter(()) if nothing_left else first_step.checked_micros(engine, loader, recorder, groups, epochs)
 
         return loop.Job(micros, engine, recorder, agenda, self._callbacks.hooks["on_step"])
 
@@ -356,18 +357,6 @@ class Trainer(MethodHints):
         engine = self._engine
         parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, engine.replicas)
         return Recorder(history, sinks, display, *parts)
-
-    def _preflighted(self, loader: Loader, recorder: Recorder, epochs: int | None) -> Iterator[MicroBatch]:
-        """The remaining micro-batches, after the pre-flight with the first of them."""
-        micros = self._engine.telemetry.record_suspects(self._engine.ready(loader.micros(self.step_count, epochs)))
-        first = next(micros, None)
-        if first is None:
-            return micros
-        assert self._loaders.plan is not None
-        first_step.check(self._engine, first, self._loaders.plan.groups, loader.fingerprint)
-        recorder.tokens_per_sample = factory.tokens_per_sample(first.batch)
-        recorder.begin()
-        return chain([first], micros)
 
     def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int, due: bool) -> str | None:
         with self._engine.telemetry.evaluating():
@@ -386,6 +375,7 @@ class Trainer(MethodHints):
         engine, micros = self._engine, None
         if loader is not None and loader.repeatable:
             micros = engine.ready(loader.micros(record["step"] - 1, None))
+        seen = seen and not self.config.fixed_order  # the loss of a step is then that of all ranks
         error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch, seen=seen)
         if self.config.nonfinite == "raise" or not may_stop:
             raise error
