@@ -47,7 +47,8 @@ def _prefetched(
 
     def put(tensor: Tensor) -> Tensor:
         if tensor.device == device or tensor.nbytes <= _SMALL:
-            return _changed(tensor.to(device, non_blocking=True), cast)
+            moved = tensor.to(device, non_blocking=True)
+            return moved if cast is None else cast(moved)
         with torch.cuda.stream(side):
             copied.append(_changed(tensor.to(device, non_blocking=True), cast))
         return copied[-1]
