@@ -1,6 +1,6 @@
 """The cost of dropout by sample: a step of gpt with dropout 0.1, relative to torch's dropout.
 
-    python benchmarks/dropout_cost.py [--rounds 7] [--without-compile]
+    python benchmarks/dropout_cost.py [--rounds 7] [--without-compile] [--elementwise]
 
 `elementwise` is dropout outside of attention; `attention` adds that of attention, which keeps its fused kernel on a GPU
 unless dropout is `exact`. Trainers run in one process, rounds are interleaved, and in each one the last steps count.
@@ -99,13 +99,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--without-compile", action="store_true")
+    parser.add_argument("--elementwise", action="store_true", help="only dropout outside of attention")
     options = parser.parse_args()
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     print("| model | dropout | mode | per rank, ms | by sample | exact |\n|---|---|---|---|---|---|")
     for size in ON_GPU if cuda else ON_CPU:
-        for attention in (False, True):
+        for attention in (False,) if options.elementwise else (False, True):
             for compiled in (False,) if options.without_compile else (False, True):
                 kinds = ["per-rank", "by-sample", *(["exact"] if attention and cuda else [])]
                 loops = {
