@@ -54,10 +54,12 @@ def samples_in(batch: Any, like: Kind | None = None) -> int:
 
 def _is_flat(batch: Any) -> bool:
     """Whether this is a tuple or list of tensors."""
-    kind = type(batch)
-    return (
-        (kind is tuple or kind is list) and len(batch) > 0 and all(type(t) is torch.Tensor and t.dim() for t in batch)
-    )
+    if type(batch) not in (tuple, list):
+        return False
+    for part in batch:  # not all(…): a generator takes one more call for each part
+        if type(part) is not torch.Tensor or not part.dim():
+            return False
+    return len(batch) > 0
 
 
 def layout_of(batch: Any, like: Kind | None = None) -> tuple[int, Kind] | None:

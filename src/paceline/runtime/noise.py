@@ -36,22 +36,25 @@ class NoiseContext:
     computes its masks from `keys`; None: torch's dropout.
 
     A training loop enters it once and calls `begin` and `end` for each micro-batch: entering a context each time would
-    cost microseconds.
+    cost microseconds. While it is `idle`, setting `samples` to None is enough to end one.
     """
 
-    __slots__ = ("_entered", "_outer", "_saved", "_seed", "_token", "draws", "keys", "samples")
+    __slots__ = ("_entered", "_outer", "_saved", "_seed", "_token", "draws", "idle", "keys", "samples")
 
     def __init__(self, seed: int, samples: Samples | None = None, keys: SampleKeys | None = None) -> None:
         self._seed, self.samples, self.keys = seed, samples, keys
         self.draws = 0
         self._saved: SavedKeys | None = None
         self._entered = False
+        self.idle = keys is None  # whether no dropout has been seen so far
 
     def __enter__(self) -> NoiseContext:
         self._token, self._entered = _current.set(self), True
         if self.keys is not None:
             self.keys.activate()
-            if self._saved is not None:
+            if self._saved is None:
+                self.keys.source = self
+            else:
                 self._outer = self.keys.save()
                 self.keys.restore(self._saved)
         return self
@@ -67,14 +70,23 @@ class NoiseContext:
     def begin(self, samples: Samples) -> None:
         """Call before the forward of a micro-batch."""
         self.samples, self.draws = samples, 0
-        if self.keys is not None:
-            self.keys.begin(samples)
+        keys = self.keys
+        if keys is None:
+            return
+        if not self.idle:
+            keys.begin(samples)
+            return
+        # Only blocks are followed: dropout may begin within one. Not in a method, as this runs in every step.
+        keys.expected, keys.current, keys.calls, keys.shard = samples, keys.outside, 0, None
+        for scope in keys.scopes:
+            scope.visits = 0
 
     def end(self) -> None:
         """Call after the backward of a micro-batch."""
         self.samples = None
         if self.keys is not None:
             self.keys.end()
+            self.idle = self.keys.used is False and not self.keys.watches
 
     def uninstalled(self) -> AbstractContextManager[Any]:
         """While the forwards of blocks are changed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import numpy
@@ -51,6 +51,13 @@ class SavedKeys(NamedTuple):
     shard: tuple[str, int, int] | None
 
 
+class Source(Protocol):
+    """What tells which samples are in the model."""
+
+    samples: Samples | None
+    idle: bool  # whether the keys were not told of them, as there was no dropout so far
+
+
 class SampleKeys:
     """The keys of the samples in the model, the current scope, and the number of the next call."""
 
@@ -60,6 +67,9 @@ class SampleKeys:
         self.outside = Scope("", device)
         self.inside = {name: Scope(name, device) for name in blocks}
         self.after = {name: Scope(f"{name} end", device) for name in blocks}
+        self.scopes = tuple(self.inside.values())
+        self.source: Source | None = None
+        self.expected: Samples | None = None  # of the micro-batch that an idle source began
         self.rows: Tensor | None = None  # (samples, 2), int32
         self.current, self.calls, self.samples = self.outside, 0, 0
         self.used: bool | None = None  # whether the model has dropout; None: not known yet
@@ -87,7 +97,7 @@ class SampleKeys:
         self._active -= 1
         if not self._active:
             self.installed.__exit__(None, None, None)
-            active.keys, self.samples = self._outer, 0  # an exception may have ended a step
+            active.keys, self.samples, self.expected = self._outer, 0, None  # an exception may have ended a step
 
     @contextmanager
     def uninstalled(self) -> Iterator[None]:
@@ -103,14 +113,26 @@ class SampleKeys:
 
     def begin(self, samples: Samples) -> None:
         """Call before the forward of a micro-batch."""
-        count = samples.samples or 1  # a placeholder batch has one row
-        self._begun = samples.step, samples.start, count
-        self.rows, self.samples = None if self.used is False else self._rows(), count
-        for scope in self.inside.values():
-            scope.visits = 0
+        self._open(samples)
+        self.rows = None if self.used is False else self._rows()
         self.current, self.calls, self.shard = self.outside, 0, None
+        for scope in self.scopes:
+            scope.visits = 0
         if self.watches:
             self._before = positions()
+
+    def wake(self) -> bool:
+        """Whether an idle source has begun a micro-batch. It is idle no more, and will call `end`."""
+        source = self.source
+        if source is None or not source.idle or self.expected is None or source.samples is not self.expected:
+            return False
+        source.idle, self.rows = False, None
+        self._open(self.expected)
+        return True
+
+    def _open(self, samples: Samples) -> None:
+        self.samples = samples.samples or 1  # a placeholder batch has one row
+        self._begun = samples.step, samples.start, self.samples
 
     def end(self) -> None:
         """Call after the backward. Dropout outside of a step is torch's, as is that of a loss without a micro-batch."""
@@ -157,7 +179,8 @@ class SampleKeys:
         return _mixed(positions * _INCREMENT + first).view(numpy.int32).reshape(count, 2)
 
     def save(self) -> SavedKeys:
-        visits = [scope.visits for scope in self.inside.values()]
+        self.wake()
+        visits = [scope.visits for scope in self.scopes]
         return SavedKeys(self.rows, self.samples, visits, self.current, self.calls, self.shard)
 
     def select(self, start: int, count: int, after: str | None = None) -> SavedKeys:
@@ -175,7 +198,7 @@ class SampleKeys:
 
     def restore(self, saved: SavedKeys) -> None:
         self.rows, self.samples = saved.rows, saved.samples
-        for scope, visits in zip(self.inside.values(), saved.visits, strict=True):
+        for scope, visits in zip(self.scopes, saved.visits, strict=True):
             scope.visits = visits
         self.current, self.calls, self.shard = saved.current, saved.calls, saved.shard
 

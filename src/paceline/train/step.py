@@ -82,7 +82,8 @@ class Stepper:
         draw = self._draw
         if self.before_micro is not None:
             self.before_micro(not micro.group)
-        self.weigh(several=micro.group > 0 or not micro.last)
+        if self._module.weighs is not (self._always_weighs or micro.group > 0 or not micro.last):
+            self.weigh(several=not self._module.weighs)
         draw.begin(micro)
         progress.micros += 1
         if micro.last or self._no_sync is None:
@@ -90,7 +91,10 @@ class Stepper:
         else:
             with self._no_sync():
                 loss = self.backward(micro, *self._forward(micro.batch))
-        draw.end()
+        if draw.idle:
+            draw.samples = None
+        else:
+            draw.end()
         return loss
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | Divisor | None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -63,21 +65,32 @@ def test_start_table_names_data_parallel() -> None:
     assert dropout_rows(Config.from_dict({}), nn.LSTM(2, 2, 1), NoiseContext(0)) == {}
 
 
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_dropout_that_begins_later_is_by_sample_from_its_first_step(accumulate: int) -> None:
-    def losses(accumulate: int) -> list[float]:
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 3), nn.Dropout(0.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.drop(self.linear(inputs)) + inputs
+
+
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 3}, {"recompute": "full"}])
+def test_dropout_that_begins_later_is_by_sample_from_its_first_step(settings: dict[str, Any]) -> None:
+    def losses(**settings: Any) -> list[float]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.0), nn.Linear(8, 1)).double()
+        blocks = [Block() for _ in range(2)]
+        model = nn.Sequential(*blocks, nn.Linear(3, 1)).double()
         data = TensorDataset(torch.randn(24, 3).double(), torch.randn(24, 1).double())
 
         class Later:
             def on_step(self, step: paceline.Step) -> None:
-                model[1].p = 0.5 if step.step >= 2 else 0.0
+                for block in blocks:
+                    block.drop.p = 0.5 if step.step >= 2 else 0.0
 
         trainer = paceline.Trainer(
-            model, {"name": "sgd", "lr": 0.1}, criterion=nn.MSELoss(), batch=6, accumulate=accumulate, run=False,
-            quiet=True, device="cpu", log_every=1, callbacks=[Later()],
+            model, {"name": "sgd", "lr": 0.1}, criterion=nn.MSELoss(), batch=6, run=False, quiet=True, device="cpu",
+            log_every=1, callbacks=[Later()], **settings,
         )  # fmt: skip
         return trainer.train(data, max_steps=4).losses
 
-    assert losses(accumulate) == pytest.approx(losses(1), rel=1e-9)
+    assert losses(**settings) == pytest.approx(losses(), rel=1e-9)

@@ -32,7 +32,9 @@ _attention = functional.scaled_dot_product_attention
 def _active(training: bool, p: float) -> SampleKeys | None:
     """The keys to use; None: outside of a step, or nothing is dropped."""
     keys = active.keys
-    return keys if keys is not None and keys.samples and training and 0.0 < p < 1.0 else None
+    if keys is None or not training or not 0.0 < p < 1.0:
+        return None
+    return keys if keys.samples or keys.wake() else None
 
 
 def _mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float, what: str) -> Tensor | None:
@@ -169,7 +171,7 @@ _DIGITS = {torch.bfloat16: 8, torch.float16: 11}  # binary, as in torch.rand: mo
 def _uniform(shape: tuple[int, ...], what: str, device: Any = None, dtype: Any = None) -> Tensor | None:
     """Numbers in [0, 1) by sample; None outside of a step, or if the first dim is not the samples in the model."""
     keys = active.keys
-    if keys is None or not keys.samples or noise.current() is None:  # another thread reads data
+    if keys is None or noise.current() is None or not (keys.samples or keys.wake()):  # another thread reads data
         return None
     device = torch.get_default_device() if device is None else torch.device(device)
     dtype = torch.get_default_dtype() if dtype is None else dtype

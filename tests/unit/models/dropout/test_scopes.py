@@ -44,6 +44,22 @@ def test_every_call_has_a_mask_of_its_own() -> None:
         assert len({tuple(mask.flatten().tolist()) for mask in found}) == 4
 
 
+def test_dropout_that_begins_later_has_the_masks_of_its_micro_batch() -> None:
+    for model, names in ((Layers(), ["layers.0", "layers.1"]), (Layers(tied=True), ["layers.0"])):
+        expected = masks(model, names)
+        with NoiseContext(1, keys=by_sample(model, names, 1, torch.device("cpu"))) as draw:
+            for _ in range(3):
+                draw.begin(Rows(step=5))
+                model.eval()(torch.ones(6, 20))
+                draw.end()
+            draw.begin(Rows())
+            found = model.train()(torch.ones(6, 20))
+            draw.end()
+            between = model(torch.ones(6, 20))
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert not any(torch.equal(*pair) for pair in zip(between, expected, strict=True))
+
+
 def test_a_block_has_its_masks_without_the_blocks_before_it() -> None:
     model, last = Layers(), Layers()
     del last.layers[0]
