@@ -105,6 +105,7 @@ class Config(Section):
     precision: Annotated[str, NameIn(PRECISIONS)] = Field("fp32", description="dtype of the computation")
     tf32: bool = Field(False, description="use TF32 for fp32 matrix multiplications on GPUs")
     compile: bool | Literal["blocks", "model"] = Field(False, description="torch.compile blocks (true), or the model")
+    channels_last: bool = Field(False, description="images and convolution weights in memory as NHWC")
     deterministic: bool | Literal["everywhere"] = Field(
         False, description="bitwise reproducible results; everywhere: on any number of ranks as well; slower"
     )

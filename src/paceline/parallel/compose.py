@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from paceline.config.recipe import Config
 from paceline.log import Log
 from paceline.models.blocks import find_blocks
+from paceline.models.memory_format import convert_weights
 from paceline.parallel.agreement import Agreement
 from paceline.parallel.compile import compile_model, require_compiler
 from paceline.parallel.data_parallel import DataParallel, gpus
@@ -34,7 +35,7 @@ from paceline.parallel.shards import broadcast_weights
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, synchronize_instance_norms, unconverted
 from paceline.parallel.tensor.apply import apply_tensor_parallel
-from paceline.plan.passes import Pass, passes_for
+from paceline.plan.passes import Pass, is_sharded, passes_for
 from paceline.runtime.mesh import Mesh
 from paceline.text import plural
 
@@ -152,6 +153,12 @@ _ALREADY_PLACED = "placement: unchanged, the model is already on several devices
 
 def _broadcast(subject: Subject, context: Composition) -> None:
     broadcast_weights(subject.model, context.mesh.device)
+
+
+def _channels_last(subject: Subject, context: Composition) -> str:
+    if is_sharded(context.config, context.mesh.degrees):
+        return "channels_last: images only, because FSDP2 gathers contiguous parameters"
+    return f"channels_last: images and {plural(convert_weights(subject.model), 'parameter')}"
 
 
 def _pipeline(subject: Subject, context: Composition) -> str:
@@ -287,6 +294,7 @@ APPLY: Mapping[str, Callable[[Subject, Composition], str | None]] = {
     "placement": _place,
     "split": _split,
     "broadcast": _broadcast,
+    "channels_last": _channels_last,
     "pipeline": _pipeline,
     "sync_batchnorm": _sync_batchnorm,
     "tensor": _tensor,

@@ -68,6 +68,12 @@ PASSES = (
         lambda config, degrees: (is_sharded(config, degrees) or config.fixed_order) and degrees.world > 1,
     ),
     Pass(
+        "channels_last",
+        "model",
+        "after placement, which allocates weights; before DDP and the optimizer, which take over their strides",
+        lambda config, degrees: config.channels_last,
+    ),
+    Pass(
         "pipeline",
         "model",
         "before the other parallelisms, which then apply to the layers of this rank only",
@@ -188,6 +194,13 @@ INCOMPATIBLE = (
         lambda config, degrees: degrees.pipeline > 1 and config.compile == "model",
         "no rank holds the full model",
         "set compile=True to compile each block",
+    ),
+    Incompatible(
+        "channels_last with a pipeline",
+        "channels-last-and-pipeline",
+        lambda config, degrees: config.channels_last and degrees.pipeline > 1,
+        "stages exchange contiguous tensors, so only the first one would compute channels last",
+        'remove channels_last, or use strategy="ddp" or strategy="fsdp"',
     ),
     Incompatible(
         "deterministic: everywhere with a sharded or split model",

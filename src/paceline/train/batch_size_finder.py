@@ -22,6 +22,7 @@ from paceline.config.recipe import Config
 from paceline.data.batches import apply
 from paceline.errors import TrainError
 from paceline.models.loss_module import LossModule
+from paceline.models.memory_format import as_channels_last, convert_state, convert_weights
 from paceline.models.model_call import infer_call
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer
@@ -153,8 +154,13 @@ def _train_two_steps(config: Config, model: nn.Module, task: Any, device: torch.
     model.train()
     module = LossModule(model, policies.forward_context(config.precision, device))
     batch = apply(batch, lambda tensor: tensor.to(device))
+    if config.channels_last:
+        convert_weights(model)
+        batch = apply(batch, as_channels_last)
     module.call = infer_call(model, batch, task.loss_fn, task.criterion)
     optimizer = task.optimizer or build_optimizer(model, config.optimizer, config.optimizer.lr)
+    if config.channels_last:
+        convert_state(optimizer)
     average = None if config.ema is None else Ema(dict(model.named_parameters()), config.ema.decay, config.ema.warmup)
     for step in (1, 2):
         module(batch)[0].backward()

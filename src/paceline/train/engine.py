@@ -28,6 +28,7 @@ from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
 from paceline.models.blocks import find_blocks
 from paceline.models.loss_module import LossModule
+from paceline.models.memory_format import convert_state, input_change
 from paceline.models.model_call import infer_call
 from paceline.models.power_iteration import PowerIterations
 from paceline.optim.ema import Ema
@@ -169,6 +170,8 @@ class Engine:
         self.owns_optimizer = self.task.optimizer is None
         self.optimizer = source or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
         policies.prepare_optimizer(self.optimizer, config.precision)
+        if config.channels_last:
+            convert_state(self.optimizer)
         names = names_of(self.model) if source is None else self._original_names
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.sharded: ShardedParams | None = None
@@ -262,7 +265,9 @@ class Engine:
             self.updater.gradient_hooks.defer()
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        return to_device(micros, self.world.device, policies.input_cast(self.config.precision))
+        cast = policies.input_cast(self.config.precision)
+        change = input_change(cast, channels_last=self.config.channels_last)
+        return to_device(micros, self.world.device, change)
 
     def ready(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Move micro-batches to the device. The first one determines how the model is called."""

@@ -35,6 +35,7 @@ class TrainerKwargs(TypedDict, total=False):
     precision: Literal["fp32", "bf16", "fp16", "fp64"]
     tf32: bool
     compile: bool | Literal["blocks", "model"]
+    channels_last: bool
     deterministic: bool | Literal["everywhere"]
     slices: int
     dropout: Literal["by-sample", "exact", "per-rank"]

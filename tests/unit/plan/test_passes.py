@@ -18,6 +18,7 @@ from paceline.plan.passes import INCOMPATIBLE, PASSES, passes_for, require_allow
     [
         ({"strategy": "fsdp", "micro_batch": "auto"}, "layout.finder-and-layout"),
         ({"strategy": "pp", "compile": "model"}, "layout.pipeline-and-compile"),
+        ({"strategy": "pp", "channels_last": True}, "layout.channels-last-and-pipeline"),
         *(
             ({"deterministic": "everywhere", **keys}, "layout.everywhere-and-layout")
             for keys in ({"strategy": "fsdp"}, {"strategy": "hsdp"}, {"strategy": "tp"}, {"strategy": "pp"})
