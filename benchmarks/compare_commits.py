@@ -1,14 +1,16 @@
 """Compare the key figures of this checkout with those of another commit, measured alternately, as ratios.
 
     python benchmarks/compare_commits.py [BASE]                    BASE defaults to HEAD~1
-    python benchmarks/compare_commits.py main --quick              3 rounds instead of 9: 90 s of CPU time
+    python benchmarks/compare_commits.py main --check              exit with status 1 if a figure got worse
+    python benchmarks/compare_commits.py main --quick              3 rounds instead of 9: 3 minutes of CPU time
     python benchmarks/compare_commits.py --record                  append both to benchmarks/history.jsonl
     python benchmarks/compare_commits.py --only import,loop
 
 Both sides run `key_figures.py` of this checkout in the same environment, each with its own source; BASE is checked out
 into a temporary git worktree. Values are medians over the rounds. The ratio is the median of the ratios within each
-round, so that varying load affects both sides equally; its range over the rounds shows the remaining noise. On a shared
-machine, look at the ratio of the best rounds.
+round, so that varying load affects both sides equally; its range over the rounds shows the remaining noise. The last
+column says which figures moved by more than that (`verdict.py`). Three rounds are too few for times, but enough for
+counts. On a shared machine, look at the ratio of the best rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from key_figures import GROUPS, UNITS
+from key_figures import GROUPS, SMALLEST, UNITS
+from verdict import NEEDED, UNDECIDED, WORSE, verdict
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("key_figures.py")
@@ -45,7 +48,8 @@ class Side:
     source: Path
     values: dict[str, list[float]] = field(default_factory=dict)
 
-    def measure(self, group: str) -> None:
+    def measure(self, group: str) -> bool:
+        """False if this machine has none of the figures."""
         done = subprocess.run(
             [sys.executable, str(PROGRAM), group],
             env={**os.environ, "PYTHONPATH": str(self.source), "OMP_NUM_THREADS": "1"},
@@ -54,8 +58,10 @@ class Side:
         )
         if done.returncode:
             sys.exit(f"{self.name} ({self.commit[:9]}): measuring {group} failed with status {done.returncode}.")
-        for figure, value in json.loads(done.stdout.splitlines()[-1]).items():
+        figures = json.loads(done.stdout.splitlines()[-1])
+        for figure, value in figures.items():
             self.values.setdefault(figure, []).append(value)
+        return bool(figures)
 
 
 def git(*args: str) -> str:
@@ -82,25 +88,34 @@ def compare(base: Side, head: Side, groups: Sequence[str], rounds: int) -> None:
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(side.source)], check=True)
     for group in groups:
         for _ in range(rounds):
-            for side in sides:
-                side.measure(group)
+            if not all(side.measure(group) for side in sides):
+                break
             sides.reverse()  # alternate which one is first
+
+
+def verdicts(base: Side, head: Side) -> dict[str, str]:
+    return {
+        figure: verdict(before, head.values[figure], UNITS[figure], SMALLEST.get(figure))
+        for figure, before in base.values.items()
+    }
 
 
 def print_table(base: Side, head: Side, rounds: int) -> None:
     print(f"{machine()}; {rounds} rounds, interleaved\n")
-    print(f"| figure | {base.name} | {head.name} | unit | ratio | of the best | by round |\n{'|---' * 7}|")
-    for figure, before in base.values.items():
-        after = head.values[figure]
+    print(f"| figure | {base.name} | {head.name} | unit | ratio | of the best | by round | moved |\n{'|---' * 8}|")
+    for figure, moved in verdicts(base, head).items():
+        before, after = base.values[figure], head.values[figure]
         cells = [figure, *(f"{statistics.median(values):.4g}" for values in (before, after)), UNITS[figure]]
-        if min(before) > 0 and min(after) > 0:
+        if figure in SMALLEST:  # an overhead may be negative; its ratio is meaningless
+            steps = [new - old for old, new in zip(before, after, strict=True)]
+            cells += ["–", "–", f"difference {min(steps):+.4g} to {max(steps):+.4g}"]
+        else:
             ratios = [new / old for old, new in zip(before, after, strict=True)]
             best = f"{min(after) / min(before):.3f}"
             cells += [f"{statistics.median(ratios):.3f}", best, f"{min(ratios):.3f} to {max(ratios):.3f}"]
-        else:  # an overhead may be negative; its ratio is meaningless
-            steps = [new - old for old, new in zip(before, after, strict=True)]
-            cells += ["–", "–", f"difference {min(steps):+.4g} to {max(steps):+.4g}"]
-        print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(cells)} | {moved} |")
+    if UNDECIDED in verdicts(base, head).values():
+        print(f"\n{UNDECIDED}: {rounds} rounds are too few to tell a change from noise; {NEEDED} are enough.")
 
 
 def machine() -> str:
@@ -129,6 +144,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--only", default=",".join(GROUPS), help=f"some of {','.join(GROUPS)}")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a figure got worse")
     parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/history.jsonl")
     options = parser.parse_args()
     groups = options.only.split(",")
@@ -145,6 +161,8 @@ def main() -> None:
     print_table(base, head, rounds)
     if options.record:
         record([base, head])
+    if options.check and (worse := [figure for figure, moved in verdicts(base, head).items() if moved in WORSE]):
+        sys.exit(f"Worse than {base.name}: {'; '.join(worse)}.")
 
 
 if __name__ == "__main__":

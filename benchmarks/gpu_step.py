@@ -1,7 +1,7 @@
 """Cost of a step of a tiny model on a GPU, which waits for the CPU: the Trainer compared with a hand-written loop.
 
     python benchmarks/gpu_step.py [--rounds 5] [--steps 100]
-    python benchmarks/gpu_step.py --batches gpu --optimizers sgd --kernels     the kernels and CUDA calls that differ
+    python benchmarks/gpu_step.py --batches gpu --optimizers sgd --kernels     the kernels and calls that differ
     python benchmarks/gpu_step.py --device cpu
 
 Batches are in pageable memory, in pinned memory or on the GPU already. Both loops use the same optimizer and end with
@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class Counts(NamedTuple):
     kernels: float
     copies: float  # between CPU and GPU, or on the GPU
     calls: float  # of Python functions
-    names: dict[str, float]  # kernels, copies and calls of the CUDA API
+    names: dict[str, float]  # kernels, copies, calls of the CUDA API and of Python functions
 
 
 class Timed(Batches):
@@ -134,26 +135,25 @@ def measure(cases: list[Case], rounds: int, steps: int) -> dict[Case, dict[str, 
 
 
 def count(case: Case, loop: str) -> Counts:
-    different, events = placed(case), Counter[str]()
+    different, names = placed(case), Counter[str]()
 
-    def count_calls(begins: bool) -> None:
-        sys.setprofile((lambda frame, event, argument: events.update((event,))) if begins else None)
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            names[f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_qualname}"] += 1
 
-    train(case, loop, Timed(different, COUNTED, count_calls))
-    calls = events["call"] // COUNTED  # without the few of the clock
-    if case.device.type != "cuda":
-        return Counts(0, 0, calls, {})
-    profiler = profile(activities=[ProfilerActivity.CUDA])
-    train(case, loop, Timed(different, COUNTED, lambda begins: profiler.start() if begins else profiler.stop()))
-    names: Counter[str] = Counter()
+    train(case, loop, Timed(different, COUNTED, lambda begins: sys.setprofile(note if begins else None)))
+    calls = names.total() // COUNTED  # without the few of the clock
     kernels = copies = 0
-    for event in profiler.events() or ():
-        if getattr(event, "is_user_annotation", False) or event.name.startswith(("Optimizer.", "ProfilerStep")):
-            continue
-        names[event.name] += 1
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            copies += event.name.startswith(("Memcpy", "Memset"))
-            kernels += not event.name.startswith(("Memcpy", "Memset"))
+    if case.device.type == "cuda":
+        profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)  # or torch warns that it clears events
+        train(case, loop, Timed(different, COUNTED, lambda begins: profiler.start() if begins else profiler.stop()))
+        for event in profiler.events() or ():
+            if getattr(event, "is_user_annotation", False) or event.name.startswith(("Optimizer.", "ProfilerStep")):
+                continue
+            names[event.name] += 1
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                copies += event.name.startswith(("Memcpy", "Memset"))
+                kernels += not event.name.startswith(("Memcpy", "Memset"))
     return Counts(kernels / COUNTED, copies / COUNTED, calls, {name: n / COUNTED for name, n in names.items()})
 
 

@@ -1,9 +1,9 @@
 """The key figures of the paceline on PYTHONPATH, as JSON: cost of a step, a launch, an import and a save.
 
-    python benchmarks/key_figures.py loop | launch | import | checkpoint
+    python benchmarks/key_figures.py loop | data | optimizer | ddp | gpu | launch | import | checkpoint
 
 `benchmarks/compare_commits.py` runs it for two commits alternately. It uses only the public API and the command line,
-so that the same measurement works for commits with different module names.
+so that the same measurement works for commits with different module names. Times are those of the fastest round.
 """
 
 from __future__ import annotations
@@ -20,35 +20,108 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+DATA = {  # name of a figure -> what data_paths.py calls it
+    "iterable": "iterable of batches",
+    "DataLoader of a stream": "DataLoader, IterableDataset",
+    "DataLoader": "DataLoader, TensorDataset",
+}
+PATHS = (*DATA, "AdamW", "GPU")
 UNITS = {
     "step time": "µs",
     "step overhead": "µs",  # compared with the hand-written loop
     "Python calls per step": "calls",
+    **{f"step time, {path}": "µs" for path in (*PATHS, "DDP, weighted")},
+    **{f"Python calls, {path}": "calls" for path in PATHS},
     "launch to first all-reduce": "s",
     "import time": "ms",
     "imported modules": "modules",
     "checkpoint stall": "ms",
 }
+# The least difference that counts in figures that may be close to zero or negative, in their unit.
+SMALLEST = {"step overhead": 3.0, "checkpoint stall": 1.0}
 MODULES = "import sys; before = len(sys.modules); import paceline; print(len(sys.modules) - before)"
 
 
 def loop(rounds: int = 15, steps: int = 100) -> dict[str, float]:
-    """A tiny model, compared with a hand-written loop in the same process."""
+    """A tiny model on a list of batches, compared with a hand-written loop in the same process."""
     import overhead
-    import torch
 
-    torch.set_num_threads(1)
-    measure = partial(
-        overhead.microseconds_a_step, make_model=overhead.tiny_model, different=overhead.tiny_batches(), steps=steps
-    )
     loops = {"raw": overhead.raw, "paceline": overhead.paceline_idle}
-    times = overhead.interleaved({name: partial(measure, each) for name, each in loops.items()}, rounds)
-    best = {name: min(values) for name, values in times.items()}  # the least disturbed round
+    best = _best({name: partial(_tiny_step, loop, steps) for name, loop in loops.items()}, rounds)
     return {
         "step time": best["paceline"],
         "step overhead": best["paceline"] - best["raw"],
         "Python calls per step": overhead.calls_a_step(overhead.paceline_idle)[0],
     }
+
+
+def data(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+    """The same model on other kinds of data."""
+    import data_paths
+
+    def microseconds(kind: str) -> float:
+        return data_paths.measure(kind, data_paths.by_trainer, steps)[0] / steps * 1e6
+
+    best = _best({name: partial(microseconds, kind) for name, kind in DATA.items()}, rounds)
+    calls = {
+        f"Python calls, {name}": data_paths.calls_a_step(kind, data_paths.by_trainer) for name, kind in DATA.items()
+    }
+    return {f"step time, {name}": value for name, value in best.items()} | calls
+
+
+def optimizer(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+    """The same model with an AdamW that the Trainer builds."""
+    import overhead
+
+    built = overhead.ADAMW_LOOPS["paceline", "paceline"]
+    best = _best({"AdamW": partial(_tiny_step, built, steps)}, rounds)
+    return {"step time, AdamW": best["AdamW"], "Python calls, AdamW": overhead.calls_a_step(built)[0]}
+
+
+def ddp(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+    """Two ranks, with a loss whose weight depends on the data."""
+    import paceline
+
+    return {"step time, DDP, weighted": paceline.launch(_weighted_step, ranks=2, rounds=rounds, steps=steps)}
+
+
+def _weighted_step(rounds: int, steps: int) -> float:
+    import ddp_overhead
+    import overhead
+    import torch.distributed
+
+    torch.distributed.init_process_group("gloo")
+    weighted = partial(overhead.paceline_idle, criterion=None, loss_fn=ddp_overhead.weighted_loss)
+    best = _best({"weighted": partial(_tiny_step, weighted, steps)}, rounds)
+    torch.distributed.destroy_process_group()
+    return best["weighted"]
+
+
+def gpu(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+    """The same model on a GPU, which waits for the CPU; nothing on a machine without one."""
+    import gpu_step
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    case = gpu_step.Case("pageable", "sgd", torch.device("cuda"))
+    best = min(gpu_step.measure([case], rounds, steps)[case]["paceline"])
+    return {"step time, GPU": best, "Python calls, GPU": gpu_step.count(case, "paceline").calls}
+
+
+def _tiny_step(loop: Callable[..., None], steps: int) -> float:
+    import overhead
+
+    return overhead.microseconds_a_step(loop, overhead.tiny_model, overhead.tiny_batches(), steps)
+
+
+def _best(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The least disturbed of interleaved rounds."""
+    import overhead
+    import torch
+
+    torch.set_num_threads(1)
+    return {name: min(values) for name, values in overhead.interleaved(measures, rounds).items()}
 
 
 def launch() -> dict[str, float]:
@@ -134,6 +207,10 @@ def checkpoint(
 
 GROUPS: dict[str, Callable[[], dict[str, float]]] = {
     "loop": loop,
+    "data": data,
+    "optimizer": optimizer,
+    "ddp": ddp,
+    "gpu": gpu,
     "launch": launch,
     "import": imports,
     "checkpoint": checkpoint,
