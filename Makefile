@@ -14,7 +14,7 @@ READY := $(VENV)/.installed
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
 	soak-folders soak-recipes soak-frames soak-bits soak-dropout
 
-.PHONY: help train test lint suite hooks system gpu docs parity bench bench-compare soak $(SOAK) clean
+.PHONY: help train test lint suite hooks system gpu docs parity bench bench-gpu bench-compare soak $(SOAK) clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
@@ -27,7 +27,8 @@ help:
 	@echo "make docs    run all code in the docs"
 	@echo "make parity  compare every model on every layout with one process (25 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
-	@echo "make bench-compare [BASE=main] [ARGS='--quick --record']   compare the key figures of this checkout with BASE"
+	@echo "make bench-gpu   the same on a GPU"
+	@echo "make bench-compare [BASE=main] [ARGS='--check']   which key figures of this checkout differ from BASE's"
 	@echo "make soak    the long fault campaigns (2 hours); make soak-kills, ... for one of them"
 
 # The stamp is written last, so that an interrupted install is repeated and a finished one is not.
@@ -72,7 +73,9 @@ parity: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/layout_table.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dropout_parity.py
 
+# The cost of every path with its bound, and then in more detail.
 bench: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cost_table.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py --fused
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ddp_overhead.py
@@ -84,6 +87,12 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/start_time.py
 	@$(BIN)/python benchmarks/import_time.py
 	@$(BIN)/python benchmarks/data_order.py
+
+# On a machine with a GPU.
+bench-gpu: $(READY)
+	@$(BIN)/python benchmarks/cost_table.py
+	@$(BIN)/python benchmarks/gpu_step.py
+	@$(BIN)/python benchmarks/gpu_throughput.py
 
 bench-compare: $(READY)
 	@$(BIN)/python benchmarks/compare_commits.py $(BASE) $(ARGS)

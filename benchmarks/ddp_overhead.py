@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,11 +87,11 @@ def own_half(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
         yield inputs[start:stop], targets[start:stop]
 
 
-def measure(rounds: int) -> list[dict[str, list[float]]]:
-    """On every rank: µs per step by case and loop."""
+def measure(rounds: int, only: Sequence[str] = ()) -> list[dict[str, list[float]]]:
+    """On every rank: µs per step by case and loop. `only`: names of cases; none: all of them."""
     dist.init_process_group("gloo")
     results = []
-    for case in CASES:
+    for case in [case for case in CASES if not only or case.name in only]:
         loops: dict[str, Loop] = {"by hand": ddp_by_hand, "paceline": partial(paceline_idle, **case.settings)}
         expected, got = (run(loop, case.model(), Batches(case.batches(), 10)) for loop in loops.values())
         torch.testing.assert_close(got, expected, msg=f"{case.name}: not the same work")

@@ -108,6 +108,17 @@ def test_make_runs_programs_and_contributing_names_tests_that_exist() -> None:
     assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
+def test_every_benchmark_is_run_by_make_or_documented() -> None:
+    programs = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    pages = [MAKEFILE, *(page.read_text() for page in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])]
+    found, reached = set(re.findall(r"benchmarks/(\w+)\.py", "\n".join(pages))), set[str]()
+    while found:
+        reached |= found
+        imported = re.findall(r"^ *(?:from|import) (\w+)", "\n".join(programs[name] for name in found), re.M)
+        found = (set(imported) & programs.keys()) - reached
+    assert programs.keys() - reached == set()
+
+
 def test_every_campaign_of_make_soak_is_listed_with_its_sample_in_ci() -> None:
     campaigns = re.findall(r"^(soak-[a-z-]+):", MAKEFILE, re.M)
     rows = re.findall(r"^\| `(soak-[a-z-]+)` \|.*\|.*`tests/.*\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
