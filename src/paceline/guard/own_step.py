@@ -7,6 +7,7 @@ first such step is refused. Gradients that another backward leaves behind never 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -36,17 +37,22 @@ def refuse_other_steps(optimizer: torch.optim.Optimizer, owner: Stepping) -> Non
     owners = _OWNERS.setdefault(optimizer, [])
     owners.append(ref(owner))
     if len(owners) == 1 and hasattr(optimizer, "_optimizer_step_pre_hooks"):  # otherwise torch did not initialize it
-        optimizer.register_step_pre_hook(_hook(owners))
+        optimizer.register_step_pre_hook(RequireOwner(owners))
 
 
-def _hook(owners: _Owners) -> Callable[..., None]:
-    def require_owner(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        for reference in owners:
+@dataclass(eq=False)
+class RequireOwner:
+    """The hook on the steps of an optimizer that refuses all but those of its owners."""
+
+    owners: _Owners
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        for reference in self.owners:
             owner = reference()
             if owner is not None and owner.is_changing:
                 return
         del owner  # or the traceback would keep it alive
-        if any(reference() is not None for reference in owners):
+        if any(reference() is not None for reference in self.owners):
             raise TrainError(
                 "foreign-step",
                 f"{type(optimizer).__name__}.step() was called directly, but a Trainer owns this optimizer.",
@@ -54,8 +60,6 @@ def _hook(owners: _Owners) -> Callable[..., None]:
                 fix="call trainer.training_step(batch); or loss = trainer.forward(batch), trainer.backward(loss) and "
                 "trainer.step()",
             )
-
-    return require_owner
 
 
 class GradientWatch:

@@ -17,8 +17,10 @@ from torch.amp.grad_scaler import OptState
 
 from paceline.guard.gradient_hooks import GradientHooks
 from paceline.guard.nonfinite import NonfiniteGuard, is_fused
+from paceline.guard.own_step import RequireOwner
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
+from paceline.optim.fused import FusedStep
 from paceline.parallel.optimizer_binding import raise_on_mixed_tensors
 from paceline.parallel.shards import local_shard
 from paceline.precision.scaler import Scaler
@@ -44,6 +46,7 @@ class Updater:
         self.optimizer, self.average, self._sharded = optimizer, average, sharded
         self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None: constant
         self.scheduler: Any = None  # the user's, if it steps with the optimizer
+        self._fused = FusedStep(optimizer, RequireOwner) if FusedStep.supports(optimizer) else None
         self.refresh_parameters()
         self._all_parameters = list(module.parameters())  # may be more than the optimizer holds
         self._scaler = scaler if scaler.is_enabled() else None
@@ -74,6 +77,11 @@ class Updater:
     def refresh_parameters(self) -> None:
         """Call after a parameter group was added to the optimizer."""
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def forget_state(self) -> None:
+        """Call before the state of the optimizer is replaced, so that its memory is free at once."""
+        if self._fused is not None:
+            self._fused.forget()
 
     def apply(self, step: int, factor: Tensor | float | None) -> Tensor | None:
         """Update the parameters in step `step`, counted from 0. Returns the gradient norm, if it was computed."""
@@ -133,7 +141,10 @@ class Updater:
     def _take_step(self) -> None:
         try:
             if self._scaler is None:
-                self.optimizer.step()
+                if self._fused is None:
+                    self.optimizer.step()
+                else:
+                    self._fused.step()
                 return
             self._scaler.step(self.optimizer)
         except RuntimeError as error:

@@ -103,6 +103,7 @@ class OptimizerState(ShardedStateful):
 
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
         optimizer = self._engine.optimizer
+        self._engine.updater.forget_state()
         optimizer.state.clear()  # in place, because it may be shared
         copies, saved = self._engine.tied_copies, _paths_by_parameter(tensors)
         for name, parameter in self._engine.model.named_parameters():
