@@ -3,11 +3,13 @@
     python benchmarks/key_figures.py loop | data | optimizer | ddp | gpu | launch | import | checkpoint
 
 `benchmarks/compare_commits.py` runs it for two commits alternately. It uses only the public API and the command line,
-so that the same measurement works for commits with different module names. Times are those of the fastest round.
+so that the same measurement works for commits with different module names. A step time is the median of single steps,
+from forward to forward, which a preemption of some of them does not change, in the fastest of a few rounds.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,43 +44,43 @@ SMALLEST = {"step overhead": 3.0, "checkpoint stall": 1.0}
 MODULES = "import sys; before = len(sys.modules); import paceline; print(len(sys.modules) - before)"
 
 
-def loop(rounds: int = 15, steps: int = 100) -> dict[str, float]:
+def loop(rounds: int = 5, steps: int = 200) -> dict[str, float]:
     """A tiny model on a list of batches, compared with a hand-written loop in the same process."""
     import overhead
 
-    loops = {"raw": overhead.raw, "paceline": overhead.paceline_idle}
-    best = _best({name: partial(_tiny_step, loop, steps) for name, loop in loops.items()}, rounds)
+    batches, loops = overhead.Batches(overhead.tiny_batches(), steps), (overhead.raw, overhead.paceline_idle)
+    raw, ours = _step_times([partial(loop, batches=batches) for loop in loops], rounds)
     return {
-        "step time": best["paceline"],
-        "step overhead": best["paceline"] - best["raw"],
+        "step time": ours,
+        "step overhead": ours - raw,
         "Python calls per step": overhead.calls_a_step(overhead.paceline_idle)[0],
     }
 
 
-def data(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+def data(rounds: int = 5, steps: int = 100) -> dict[str, float]:
     """The same model on other kinds of data."""
     import data_paths
 
-    def microseconds(kind: str) -> float:
-        return data_paths.measure(kind, data_paths.by_trainer, steps)[0] / steps * 1e6
+    def train(model: Any, kind: str) -> None:
+        data_paths.by_trainer(model, data_paths.KINDS[kind](steps), steps)
 
-    best = _best({name: partial(microseconds, kind) for name, kind in DATA.items()}, rounds)
-    calls = {
-        f"Python calls, {name}": data_paths.calls_a_step(kind, data_paths.by_trainer) for name, kind in DATA.items()
+    times = _step_times([partial(train, kind=kind) for kind in DATA.values()], rounds)
+    calls = [data_paths.calls_a_step(kind, data_paths.by_trainer) for kind in DATA.values()]
+    return {f"step time, {name}": value for name, value in zip(DATA, times, strict=True)} | {
+        f"Python calls, {name}": value for name, value in zip(DATA, calls, strict=True)
     }
-    return {f"step time, {name}": value for name, value in best.items()} | calls
 
 
-def optimizer(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+def optimizer(rounds: int = 5, steps: int = 100) -> dict[str, float]:
     """The same model with an AdamW that the Trainer builds."""
     import overhead
 
     built = overhead.ADAMW_LOOPS["paceline", "paceline"]
-    best = _best({"AdamW": partial(_tiny_step, built, steps)}, rounds)
-    return {"step time, AdamW": best["AdamW"], "Python calls, AdamW": overhead.calls_a_step(built)[0]}
+    [microseconds] = _step_times([partial(built, batches=overhead.Batches(overhead.tiny_batches(), steps))], rounds)
+    return {"step time, AdamW": microseconds, "Python calls, AdamW": overhead.calls_a_step(built)[0]}
 
 
-def ddp(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+def ddp(rounds: int = 5, steps: int = 100) -> dict[str, float]:
     """Two ranks, with a loss whose weight depends on the data."""
     import paceline
 
@@ -91,13 +93,14 @@ def _weighted_step(rounds: int, steps: int) -> float:
     import torch.distributed
 
     torch.distributed.init_process_group("gloo")
+    batches = overhead.Batches(overhead.tiny_batches(), steps)
     weighted = partial(overhead.paceline_idle, criterion=None, loss_fn=ddp_overhead.weighted_loss)
-    best = _best({"weighted": partial(_tiny_step, weighted, steps)}, rounds)
+    [microseconds] = _step_times([partial(weighted, batches=batches)], rounds)
     torch.distributed.destroy_process_group()
-    return best["weighted"]
+    return microseconds
 
 
-def gpu(rounds: int = 7, steps: int = 100) -> dict[str, float]:
+def gpu(rounds: int = 5, steps: int = 100) -> dict[str, float]:
     """The same model on a GPU, which waits for the CPU; nothing on a machine without one."""
     import gpu_step
     import torch
@@ -105,23 +108,27 @@ def gpu(rounds: int = 7, steps: int = 100) -> dict[str, float]:
     if not torch.cuda.is_available():
         return {}
     case = gpu_step.Case("pageable", "sgd", torch.device("cuda"))
-    best = min(gpu_step.measure([case], rounds, steps)[case]["paceline"])
-    return {"step time, GPU": best, "Python calls, GPU": gpu_step.count(case, "paceline").calls}
+    batches = gpu_step.Timed(gpu_step.placed(case), steps)
+    [microseconds] = _step_times([lambda model: gpu_step.trainer(case, model.cuda(), batches)], rounds)
+    return {"step time, GPU": microseconds, "Python calls, GPU": gpu_step.count(case, "paceline").calls}
 
 
-def _tiny_step(loop: Callable[..., None], steps: int) -> float:
-    import overhead
-
-    return overhead.microseconds_a_step(loop, overhead.tiny_model, overhead.tiny_batches(), steps)
-
-
-def _best(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The least disturbed of interleaved rounds."""
+def _step_times(loops: Sequence[Callable[[Any], None]], rounds: int) -> list[float]:
+    """µs of a step of the tiny model by loop. Rounds are interleaved."""
     import overhead
     import torch
 
+    def median_step(train: Callable[[Any], None]) -> float:
+        model, begun = overhead.tiny_model(), list[float]()
+        model.register_forward_pre_hook(lambda module, inputs: begun.append(time.perf_counter()))
+        gc.collect()
+        train(model)
+        steps = zip(begun[overhead.WARM_UP :], begun[overhead.WARM_UP + 1 :], strict=False)
+        return 1e6 * statistics.median(end - start for start, end in steps)
+
     torch.set_num_threads(1)
-    return {name: min(values) for name, values in overhead.interleaved(measures, rounds).items()}
+    measures = {str(number): partial(median_step, train) for number, train in enumerate(loops)}
+    return [min(values) for values in overhead.interleaved(measures, rounds).values()]
 
 
 def launch() -> dict[str, float]:
