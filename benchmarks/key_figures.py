@@ -60,9 +60,11 @@ def loop(rounds: int = 5, steps: int = 200) -> dict[str, float]:
 def data(rounds: int = 5, steps: int = 100) -> dict[str, float]:
     """The same model on other kinds of data."""
     import data_paths
+    import overhead
 
     def train(model: Any, kind: str) -> None:
-        data_paths.by_trainer(model, data_paths.KINDS[kind](steps), steps)
+        needed = overhead.WARM_UP + steps + 1
+        data_paths.by_trainer(model, data_paths.KINDS[kind](needed), needed)
 
     times = _step_times([partial(train, kind=kind) for kind in DATA.values()], rounds)
     calls = [data_paths.calls_a_step(kind, data_paths.by_trainer) for kind in DATA.values()]
