@@ -129,6 +129,9 @@ def shapes_of(batch: Any) -> str:
 
 def apply(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply `change` to every tensor, keeping the containers."""
+    kind = type(batch)
+    if kind is tuple or kind is list:  # the common case, with few calls
+        return kind([change(part) if type(part) is torch.Tensor else apply(part, change) for part in batch])
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ def _prefetched(
 
     for micro in micros:
         copied = []
-        micro.batch = apply(micro.batch, put)
+        if cast is not None or not _is_flat_on(device, micro.batch):
+            micro.batch = apply(micro.batch, put)
         done = side.record_event() if copied else None
         if ahead is not None:
             yield _arrived(*ahead, compute)
@@ -64,6 +66,16 @@ def _prefetched(
             yield micro
     if ahead is not None:
         yield _arrived(*ahead, compute)
+
+
+def _is_flat_on(device: torch.device, batch: Any) -> bool:
+    """Whether this is a tuple or list of tensors on the device."""
+    if type(batch) not in (tuple, list):
+        return False
+    for part in batch:  # not all(…): a generator takes one more call for each part
+        if type(part) is not Tensor or part.device != device:
+            return False
+    return True
 
 
 def _arrived(micro: MicroBatch, copied: list[Tensor], done: torch.cuda.Event, compute: torch.cuda.Stream) -> MicroBatch:
