@@ -70,12 +70,9 @@ def _prefetched(
 
 def _is_flat_on(device: torch.device, batch: Any) -> bool:
     """Whether this is a tuple or list of tensors on the device."""
-    if type(batch) not in (tuple, list):
-        return False
-    for part in batch:  # not all(…): a generator takes one more call for each part
-        if type(part) is not Tensor or part.device != device:
-            return False
-    return True
+    return type(batch) in (tuple, list) and not any(
+        [type(part) is not Tensor or part.device != device for part in batch]
+    )
 
 
 def _arrived(micro: MicroBatch, copied: list[Tensor], done: torch.cuda.Event, compute: torch.cuda.Stream) -> MicroBatch:
