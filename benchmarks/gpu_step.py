@@ -1,6 +1,6 @@
 """Cost of a step of a tiny model on a GPU, which waits for the CPU: the Trainer compared with a hand-written loop.
 
-    python benchmarks/gpu_step.py [--rounds 5] [--steps 100]
+    python benchmarks/gpu_step.py [--rounds 7] [--steps 100] [--seconds 30]
     python benchmarks/gpu_step.py --batches gpu --optimizers sgd --kernels     the kernels and calls that differ
     python benchmarks/gpu_step.py --device cpu
 
@@ -13,6 +13,7 @@ counts, per step, the kernels and copies on the GPU (torch.profiler) and the cal
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -121,7 +122,9 @@ def microseconds(case: Case, loop: str, different: list[Pair], steps: int) -> fl
     return batches.seconds / steps * 1e6
 
 
-def measure(cases: list[Case], rounds: int, steps: int) -> dict[Case, dict[str, list[float]]]:
+def measure(
+    cases: list[Case], rounds: int, steps: int, seconds: float = math.inf
+) -> dict[Case, dict[str, list[float]]]:
     """µs per step by case, loop and round."""
     runs = {}
     for case in cases:
@@ -130,7 +133,7 @@ def measure(cases: list[Case], rounds: int, steps: int) -> dict[Case, dict[str, 
         if case.optimizer != BUILT and not torch.equal(raw, ours):
             print(f"Weights differ by up to {(raw - ours).abs().max():.1e}: {case.place}, {case.optimizer}")
         runs |= {f"{case}{loop}": partial(microseconds, case, loop, different, steps) for loop in LOOPS}
-    times = interleaved(runs, rounds)
+    times = interleaved(runs, rounds, seconds)
     return {case: {loop: times[f"{case}{loop}"] for loop in LOOPS} for case in cases}
 
 
@@ -186,8 +189,9 @@ def print_counts(cases: list[Case], *, kernels: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=100, help="steps per round")
+    parser.add_argument("--seconds", type=float, default=30.0, help="no round begins later")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--batches", nargs="*", default=PLACES, choices=PLACES)
     parser.add_argument("--optimizers", nargs="*", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
@@ -200,9 +204,11 @@ def main() -> None:
     places = options.batches if device.type == "cuda" else ["pageable"]
     cases = [Case(place, optimizer, device) for optimizer in options.optimizers for place in places]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}; {options.rounds} rounds of {options.steps} steps, interleaved; ", end="")
+    measured = measure(cases, options.rounds, options.steps, options.seconds)
+    rounds = len(next(iter(measured.values()))["raw"])
+    print(f"{name}, torch {torch.__version__}; {rounds} rounds of {options.steps} steps, interleaved; ", end="")
     print(f"load {os.getloadavg()[0]:.1f}\n", flush=True)
-    print_times(measure(cases, options.rounds, options.steps))
+    print_times(measured)
     print_counts(cases, kernels=options.kernels)
 
 

@@ -16,6 +16,7 @@ import gc
 import io
 import itertools
 import logging
+import math
 import os
 import statistics
 import sys
@@ -200,11 +201,16 @@ def calls_a_step(loop: Loop) -> list[float]:
     return [events[kind] / COUNTED for kind in ("call", "c_call")]
 
 
-def interleaved(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Results by round. A warm-up round before the first is not counted."""
+def interleaved(
+    measures: dict[str, Callable[[], float]], rounds: int, seconds: float = math.inf
+) -> dict[str, list[float]]:
+    """Results by round. A warm-up round before the first is not counted. No round begins after `seconds`, except for
+    the first two."""
     results: dict[str, list[float]] = {name: [] for name in measures}
-    names = list(measures)
-    for _ in range(rounds + 1):
+    names, began = list(measures), time.monotonic()
+    for number in range(rounds + 1):
+        if number > 2 and time.monotonic() > began + seconds:
+            break
         for name in names:
             results[name].append(measures[name]())
         names.append(names.pop(0))
