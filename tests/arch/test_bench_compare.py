@@ -76,6 +76,26 @@ def test_probabilities_are_those_of_the_signed_rank_test(verdict: Any) -> None:
     assert verdict.signed_rank_p([0, 0]) == 1
 
 
+@pytest.mark.parametrize(
+    ("of", "limit", "ours", "figure", "is_met"),
+    [
+        ("difference", 10, [212, 209], "+9 µs (+10)", True),
+        ("difference", 8, [212, 209], "+9 µs (+10)", False),
+        ("time", 1.03, [202, 230], "1.01 × (1.08)", True),
+        ("speed", 1.6, [130, 125], "1.60 × (1.57)", True),
+        ("speed", 1.7, [130, 125], "1.60 × (1.57)", False),
+    ],
+)
+def test_a_bound_is_judged_by_the_fastest_rounds(
+    monkeypatch: pytest.MonkeyPatch, of: str, limit: float, ours: list[float], figure: str, is_met: bool
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from cost_table import Bound
+
+    result = Bound(limit, of).judge([201, 200], ours)
+    assert (result.figure, result.is_met) == (figure, is_met)
+
+
 def rows_of(history: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in history.read_text().splitlines()]
 
