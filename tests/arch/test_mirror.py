@@ -44,6 +44,7 @@ ELSEWHERE = {
     "parallel/tensor/layers": ["ranks/test_tensor"],
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/whereabouts": ["faults/test_different_calls", "faults/test_standstill"],
+    "train/cuda_graphs": ["gpu/test_graph_on_gpu", "unit/train/test_graph_step"],
     "train/custom_loop_setup": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],
     "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/evaluate": ["ranks/test_evaluation"],

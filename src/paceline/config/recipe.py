@@ -106,6 +106,7 @@ class Config(Section):
     tf32: bool = Field(False, description="use TF32 for fp32 matrix multiplications on GPUs")
     compile: bool | Literal["blocks", "model"] = Field(False, description="torch.compile blocks (true), or the model")
     channels_last: bool = Field(False, description="images and convolution weights in memory as NHWC")
+    graph: bool = Field(False, description="replay steps as CUDA graphs: one GPU, batches of equal shapes")
     deterministic: bool | Literal["everywhere"] = Field(
         False, description="bitwise reproducible results; everywhere: on any number of ranks as well; slower"
     )

@@ -26,8 +26,9 @@ class Ema:
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float, warmup: bool) -> None:
         named = {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
-        self._decay, self._warmup = decay, warmup
+        self._decay, self.warmup = decay, warmup
         self.is_swapped = False
+        self.device_weight: Tensor | None = None  # replaces `weight`, in a captured step
         self._names = list(named)
         self._parameters: list[Tensor] = list(named.values())
         self._averages = [
@@ -37,19 +38,24 @@ class Ema:
         pairs = zip(self._averages, self._parameters, strict=True)
         self._same_dtypes = all(average.dtype == parameter.dtype for average, parameter in pairs)
 
+    def weight(self, step: int) -> float:
+        """The weight of the parameters after optimizer step `step`, counted from 1.
+
+        With warm-up it starts high, so that the initial parameters are forgotten quickly.
+        """
+        return 1.0 - (min(self._decay, (1 + step) / (10 + step)) if self.warmup else self._decay)
+
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average after optimizer step `step`, counted from 1.
-
-        With warm-up the decay starts low, so that the initial parameters are forgotten quickly.
-        """
-        decay = min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay
-        if self._same_dtypes:
-            torch._foreach_lerp_(self._averages, self._parameters, 1.0 - decay)
+        """Update the average after optimizer step `step`, counted from 1."""
+        weight = self.weight(step) if self.device_weight is None else self.device_weight
+        if self._same_dtypes and not isinstance(weight, Tensor):
+            torch._foreach_lerp_(self._averages, self._parameters, weight)
             return
         # One at a time: a float32 copy of a large half-precision model may not fit in memory.
         for average, parameter in zip(self._averages, self._parameters, strict=True):
-            average.lerp_(parameter.to(average.dtype), 1.0 - decay)
+            share = weight.to(average.dtype) if isinstance(weight, Tensor) else weight
+            average.lerp_(parameter.to(average.dtype), share)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

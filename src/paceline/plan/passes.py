@@ -232,6 +232,29 @@ INCOMPATIBLE = (
         "kernels are compiled for the shapes that a rank has seen, which differ with the number of ranks",
         "remove compile",
     ),
+    Incompatible(
+        "graph with several ranks, with a sharded model or on several devices",
+        "graph-and-layout",
+        lambda config, degrees: (
+            config.graph and (degrees.world > 1 or is_sharded(config, degrees) or config.strategy in ("dp", "split"))
+        ),
+        "only the step of a single GPU is captured, without communication and copies between devices",
+        'remove graph, or train on one GPU with strategy="single"; compile works with every layout',
+    ),
+    Incompatible(
+        "graph with deterministic: everywhere",
+        "graph-and-everywhere",
+        lambda config, degrees: config.graph and config.fixed_order,
+        "slices are added up in a fixed order on the host",
+        "use deterministic: true",
+    ),
+    Incompatible(
+        'graph with micro_batch="auto"',
+        "graph-and-finder",
+        lambda config, degrees: config.graph and config.micro_batch == "auto",
+        "sizes are tried without a graph, which needs memory of its own",
+        "set micro_batch to a number",
+    ),
 )
 
 

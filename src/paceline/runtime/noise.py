@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ from paceline.errors import ModelError
 from paceline.runtime.rng import derive_seed
 from paceline.runtime.sample_keys import SampleKeys, SavedKeys
 from paceline.runtime.sample_position import Samples
+
+
+class Draw(NamedTuple):
+    """Rows of noise that a captured step reads. `fill` draws them before each replay."""
+
+    rows: Tensor
+    first: int
+    step_samples: int
+    number: int  # of the draw, among those for the same samples
+
+    def fill(self, seed: int) -> None:
+        self.rows.copy_(_draw(self.rows, seed, self.first, self.step_samples))
 
 
 @dataclass
@@ -39,11 +51,12 @@ class NoiseContext:
     cost microseconds. While it is `idle`, setting `samples` to None is enough to end one.
     """
 
-    __slots__ = ("_entered", "_outer", "_saved", "_seed", "_token", "draws", "idle", "keys", "samples")
+    __slots__ = ("_entered", "_outer", "_saved", "_seed", "_token", "captured", "draws", "idle", "keys", "samples")
 
     def __init__(self, seed: int, samples: Samples | None = None, keys: SampleKeys | None = None) -> None:
         self._seed, self.samples, self.keys = seed, samples, keys
         self.draws = 0
+        self.captured: dict[tuple[int, int], Draw] | None = None  # of the step that is being captured, by (start, draw)
         self._saved: SavedKeys | None = None
         self._entered = False
         self.idle = keys is None  # whether no dropout has been seen so far
@@ -92,10 +105,13 @@ class NoiseContext:
         """While the forwards of blocks are changed."""
         return nullcontext() if self.keys is None else self.keys.uninstalled()
 
-    def next_seed(self, samples: Samples) -> int:
-        """A different seed for each draw for the same samples."""
+    def next_draw(self) -> int:
+        """A different number for each draw for the same samples."""
         self.draws += 1
-        return derive_seed(self._seed, samples.step, self.draws - 1)
+        return self.draws - 1
+
+    def seed_of(self, step: int, draw: int) -> int:
+        return derive_seed(self._seed, step, draw)
 
     def copy(self) -> NoiseContext:
         """A context that repeats the draws that follow in this one."""
@@ -112,7 +128,7 @@ class NoiseContext:
 
     def _with(self, samples: Samples | None, saved: SavedKeys | None) -> NoiseContext:
         context = NoiseContext(self._seed, samples, self.keys)
-        context.draws, context._saved = self.draws, saved
+        context.draws, context._saved, context.captured = self.draws, saved, self.captured
         return context
 
 
@@ -143,8 +159,16 @@ def noise(like: Tensor) -> Tensor:
             why="noise is drawn per sample, so that it does not depend on the number of ranks",
             fix="draw with the samples as first dim, and reshape afterwards",
         )
+    number = context.next_draw()
+    if context.captured is not None:
+        drawn = Draw(torch.empty_like(like.detach()), samples.start, samples.step_samples, number)
+        return context.captured.setdefault((samples.start, number), drawn).rows
+    return _draw(like, context.seed_of(samples.step, number), samples.start, samples.step_samples)
+
+
+def _draw(like: Tensor, seed: int, first: int, step_samples: int) -> Tensor:
     generator = torch.Generator(like.device)
-    generator.manual_seed(context.next_seed(samples))
-    rows, stop = samples.step_samples, samples.start + count
-    shape = (max(rows, stop), *like.shape[1:])
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)[samples.start : stop]
+    generator.manual_seed(seed)
+    stop = first + len(like)
+    shape = (max(step_samples, stop), *like.shape[1:])
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)[first:stop]

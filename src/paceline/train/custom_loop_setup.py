@@ -51,6 +51,13 @@ def open_custom_loop(
             why="the Trainer must compute each slice of a batch by itself, and add their gradients in a fixed order",
             fix="use trainer.train(data) with callbacks, or set deterministic: true",
         )
+    if config.graph:
+        raise TrainError(
+            "graph-and-loop",
+            "Custom loops are not supported with graph: true.",
+            why="a graph is the whole step, which a custom loop takes apart",
+            fix="use trainer.train(data) with callbacks, or remove graph",
+        )
     saves = config.save_every is not None or config.save_minutes is not None
     if isinstance(config.run, str) or (saves and config.run is not False):  # otherwise it writes nothing
         run.create(config)

@@ -49,6 +49,7 @@ from paceline.runtime import collectives, consistency, process_group
 from paceline.runtime.mesh import Mesh
 from paceline.train import factory, resolve_layout, standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
+from paceline.train.graph_step import GraphedStep
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
@@ -249,6 +250,8 @@ class Engine:
             self.log.info(
                 f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
             )
+        step = (self.module, self.stepper, self.updater, self.draw, self.log)
+        self.graphed = GraphedStep(*step) if config.graph else None
 
     def defer_hooks(self) -> None:
         """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
@@ -288,6 +291,8 @@ class Engine:
         """Call after callbacks and evaluations, which may have run a backward or changed the optimizer."""
         self.updater.discard_gradients()
         self.follow_optimizer()
+        if self.graphed is not None:
+            self.graphed.user_code_ran = True
 
     def follow_optimizer(self) -> None:
         """Take over parameter groups that were added to the optimizer, and learning rates that have no effect."""

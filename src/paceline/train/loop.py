@@ -12,6 +12,7 @@ It is written for few Python calls: between two log points a step makes about a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -38,12 +39,13 @@ class Job:
 
 def run(job: Job) -> None:
     """Train until the data ends or the agenda stops."""
-    with job.engine.position.reading():
+    with job.engine.position.reading(), job.engine.graphed or nullcontext():
         _run(job)
 
 
 def _run(job: Job) -> None:
-    stepper, position, telemetry = job.engine.stepper, job.engine.position, job.engine.telemetry
+    stepper = job.engine.graphed or job.engine.stepper
+    position, telemetry = job.engine.position, job.engine.telemetry
     recorder, agenda = job.recorder, job.agenda
     due = agenda.next_due(position.step)
     telemetry.begins(position.step)
@@ -77,9 +79,12 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     """Update the parameters after `micro`, the last micro-batch of its step."""
     engine = job.engine
     stepper, updater = engine.stepper, engine.updater
-    if stepper.watch is not None:
-        stepper.watch.check_losses(stepper.losses)
-    norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
+    if engine.graphed is not None:
+        norm = engine.graphed.take()
+    else:
+        if stepper.watch is not None:
+            stepper.watch.check_losses(stepper.losses)
+        norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
     engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)
     lr, parts, samples = updater.lr, stepper.losses, micro.step_samples

@@ -74,6 +74,11 @@ class Updater:
             return False
         return self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY
 
+    @property
+    def waits(self) -> bool:
+        """Whether a step reads a value on the host: to skip the update of an optimizer that is not fused."""
+        return (self._checks_norm or self._scaler is not None) and not is_fused(self.optimizer)
+
     def refresh_parameters(self) -> None:
         """Call after a parameter group was added to the optimizer."""
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -97,9 +102,7 @@ class Updater:
         if factor is not None or unscales:
             norm = self._scale_and_clip(factor, unscales)
         if self.learning_rate is not None:
-            rate = self.learning_rate(step)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * rate
+            self.set_rates(step)
         self.lr = self.optimizer.param_groups[0]["lr"]
         blocked = self._watch is not None and self._watch.tripped
         if not blocked and not (self._skip and norm is not None and self._skipped(norm)):
@@ -117,6 +120,13 @@ class Updater:
         if self._buffers:
             self._restore_nonfinite_buffers()
         return norm
+
+    def set_rates(self, step: int) -> None:
+        """Set the learning rates of the schedule, if there is one."""
+        if self.learning_rate is not None:
+            rate = self.learning_rate(step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
 
     def discard_gradients(self) -> bool:
         """Discard gradients that code outside the Trainer left behind. Returns whether there were any."""

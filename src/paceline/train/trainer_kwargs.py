@@ -36,6 +36,7 @@ class TrainerKwargs(TypedDict, total=False):
     tf32: bool
     compile: bool | Literal["blocks", "model"]
     channels_last: bool
+    graph: bool
     deterministic: bool | Literal["everywhere"]
     slices: int
     dropout: Literal["by-sample", "exact", "per-rank"]

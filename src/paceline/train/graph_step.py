@@ -1,0 +1,323 @@
+"""Steps as CUDA graphs, for `graph: true`: forward, backward and update of a step start at once, without Python.
+
+The first steps run eagerly, as a warm-up. Then one is captured, which runs nothing, and replayed from there on. What
+differs between steps is in memory that the graph reads and the host fills before each replay: inputs, learning rates,
+the weight of the moving average, keys of dropout masks and `paceline.noise`. torch registers its own generator.
+
+Steps whose batches have another shape run eagerly with the same parameters and state, such as the last one of an epoch;
+shapes that come back are captured as well. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.data.batches import apply, tensors_in
+from paceline.data.loader import MicroBatch
+from paceline.errors import TrainError
+from paceline.guard.nonfinite import is_fused
+from paceline.log import Log
+from paceline.models.loss_module import LossModule
+from paceline.runtime.noise import Draw, NoiseContext
+from paceline.runtime.whereabouts import progress
+from paceline.train import cuda_graphs
+from paceline.train.optimizer_step import Updater
+from paceline.train.step import Stepper
+
+WARM_UP = 3  # eager steps with batches of a shape before it is captured
+_GRAPHS = 4  # shapes that are captured; each takes the memory of its inputs, and seconds for a large model
+_RATES = 8  # captures for another learning rate before it is read from the device
+_EAGER = 50  # eager steps before a warning, if they are the majority
+
+
+@dataclass
+class _Captured:
+    """A graph, what it reads, and the results that each replay overwrites."""
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    keys: Tensor | None
+    noise: list[Draw]
+    rates: list[float]  # that were captured as constants
+    values: Tensor | None
+    results: Any  # losses, metrics, gradient norm and skip flag; `values` has their tensors
+    means: bool
+    data_weighted: bool
+
+
+class GraphedStep:
+    """Collects the micro-batches of a step, and replays the graph for their shapes if there is one."""
+
+    def __init__(self, module: LossModule, stepper: Stepper, updater: Updater, draw: NoiseContext, log: Log) -> None:
+        self._module, self._stepper, self._updater, self._draw, self._log = module, stepper, updater, draw, log
+        self._device = next(module.parameters()).device
+        require_capturable(updater)
+        self._graphs = cuda_graphs.CudaGraphs(self._device)
+        self._groups = updater.optimizer.param_groups
+        self.user_code_ran = False  # it may have changed what was captured
+        self._warned = False
+        self._forget()
+
+    def __enter__(self) -> None:
+        """At the beginning of `train()`."""
+        require_capturable(self._updater)
+        self._rates_on_device = self._updater.learning_rate is not None or self._updater.scheduler is not None
+
+    def __exit__(self, *exc: object) -> None:
+        """Free the graphs and their memory."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._micros: list[MicroBatch] = []
+        self._captured: dict[Hashable, _Captured] = {}
+        self._seen: Counter[Hashable] = Counter()
+        self._steps = self._eager = self._rate_changes = 0
+        self._rates_on_device = False
+        self._scalars: Tensor | None = None  # the weight of the average and the learning rates, in float64
+        self._sent: list[float] = []
+        self._stamp: Any = None
+
+    def add(self, micro: MicroBatch) -> None:
+        self._micros.append(micro)
+
+    def take(self) -> Tensor | None:
+        """Run the collected micro-batches and update the parameters. Returns the gradient norm, if it was computed."""
+        micros, self._micros = self._micros, []
+        updater, step = self._updater, micros[-1].step
+        updater.set_rates(step)
+        if updater.before_change is not None:
+            updater.before_change()
+        shape = _shape_of(micros)
+        captured = self._find(shape, micros)
+        self._send(step)
+        updater.is_changing = True
+        norm = self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros)
+        updater.is_changing = False
+        updater.lr = self._groups[0]["lr"]
+        if updater.scheduler is not None:
+            updater.scheduler.step()
+        return norm
+
+    def _find(self, shape: Hashable, micros: list[MicroBatch]) -> _Captured | None:
+        """The graph for micro-batches of this shape; None: run them eagerly."""
+        self._steps += 1
+        if self.user_code_ran:
+            self._drop_outdated()
+        found = self._captured.get(shape)
+        if found is not None and found.rates != self._constant_rates():
+            found = None
+            self._captured.clear()
+            self._rate_changes += 1
+            self._rates_on_device |= self._rate_changes > _RATES
+        if found is None and self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS:
+            found = self._captured[shape] = self._capture(micros)
+        return found
+
+    def _constant_rates(self) -> list[float]:
+        return [] if self._rates_on_device else [group["lr"] for group in self._groups]
+
+    def _drop_outdated(self) -> None:
+        """User code may have changed the optimizer, frozen parameters, or replaced tensors that a graph reads."""
+        self.user_code_ran = False
+        self._groups = self._updater.optimizer.param_groups
+        if self._captured and self._read_stamp() != self._stamp:
+            self._captured.clear()
+            self._seen.clear()  # an optimizer creates its state in a step that is not captured
+
+    def _read_stamp(self) -> Any:
+        """What graphs have as constants."""
+        optimizer = self._updater.optimizer
+        settings = [_settings_of(group) for group in self._groups]
+        parameters = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._module.parameters()]
+        state = [each.data_ptr() for held in optimizer.state.values() for each in tensors_in(held)]
+        buffers = [buffer.data_ptr() for buffer in self._module.buffers()]
+        return settings, parameters, state, buffers, [module.training for module in self._module.modules()]
+
+    def _send(self, step: int) -> None:
+        """Copy the numbers of a step to the device, if they changed."""
+        average = self._updater.average
+        numbers = [average.weight(step + 1)] if average is not None and average.warmup else []
+        if self._rates_on_device:
+            numbers += [group["lr"] for group in self._groups]
+        if numbers != self._sent:
+            self._sent = numbers
+            host = torch.tensor(numbers, dtype=torch.float64)
+            if self._scalars is None or len(self._scalars) != len(numbers):
+                self._scalars = torch.empty_like(host, device=self._device)
+            self._scalars.copy_(host, non_blocking=True)
+
+    def _run_eagerly(self, shape: Hashable, micros: list[MicroBatch]) -> Tensor | None:
+        self._seen[shape] += 1
+        strict = self._seen[shape] == WARM_UP and len(self._captured) < _GRAPHS
+        if self._seen[shape] > WARM_UP or len(self._seen) > _GRAPHS:
+            self._count_eager()
+        with self._graphs.warm_up(strict=strict), self._host_work_done(capturing=False):
+            try:
+                return self._step(micros)
+            except RuntimeError as error:
+                cuda_graphs.raise_if_waiting(error, self._module.model, lambda: self._add_all(micros))
+                raise
+
+    def _count_eager(self) -> None:
+        self._eager += 1
+        if self._eager >= _EAGER and 2 * self._eager > self._steps and not self._warned:
+            self._warned = True
+            self._log.warning(
+                f"graph: {self._eager} of {self._steps} steps ran eagerly, because batches have many shapes "
+                f"({len(self._seen)} so far, at most {_GRAPHS} are captured). Pad samples to a few lengths, drop the "
+                "last batch of an epoch, and keep text and numbers that differ out of batches"
+            )
+
+    def _capture(self, micros: list[MicroBatch]) -> _Captured:
+        fixed = [replace(micro, batch=apply(micro.batch, torch.clone)) for micro in micros]
+        keys = self._draw.keys
+        rows = None if keys is None or not keys.used else torch.cat([keys.on_host(each) for each in micros])
+        rows = None if rows is None else rows.to(self._device)
+        noise: dict[tuple[int, int], Draw] = {}
+
+        def run() -> tuple[Any, Tensor | None]:
+            self._draw.captured = noise
+            norm = self._step(fixed, rows)
+            stepper = self._stepper
+            results = (stepper.losses, stepper.metrics, norm, self._updater.skipped)
+            found = [tensor.detach().reshape(()) for tensor in tensors_in(results)]
+            if len(found) < 2:
+                return results, found[0] if found else None
+            return results, torch.stack([tensor.to(self._device, torch.float64) for tensor in found])
+
+        self._send(micros[-1].step)
+        with self._host_work_done(capturing=True):
+            try:
+                replay, (results, values) = self._graphs.capture(run)
+            except RuntimeError as error:
+                again = partial(self._graphs.capture, partial(self._add_all, fixed))
+                cuda_graphs.raise_if_waiting(error, self._module.model, again)
+                raise
+            finally:
+                self._draw.captured = None
+        weighting = self._stepper.means, self._stepper.data_weighted
+        self._stepper.reset()
+        self._stamp = self._read_stamp()
+        inputs = [tensor for micro in fixed for tensor in tensors_in(micro.batch)]
+        return _Captured(
+            replay, inputs, rows, list(noise.values()), self._constant_rates(), values, results, *weighting
+        )
+
+    def _replay(self, captured: _Captured, micros: list[MicroBatch]) -> Tensor | None:
+        step = micros[-1].step
+        for kept, tensor in zip(captured.inputs, (t for micro in micros for t in tensors_in(micro.batch)), strict=True):
+            kept.copy_(tensor)
+        if captured.keys is not None:
+            assert self._draw.keys is not None
+            hashes = [self._draw.keys.on_host(micro) for micro in micros]
+            captured.keys.copy_(hashes[0] if len(hashes) == 1 else torch.cat(hashes), non_blocking=True)
+        for draw in captured.noise:
+            draw.fill(self._draw.seed_of(step, draw.number))
+        progress.micros += len(micros)
+        captured.replay()
+        stepper, results = self._stepper, captured.results
+        if captured.values is not None:
+            # A copy, because the next replay overwrites them.
+            copied = captured.values.clone()
+            values = iter((copied,) if not copied.dim() else copied.unbind())
+            results = apply(results, lambda _: next(values))
+        stepper.losses, stepper.metrics, norm, self._updater.skipped = results
+        stepper.means, stepper.data_weighted = captured.means, captured.data_weighted
+        return norm if norm is None else torch.as_tensor(norm)
+
+    def _step(self, micros: Sequence[MicroBatch], rows: Tensor | None = None) -> Tensor | None:
+        """What is captured, or runs eagerly."""
+        stepper = self._stepper
+        self._add_all(micros, rows)
+        if stepper.watch is not None:
+            stepper.watch.check_losses(stepper.losses)
+        with ExitStack() as kept:
+            if self._rates_on_device and self._scalars is not None:
+                rates = self._scalars[-len(self._groups) :].float().unbind()  # fused kernels read float32
+                for group, rate in zip(self._groups, rates, strict=True):
+                    _set(kept, group, lr=rate)
+            return self._updater.apply(micros[-1].step, stepper.factor() if stepper.data_weighted else None)
+
+    def _add_all(self, micros: Sequence[MicroBatch], rows: Tensor | None = None) -> None:
+        keys, first = self._draw.keys, 0
+        try:
+            for micro in micros:
+                if keys is not None and rows is not None:
+                    keys.given, first = rows[first : first + (micro.samples or 1)], first + (micro.samples or 1)
+                self._stepper.add(micro)
+        finally:
+            if keys is not None:
+                keys.given = None
+
+    @contextmanager
+    def _host_work_done(self, *, capturing: bool) -> Iterator[None]:
+        """`take` does what `Updater.apply` would do on the host; the average reads its weight from the device."""
+        updater, average, proportions = self._updater, self._updater.average, self._module.proportions
+        with ExitStack() as kept:
+            _set(kept, vars(updater), learning_rate=None, scheduler=None, before_change=None)
+            if average is not None and average.warmup and self._scalars is not None:
+                _set(kept, vars(average), device_weight=self._scalars[0])
+            if capturing:
+                _set(kept, vars(proportions), warn=None)  # it would read a value
+                for group in self._groups:
+                    if "capturable" in group:  # torch asks for it, although fused kernels need no change
+                        _set(kept, group, capturable=True)
+            yield
+
+
+def _set(kept: ExitStack, owner: dict[str, Any], **values: Any) -> None:
+    """Set values until `kept` ends."""
+    kept.callback(owner.update, {name: owner[name] for name in values})
+    owner.update(values)
+
+
+def _settings_of(group: Mapping[str, Any]) -> list[Any]:
+    held = [id(parameter) for parameter in group["params"]]
+    others = {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
+    return [held, {name: id(value) if isinstance(value, Tensor) else value for name, value in others.items()}]
+
+
+def _shape_of(micros: Sequence[MicroBatch]) -> Hashable:
+    """Equal for steps that launch the same kernels."""
+    return tuple([(each.samples, each.step_samples, each.exact, _shape(each.batch)) for each in micros])
+
+
+def _shape(batch: Any) -> Hashable:
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple([(key, _shape(value)) for key, value in batch.items()])
+    if isinstance(batch, (list, tuple)):
+        return tuple([_shape(value) for value in batch])
+    return batch if isinstance(batch, (str, int, float, bytes)) else id(batch)  # the model may read it
+
+
+def require_capturable(updater: Updater) -> None:
+    """Raise TrainError if the optimizer or a callback runs on the host in every step."""
+    optimizer = updater.optimizer
+    name = type(optimizer).__name__
+    if updater.on_gradients is not None:
+        raise TrainError(
+            "graph-and-callback",
+            "A callback has on_gradients, which graph: true can't call.",
+            why="a graph replays the whole step without Python, so there is no point between backward and update",
+            fix="use clip_norm or clip_value, or hooks on parameters (captured like any operation), or remove graph",
+        )
+    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        why, fix = "the Trainer copies learning rates to the device itself", f"create {name} with a number as lr"
+    elif is_fused(optimizer):
+        return
+    elif updater.waits or not all(group.get("capturable") for group in optimizer.param_groups):
+        why = "its step counts, reads or skips on the host, which a replayed graph does not"
+        fix = f"create {name} with fused=True (Adam, AdamW, SGD), or remove graph"
+    else:
+        return
+    raise TrainError("graph-and-optimizer", f"graph: true can't capture {name}.", why=why, fix=fix)
