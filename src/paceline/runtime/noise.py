@@ -56,7 +56,7 @@ class NoiseContext:
     def __init__(self, seed: int, samples: Samples | None = None, keys: SampleKeys | None = None) -> None:
         self._seed, self.samples, self.keys = seed, samples, keys
         self.draws = 0
-        self.captured: dict[tuple[int, int], Draw] | None = None  # of the step that is being captured, by (start, draw)
+        self.captured: dict[tuple[int, int], Draw] | None = None  # by (start, draw), of a step that is captured next
         self._saved: SavedKeys | None = None
         self._entered = False
         self.idle = keys is None  # whether no dropout has been seen so far
@@ -160,10 +160,13 @@ def noise(like: Tensor) -> Tensor:
             fix="draw with the samples as first dim, and reshape afterwards",
         )
     number = context.next_draw()
+    known = None if context.captured is None else context.captured.get((samples.start, number))
+    if known is not None:
+        return known.rows
+    rows = _draw(like, context.seed_of(samples.step, number), samples.start, samples.step_samples)
     if context.captured is not None:
-        drawn = Draw(torch.empty_like(like.detach()), samples.start, samples.step_samples, number)
-        return context.captured.setdefault((samples.start, number), drawn).rows
-    return _draw(like, context.seed_of(samples.step, number), samples.start, samples.step_samples)
+        context.captured[samples.start, number] = Draw(rows, samples.start, samples.step_samples, number)
+    return rows
 
 
 def _draw(like: Tensor, seed: int, first: int, step_samples: int) -> Tensor:

@@ -84,6 +84,7 @@ class GraphedStep:
         self._scalars: Tensor | None = None  # the weight of the average and the learning rates, in float64
         self._sent: list[float] = []
         self._stamp: Any = None
+        self._noise: dict[Hashable, dict[tuple[int, int], Draw]] = {}  # drawn in the last warm-up of a shape
 
     def add(self, micro: MicroBatch) -> None:
         self._micros.append(micro)
@@ -118,7 +119,7 @@ class GraphedStep:
             self._rate_changes += 1
             self._rates_on_device |= self._rate_changes > _RATES
         if found is None and self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS:
-            found = self._captured[shape] = self._capture(micros)
+            found = self._captured[shape] = self._capture(shape, micros)
         return found
 
     def _constant_rates(self) -> list[float]:
@@ -130,6 +131,7 @@ class GraphedStep:
         self._groups = self._updater.optimizer.param_groups
         if self._captured and self._read_stamp() != self._stamp:
             self._captured.clear()
+            self._noise.clear()
             self._seen.clear()  # an optimizer creates its state in a step that is not captured
 
     def _read_stamp(self) -> Any:
@@ -159,7 +161,8 @@ class GraphedStep:
         strict = self._seen[shape] == WARM_UP and len(self._captured) < _GRAPHS
         if self._seen[shape] > WARM_UP or len(self._seen) > _GRAPHS:
             self._count_eager()
-        with self._graphs.warm_up(strict=strict), self._host_work_done(capturing=False):
+        noise = self._noise.setdefault(shape, {}) if strict else None
+        with self._graphs.warm_up(strict=strict), self._host_work_done(noise, capturing=False):
             try:
                 return self._step(micros)
             except RuntimeError as error:
@@ -176,15 +179,14 @@ class GraphedStep:
                 "last batch of an epoch, and keep text and numbers that differ out of batches"
             )
 
-    def _capture(self, micros: list[MicroBatch]) -> _Captured:
+    def _capture(self, shape: Hashable, micros: list[MicroBatch]) -> _Captured:
         fixed = [replace(micro, batch=apply(micro.batch, torch.clone)) for micro in micros]
         keys = self._draw.keys
         rows = None if keys is None or not keys.used else torch.cat([keys.on_host(each) for each in micros])
         rows = None if rows is None else rows.to(self._device)
-        noise: dict[tuple[int, int], Draw] = {}
+        noise = self._noise[shape]
 
         def run() -> tuple[Any, Tensor | None]:
-            self._draw.captured = noise
             norm = self._step(fixed, rows)
             stepper = self._stepper
             results = (stepper.losses, stepper.metrics, norm, self._updater.skipped)
@@ -194,15 +196,13 @@ class GraphedStep:
             return results, torch.stack([tensor.to(self._device, torch.float64) for tensor in found])
 
         self._send(micros[-1].step)
-        with self._host_work_done(capturing=True):
+        with self._host_work_done(noise, capturing=True):
             try:
                 replay, (results, values) = self._graphs.capture(run)
             except RuntimeError as error:
                 again = partial(self._graphs.capture, partial(self._add_all, fixed))
                 cuda_graphs.raise_if_waiting(error, self._module.model, again)
                 raise
-            finally:
-                self._draw.captured = None
         weighting = self._stepper.means, self._stepper.data_weighted
         self._stepper.reset()
         self._stamp = self._read_stamp()
@@ -258,10 +258,12 @@ class GraphedStep:
                 keys.given = None
 
     @contextmanager
-    def _host_work_done(self, *, capturing: bool) -> Iterator[None]:
+    def _host_work_done(self, noise: dict[tuple[int, int], Draw] | None, *, capturing: bool) -> Iterator[None]:
         """`take` does what `Updater.apply` would do on the host; the average reads its weight from the device."""
         updater, average, proportions = self._updater, self._updater.average, self._module.proportions
         with ExitStack() as kept:
+            kept.callback(setattr, self._draw, "captured", None)
+            self._draw.captured = noise
             _set(kept, vars(updater), learning_rate=None, scheduler=None, before_change=None)
             if average is not None and average.warmup and self._scalars is not None:
                 _set(kept, vars(average), device_weight=self._scalars[0])

@@ -178,7 +178,7 @@ class Stepper:
         if isinstance(weight, Tensor):
             self._total = weight.detach().to(torch.float64, copy=True)
         else:
-            self._total = torch.tensor(weight, dtype=torch.float64, device=device)
+            self._total = torch.full((), weight, dtype=torch.float64, device=device)  # copies nothing to a GPU
         self._nominal: Tensor | float = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
         if self._mean_weight is not None:
             self._nominal = self._mean_weight
