@@ -44,20 +44,7 @@ def open_custom_loop(
 ) -> CustomLoop:
     """Collective: must be called on every rank."""
     config, position = engine.config, engine.position
-    if config.fixed_order:
-        raise TrainError(
-            "everywhere-and-loop",
-            "Custom loops are not supported with deterministic: everywhere.",
-            why="the Trainer must compute each slice of a batch by itself, and add their gradients in a fixed order",
-            fix="use trainer.train(data) with callbacks, or set deterministic: true",
-        )
-    if config.graph:
-        raise TrainError(
-            "graph-and-loop",
-            "Custom loops are not supported with graph: true.",
-            why="a graph is the whole step, which a custom loop takes apart",
-            fix="use trainer.train(data) with callbacks, or remove graph",
-        )
+    _require_supported(config)
     saves = config.save_every is not None or config.save_minutes is not None
     if isinstance(config.run, str) or (saves and config.run is not False):  # otherwise it writes nothing
         run.create(config)
@@ -99,6 +86,23 @@ def open_custom_loop(
     custom = CustomLoop(job, begin, saver.finish)
     weakref.finalize(custom, close_custom_loop, recorder, sinks)
     return custom
+
+
+def _require_supported(config: Config) -> None:
+    if config.fixed_order:
+        raise TrainError(
+            "everywhere-and-loop",
+            "Custom loops are not supported with deterministic: everywhere.",
+            why="the Trainer must compute each slice of a batch by itself, and add their gradients in a fixed order",
+            fix="use trainer.train(data) with callbacks, or set deterministic: true",
+        )
+    if config.graph:
+        raise TrainError(
+            "graph-and-loop",
+            "Custom loops are not supported with graph: true.",
+            why="a graph is the whole step, which a custom loop takes apart",
+            fix="use trainer.train(data) with callbacks, or remove graph",
+        )
 
 
 def _without_effect(config: Config, rates: LearningRate) -> list[str]:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import MicroBatch
@@ -141,7 +141,8 @@ class GraphedStep:
         parameters = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._module.parameters()]
         state = [each.data_ptr() for held in optimizer.state.values() for each in tensors_in(held)]
         buffers = [buffer.data_ptr() for buffer in self._module.buffers()]
-        return settings, parameters, state, buffers, [module.training for module in self._module.modules()]
+        numbers = [_numbers_of(module) for module in self._module.modules()]  # training, the rate of a dropout, …
+        return settings, parameters, state, buffers, numbers
 
     def _send(self, step: int) -> None:
         """Copy the numbers of a step to the device, if they changed."""
@@ -285,6 +286,10 @@ def _settings_of(group: Mapping[str, Any]) -> list[Any]:
     held = [id(parameter) for parameter in group["params"]]
     others = {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
     return [held, {name: id(value) if isinstance(value, Tensor) else value for name, value in others.items()}]
+
+
+def _numbers_of(module: nn.Module) -> list[Any]:
+    return [value for value in vars(module).values() if isinstance(value, (int, float, str))]
 
 
 def _shape_of(micros: Sequence[MicroBatch]) -> Hashable:

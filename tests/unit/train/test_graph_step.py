@@ -155,18 +155,23 @@ def replace_weights(trainer: paceline.Trainer) -> None:
         parameter.data = parameter.data * 0.5
 
 
+def drop_more(trainer: paceline.Trainer) -> None:
+    trainer.model[1].p = 0.8
+
+
 def zero(trainer: paceline.Trainer) -> None:
     with torch.no_grad():
         next(trainer.model.parameters()).zero_()
 
 
 @pytest.mark.parametrize(
-    ("change", "captures"), [(slower, 2), (decay, 2), (freeze, 2), (thaw, 2), (replace_weights, 2), (zero, 1)]
+    ("change", "captures"),
+    [(slower, 2), (decay, 2), (freeze, 2), (thaw, 2), (replace_weights, 2), (drop_more, 2), (zero, 1)],
 )
 def test_what_a_callback_changes_has_an_effect(captured: type[GraphsOnCpu], change: Any, captures: int) -> None:
     def train(graph: bool) -> tuple[list[float], Tensor]:
         callback = AtStep(5, change)
-        model = tiny.classifier()
+        model = with_layer(nn.Dropout(0.2))
         next(model.parameters()).requires_grad_(change is not thaw)
         callback.trainer = tiny.classifier_trainer(model, graph=graph, callbacks=[callback])
         return callback.trainer.train(tiny.blobs(), epochs=4).losses, tiny.weights(callback.trainer)
