@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from paceline.errors import TrainError
 from paceline.guard.nonfinite import is_fused
 from paceline.log import Log
 from paceline.models.loss_module import LossModule
+from paceline.models.losses import Loss
 from paceline.runtime.noise import Draw, NoiseContext
 from paceline.runtime.whereabouts import progress
 from paceline.train import cuda_graphs
@@ -38,6 +39,19 @@ _RATES = 8  # captures for another learning rate before it is read from the devi
 _EAGER = 50  # eager steps before a warning, if they are the majority
 
 
+class _Results(NamedTuple):
+    """What the recorder keeps of a step. Tensors are replaced by their position in the values of a graph."""
+
+    losses: list[tuple[Any, Any]]
+    metrics: list[tuple[Mapping[str, Any], Any]]
+    norm: Any
+    skipped: Any
+
+
+class _Position(int):
+    pass
+
+
 @dataclass
 class _Captured:
     """A graph, what it reads, and the results that each replay overwrites."""
@@ -47,8 +61,8 @@ class _Captured:
     keys: Tensor | None
     noise: list[Draw]
     rates: list[float]  # that were captured as constants
-    values: Tensor | None
-    results: Any  # losses, metrics, gradient norm and skip flag; `values` has their tensors
+    values: Tensor
+    results: _Results
     means: bool
     data_weighted: bool
 
@@ -96,11 +110,12 @@ class GraphedStep:
         updater.set_rates(step)
         if updater.before_change is not None:
             updater.before_change()
-        shape = _shape_of(micros)
+        inputs: list[Tensor] = []
+        shape = _shape_of(micros, inputs)
         captured = self._find(shape, micros)
         self._send(step)
         updater.is_changing = True
-        norm = self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros)
+        norm = self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros, inputs)
         updater.is_changing = False
         updater.lr = self._groups[0]["lr"]
         if updater.scheduler is not None:
@@ -187,14 +202,17 @@ class GraphedStep:
         rows = None if rows is None else rows.to(self._device)
         noise = self._noise[shape]
 
-        def run() -> tuple[Any, Tensor | None]:
-            norm = self._step(fixed, rows)
-            stepper = self._stepper
-            results = (stepper.losses, stepper.metrics, norm, self._updater.skipped)
-            found = [tensor.detach().reshape(()) for tensor in tensors_in(results)]
-            if len(found) < 2:
-                return results, found[0] if found else None
-            return results, torch.stack([tensor.to(self._device, torch.float64) for tensor in found])
+        def run() -> tuple[_Results, Tensor]:
+            norm, stepper, found = self._step(fixed, rows), self._stepper, []
+
+            def position(value: Tensor) -> Any:
+                found.append(value.detach().reshape(()))
+                return _Position(len(found) - 1)
+
+            results = _Results(*apply((stepper.losses, stepper.metrics, norm, self._updater.skipped), position))
+            if len({value.dtype for value in found}) > 1:
+                found = [value.to(torch.float64) for value in found]
+            return results, torch.stack(found) if len(found) > 1 else found[0]
 
         self._send(micros[-1].step)
         with self._host_work_done(noise, capturing=True):
@@ -212,27 +230,29 @@ class GraphedStep:
             replay, inputs, rows, list(noise.values()), self._constant_rates(), values, results, *weighting
         )
 
-    def _replay(self, captured: _Captured, micros: list[MicroBatch]) -> Tensor | None:
-        step = micros[-1].step
-        for kept, tensor in zip(captured.inputs, (t for micro in micros for t in tensors_in(micro.batch)), strict=True):
+    def _replay(self, captured: _Captured, micros: list[MicroBatch], inputs: list[Tensor]) -> Tensor | None:
+        for kept, tensor in zip(captured.inputs, inputs, strict=True):
             kept.copy_(tensor)
         if captured.keys is not None:
             assert self._draw.keys is not None
             hashes = [self._draw.keys.on_host(micro) for micro in micros]
             captured.keys.copy_(hashes[0] if len(hashes) == 1 else torch.cat(hashes), non_blocking=True)
         for draw in captured.noise:
-            draw.fill(self._draw.seed_of(step, draw.number))
+            draw.fill(self._draw.seed_of(micros[-1].step, draw.number))
         progress.micros += len(micros)
         captured.replay()
-        stepper, results = self._stepper, captured.results
-        if captured.values is not None:
-            # A copy, because the next replay overwrites them.
-            copied = captured.values.clone()
-            values = iter((copied,) if not copied.dim() else copied.unbind())
-            results = apply(results, lambda _: next(values))
-        stepper.losses, stepper.metrics, norm, self._updater.skipped = results
+        copied = captured.values.clone()  # the next replay overwrites them
+        values = copied.unbind() if copied.dim() else (copied,)
+        stepper, (losses, metrics, norm, skipped) = self._stepper, captured.results
+        stepper.losses = [(values[loss], _value(values, weight)) for loss, weight in losses]
+        if metrics:
+            stepper.metrics = [
+                ({name: _value(values, value) for name, value in named.items()}, _value(values, weight))
+                for named, weight in metrics
+            ]
         stepper.means, stepper.data_weighted = captured.means, captured.data_weighted
-        return norm if norm is None else torch.as_tensor(norm)
+        self._updater.skipped = _value(values, skipped)
+        return None if norm is None else values[norm]
 
     def _step(self, micros: Sequence[MicroBatch], rows: Tensor | None = None) -> Tensor | None:
         """What is captured, or runs eagerly."""
@@ -276,6 +296,12 @@ class GraphedStep:
             yield
 
 
+def _value(values: Sequence[Tensor], kept: Any) -> Any:
+    if type(kept) is Loss:
+        return Loss(_value(values, kept.sum), _value(values, kept.weight))
+    return values[kept] if type(kept) is _Position else kept
+
+
 def _set(kept: ExitStack, owner: dict[str, Any], **values: Any) -> None:
     """Set values until `kept` ends."""
     kept.callback(owner.update, {name: owner[name] for name in values})
@@ -292,18 +318,19 @@ def _numbers_of(module: nn.Module) -> list[Any]:
     return [value for value in vars(module).values() if isinstance(value, (int, float, str))]
 
 
-def _shape_of(micros: Sequence[MicroBatch]) -> Hashable:
-    """Equal for steps that launch the same kernels."""
-    return tuple([(each.samples, each.step_samples, each.exact, _shape(each.batch)) for each in micros])
+def _shape_of(micros: Sequence[MicroBatch], inputs: list[Tensor]) -> Hashable:
+    """Equal for steps that launch the same kernels. Appends the tensors in the batches to `inputs`."""
+    return tuple([(each.samples, each.step_samples, each.exact, _shape(each.batch, inputs)) for each in micros])
 
 
-def _shape(batch: Any) -> Hashable:
+def _shape(batch: Any, inputs: list[Tensor]) -> Hashable:
     if isinstance(batch, Tensor):
+        inputs.append(batch)
         return batch.shape, batch.dtype
-    if isinstance(batch, Mapping):
-        return tuple([(key, _shape(value)) for key, value in batch.items()])
     if isinstance(batch, (list, tuple)):
-        return tuple([_shape(value) for value in batch])
+        return tuple([_shape(value, inputs) for value in batch])
+    if isinstance(batch, Mapping):
+        return tuple([(key, _shape(value, inputs)) for key, value in batch.items()])
     return batch if isinstance(batch, (str, int, float, bytes)) else id(batch)  # the model may read it
 
 

@@ -116,7 +116,9 @@ class Stepper:
             self.data_weighted |= not micro.exact
             self.losses.append((loss, micro.samples))
             factor = self._ranks * micro.samples / micro.step_samples  # the reduction averages over data ranks
-            seed = None if factor == 1.0 and self._scaler is None else self._seed(factor, value)
+            # torch would fill a new one with a kernel at every step.
+            kept = factor != 1.0 or self._scaler is not None or value.is_cuda
+            seed = self._seed(factor, value) if kept else None
         else:
             self.data_weighted, self.means = True, False
             weight = weight.weight if isinstance(weight, Divisor) else weight
