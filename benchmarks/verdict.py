@@ -2,8 +2,8 @@
 
 A time has moved if the Wilcoxon signed-rank test of the rounds' differences says so (two-sided, exact, p ≤ 0.005), and
 if their median is at least 2 %: two checkouts of the same commit can differ by less, for as long as they exist. With 9
-rounds this means that all of them agree; with fewer nothing is decided. A count has moved if no round of one side has a
-count of the other side.
+rounds this means that all of them agree; with fewer nothing is decided. A count has moved if its median changed by one
+or more, or by any amount if all rounds of one side are above those of the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def verdict(before: Sequence[float], after: Sequence[float], unit: str, smallest
     """slower or faster, more or fewer; `-`: within the noise; `?`: too few rounds to tell. `smallest`: the least
     difference that counts, for a figure that may be close to zero or negative."""
     if unit in COUNTS:
-        if max(before) < min(after):
-            return "more"
-        return "fewer" if max(after) < min(before) else UNCHANGED
+        change = statistics.median(after) - statistics.median(before)
+        if abs(change) < 1 and max(before) >= min(after) and max(after) >= min(before):
+            return UNCHANGED
+        return "more" if change > 0 else "fewer"
     if len(before) < NEEDED:
         return UNDECIDED
     pairs = list(zip(before, after, strict=True))

@@ -65,7 +65,9 @@ def test_a_figure_around_zero_is_compared_by_differences(verdict: Any) -> None:
 def test_a_count_that_changed_is_reported_after_any_number_of_rounds(verdict: Any) -> None:
     assert verdict.verdict([89.0], [90.0], "calls") == "more"
     assert verdict.verdict([89.0, 89.0], [88.0, 88.0], "calls") == "fewer"
-    assert verdict.verdict([344.64, 344.66], [344.66, 344.64], "calls") == "-"
+    assert verdict.verdict([89.0, 89.0, 97.5], [90.0, 90.0, 90.0], "calls") == "more"  # one round was disturbed
+    assert verdict.verdict([89.0, 89.0], [89.02, 89.02], "calls") == "more"
+    assert verdict.verdict([344.64, 344.66], [344.66, 344.14], "calls") == "-"
 
 
 def test_probabilities_are_those_of_the_signed_rank_test(verdict: Any) -> None:
