@@ -34,11 +34,9 @@ def convert_weights(model: nn.Module) -> int:
     """Convert the parameters in place, and return the number of those that have a format."""
     found = [parameter for parameter in model.parameters() if parameter.dim() in _FORMATS]
     for parameter in found:
-        # `to(memory_format=…)` keeps the strides of a 1 × 1 kernel, which may be read as either format. Its gradient
-        # has others, so that DDP would have to copy it.
-        strided = torch.empty_like(parameter, memory_format=_FORMATS[parameter.dim()])
-        if parameter.stride() != strided.stride():
-            parameter.data = strided.copy_(parameter)
+        # Not `contiguous`, which keeps the strides of a 1 × 1 kernel: they can be read as either format, but DDP would
+        # copy gradients, which have the other ones.
+        parameter.data = parameter.data.to(memory_format=_FORMATS[parameter.dim()])
     return len(found)
 
 

@@ -3,7 +3,7 @@
 Blocks of the same class share one compiled graph, so a deep model compiles as fast as a single block, and gathering
 shards or copying between devices stays outside the graph. A model declares further methods to compile in
 `ModelSpec.compile_methods`. Modules are compiled in place and keep their names. On several ranks, the pre-flight
-triggers compilation before the first step; a micro-batch of another size is compiled once more.
+triggers compilation before the first step. Short batches run eagerly (`short_batches.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ def compile_model(model: nn.Module, mode: bool | str, names: list[str] | None = 
     blocks = [] if mode == "model" else find_blocks(model, names)
     if not blocks and names != []:
         if model._compiled_call_impl is None:  # the user may have compiled it
-            model.compile()
+            _compile_call(model)
         return f"compile: full model, cache in {folder}"
     # Dynamo counts recompilations per code object, and blocks of different shapes share the code of their forward.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
@@ -52,7 +53,20 @@ def _compile_block(block: nn.Module) -> None:
     if isinstance(block.forward, RecomputedForward) and not block.forward.selective:
         block.forward.forward = torch.compile(block.forward.forward)
     else:
-        block.compile()
+        _compile_call(block)
+
+
+def _compile_call(module: nn.Module) -> None:
+    """Dynamo passes over frames of torch.nn, so that `module.compile()` has no effect on an nn.Sequential or an
+    nn.TransformerEncoderLayer: call those from a frame that it does not pass over."""
+    if not type(module).forward.__module__.startswith("torch."):
+        module.compile()
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call)
 
 
 def require_compiler(device: torch.device) -> None:
@@ -68,7 +82,19 @@ def require_compiler(device: torch.device) -> None:
 
 def set_cache_dir() -> str:
     """Cache compiled graphs under ~/.cache unless the user set a folder; torch's default is temporary."""
-    if os.environ.get(_CACHE) in (None, default_cache_dir()):
+    default = default_cache_dir()
+    if os.environ.get(_CACHE) in (None, default):
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ[_CACHE] = str(base / "paceline" / "inductor")
+        folder = base / "paceline" / "inductor"
+        os.environ[_CACHE] = str(folder) if _is_private(folder) else default
     return os.environ[_CACHE]
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can write to the folder, which is created: torch unpickles what it finds there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+    except OSError:
+        return False
+    return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022 and os.access(folder, os.W_OK)

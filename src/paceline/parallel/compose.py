@@ -32,6 +32,7 @@ from paceline.parallel.pipeline.stage_partition import AbsentLayer, StagePartiti
 from paceline.parallel.recompute import recompute
 from paceline.parallel.replicas import Replicas
 from paceline.parallel.shards import broadcast_weights
+from paceline.parallel.short_batches import ShortBatches
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, synchronize_instance_norms, unconverted
 from paceline.parallel.tensor.apply import apply_tensor_parallel
@@ -108,6 +109,8 @@ def _execute(passes: list[Pass], subject: Subject, context: Composition) -> None
 
 def _build_step(subject: Subject, context: Composition) -> nn.Module:
     forward_context = _forward_context(subject, context.mesh.device)
+    if context.config.compile:
+        forward_context = MultiContext([ShortBatches(), forward_context])
     if subject.partition is not None:
         rank = context.mesh.coords["pipeline"]
         stages = build_stages(subject.model, subject.partition, rank, forward_context)
