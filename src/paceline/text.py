@@ -21,7 +21,7 @@ def format_count(number: int) -> str:
 
 def format_rate(value: float) -> str:
     """`12.3k`, `123`, `4.5`"""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

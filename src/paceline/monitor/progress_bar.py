@@ -34,6 +34,8 @@ class LogPoint:
     data_wait: float = 0.0  # the fraction of the time since the last log point
     memory: int | None = None  # bytes
     extras: Mapping[str, float] = field(default_factory=dict)
+    tflops: float | None = None  # per second and device
+    mfu: float | None = None
 
 
 class Display(Protocol):
@@ -107,7 +109,7 @@ class Bar:
     REFRESHES = 4.0  # per second
     WIDEST, NARROWEST = 30, 8
     # In the order of removal; logged values are removed before these, steps and loss never.
-    DISPENSABLE = ("memory", "lr", "epoch", "wait", "bar", "rate", "left")
+    DISPENSABLE = ("flops", "memory", "lr", "epoch", "wait", "bar", "rate", "left")
 
     def __init__(self, total: int | None, done: int, console: Console | None = None) -> None:
         self.completed = done
@@ -188,6 +190,8 @@ def _facts(point: LogPoint) -> dict[str, str]:
         "rate": f"{format_rate(samples)} samples/s" if tokens is None else f"{format_rate(tokens)} tokens/s",
         "wait": f"data wait {point.data_wait:.0%}",
     }
+    if point.tflops is not None:
+        facts["flops"] = f"{format_rate(point.tflops * 1e12)}FLOP/s" if point.mfu is None else f"MFU {point.mfu:.1%}"
     if point.memory is not None:
         facts["memory"] = format_bytes(point.memory)
     return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in point.extras.items()}

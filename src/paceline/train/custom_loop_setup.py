@@ -52,8 +52,9 @@ def open_custom_loop(
         engine.model.train()
     run.began_at = position.step
     sinks = run.open_sinks(config)
-    parts = (engine.world.device, callbacks, engine.is_bad, engine.log, engine.replicas)
+    parts = (engine.world.device, callbacks, engine.is_bad, engine.log, engine.replicas, engine.rates)
     recorder = Recorder(History(), sinks, Silent(position.step), *parts)
+    recorder.begin()
     timed = run.folder is not None and config.save_minutes is not None
     agenda = Agenda(
         recorder,

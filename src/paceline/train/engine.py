@@ -50,9 +50,11 @@ from paceline.runtime.mesh import Mesh
 from paceline.train import factory, resolve_layout, standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.graph_step import GraphedStep
+from paceline.train.model_flops import ModelFlops
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
+from paceline.train.rates import Rates
 from paceline.train.sharded_params import ShardedParams
 from paceline.train.slice_step import SliceStepper, refuse_forward
 from paceline.train.step import Stepper
@@ -225,6 +227,10 @@ class Engine:
         if isinstance(self.module, PipelineLossModule):
             kind, parts = PipelineStepper, {**parts, "settings": config.pipeline, "log": self.log.info}
         self.stepper = kind(self.module, self.wrapped, **parts)
+        user_code = [self.task.criterion, self.task.loss_fn]
+        how = {"eager": not config.compile, "countable": not self.wrapped.slices}
+        flops = ModelFlops(self.module, self.stepper, self.mesh, self.draw, user_code, **how)
+        self.rates = Rates(flops, self.mesh)
         self._power_iterations = PowerIterations(self.model)
         if self._power_iterations:
             self.stepper.before_micro = self._before_micro

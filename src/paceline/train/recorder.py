@@ -26,6 +26,7 @@ from paceline.run.history import History, Record, require_free_names
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
+from paceline.train.rates import Interval, Rates
 
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
@@ -84,9 +85,11 @@ class Recorder:
         is_bad: Callable[[Record], bool],
         log: Log,
         replicas: ReplicaCheck | None,
+        rates: Rates | None = None,
     ) -> None:
         self._history, self._sinks, self.display, self._device = history, sinks, display, device
         self._callbacks, self._is_bad, self._log, self._replicas = callbacks, is_bad, log, replicas
+        self._rates = rates
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
@@ -119,7 +122,11 @@ class Recorder:
         pending = list(self.pending)
         count, replicas = len(pending), self._replicas
         digest = None if replicas is None else replicas.digest()  # before the device is synchronized
+        began = time.perf_counter()
         values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_requested)]
+        own = self._interval(began, count)
+        rates = [] if self._rates is None else self._rates.own(own)
+        values += rates
         losses = values[:count]
         if self._ranks > 1:
             if replicas is not None:
@@ -132,9 +139,10 @@ class Recorder:
         self._logged = {}
         records = _records(pending, values, self._ranks)
         records[-1].update(extras)
-        self._write(records, sum([entry[3] for entry in pending]), extras)
+        after = 4 * count + 2 + len(rates)
+        self._write(records, own, sum([entry[3] for entry in pending]), extras, values[4 * count + 2 : after])
         if replicas is not None:
-            replicas.finish(values[4 * count + 2 :], pending[-1][0], finite=math.isfinite(sum(values)))
+            replicas.finish(values[after:], pending[-1][0], finite=math.isfinite(sum(values)))
         bad = self._first_bad(records, values)
         seen_here = bad is not None and not math.isfinite(losses[records.index(bad)])
         return Flushed(records, bool(values[4 * count + 1]), bad, seen_here)
@@ -158,24 +166,34 @@ class Recorder:
             for name, kept in self._logged.items()
         }
 
-    def _write(self, records: list[Record], samples: int, extras: Mapping[str, float]) -> None:
+    def _interval(self, began: float, steps: int) -> Interval:
+        """The time since the last log point; the values of this one were read from `began` until now."""
         now = time.perf_counter()
-        seconds = now - self._since
-        rate, wait = samples / seconds, min(1.0, self.waited / seconds)
+        return Interval(now - self._since, steps, self.waited, 0.0 if self._device.type == "cpu" else now - began)
+
+    def _write(
+        self, records: list[Record], own: Interval, samples: int, extras: Mapping[str, float], sums: Sequence[float]
+    ) -> None:
+        now = time.perf_counter()
+        rate = samples / (now - self._since)
         self._since, self.waited = now, 0.0
         self._history.steps.extend(records)
         last = records[-1]
+        rates = {} if self._rates is None else self._rates.combine(sums, rate)
         timed = {"time": round(time.time(), 3), "samples_per_second": round(rate, 2)}
-        self._sinks.write([*records[:-1], {**last, **timed}])
+        self._sinks.write([*records[:-1], last | rates | last | timed])  # the user may have logged an mfu
         memory = None
         if self._sinks.events is not None:
             if now > self._memory_read + _MEMORY_INTERVAL:
                 self._memory, self._memory_read = process_memory(self._device), now
             memory, peak = self._memory
-            self._sinks.events.log_point(last["step"], rate, wait, memory, peak)
+            self._sinks.events.log_point(last["step"], rate, own.data_wait, memory, peak)
         tokens = None if self.tokens_per_sample is None else rate * self.tokens_per_sample
-        point = LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], rate, tokens, wait, memory, extras)
-        self.display.show(point)
+        speed = (rate, tokens, rates.get("data_wait", own.data_wait))
+        flops = (rates.get("tflops_per_device"), rates.get("mfu"))
+        self.display.show(
+            LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], *speed, memory, extras, *flops)
+        )
         self._callbacks.call("on_log", last)
 
     def flush_last(self) -> bool:
@@ -235,6 +253,8 @@ class Recorder:
     def begin(self) -> None:
         """Start measuring throughput."""
         self._since, self.waited = time.perf_counter(), 0.0
+        if self._rates is not None:
+            self._rates.begin()
 
 
 def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:

@@ -355,7 +355,7 @@ class Trainer(MethodHints):
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
         engine = self._engine
-        parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, engine.replicas)
+        parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, engine.replicas, engine.rates)
         return Recorder(history, sinks, display, *parts)
 
     def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int, due: bool) -> str | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from paceline.monitor.progress_bar import Bar, Display, Lines, LogPoint, Silent,
 
 LOG_POINT = LogPoint(
     step=1200, epoch=2, loss=1.23456, lr=3e-4, samples_per_second=96.4, tokens_per_second=12345.0,
-    data_wait=0.034, memory=int(1.2 * 2**30), extras={"accuracy": 0.5},
+    data_wait=0.034, memory=int(1.2 * 2**30), extras={"accuracy": 0.5}, tflops=412.3, mfu=0.4167,
 )  # fmt: skip
 
 
@@ -44,9 +45,14 @@ def last_line(output: str) -> str:
 def test_a_wide_bar_shows_everything() -> None:
     line = last_line(played(200))
     expected = ["epoch 2", "━", "1500/5000", "loss 1.2346", "lr 0.0003", "12.3k tokens/s", "data wait 3%", "1.2 GiB",
-                "accuracy 0.5000", "ETA "]  # fmt: skip
+                "MFU 41.7%", "accuracy 0.5000", "ETA "]  # fmt: skip
     assert [fact for fact in expected if fact not in line] == []
     assert line.count("━") == 30 * 1500 // 5000
+
+
+def test_flops_are_shown_where_the_peak_of_the_device_is_not_known() -> None:
+    assert "12.5GFLOP/s" in last_line(played(200, point=replace(LOG_POINT, tflops=0.0125, mfu=None)))
+    assert "FLOP/s" not in last_line(played(200, point=replace(LOG_POINT, tflops=None, mfu=None)))
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 132])

@@ -1,0 +1,144 @@
+"""Counts the FLOPs of a forward and backward, with the formulas of `torch.utils.flop_counter`.
+
+    with FlopCount() as count:
+        loss = model(batch)
+        loss.backward()
+    count.total, count.matmul_precision
+
+It counts what a model needs, as MFU is defined: matrix products, convolutions and attention, but no activation that is
+computed a second time (checkpointing, the backward of fused attention). Operations run as they would without it. It
+differs from torch's FlopCounterMode in that, and in that it tells which operations it could not count.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_ATEN = torch.ops.aten
+
+# Namespaces of torch whose operations, if they have no formula, are not matrix products; with these exceptions.
+_KNOWN = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler", "inductor")
+_UNCOUNTED = {
+    "_cudnn_rnn",
+    "_cudnn_rnn_backward",
+    "miopen_rnn",
+    "miopen_rnn_backward",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "_int_mm",
+    "_sparse_semi_structured_linear",
+    "_sparse_semi_structured_mm",
+    "_trilinear",
+}
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, out_val: Any, **named: Any) -> int:
+    """Two matrix products per head. Half of the scores of causal attention are masked, but counted, as usual."""
+    *heads, tokens, size = query.shape
+    return 2 * torch.Size(heads).numel() * tokens * key.shape[-2] * (size + value.shape[-1])
+
+
+def _attention_backward(gradient: Tensor, *inputs: Any, out_val: Any, **named: Any) -> int:
+    """Twice the forward. Fused kernels compute the scores again, which torch counts as well."""
+    return 2 * _attention(*inputs, out_val=out_val, **named)
+
+
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    **{
+        operation: _attention_backward if name.endswith("_backward") else _attention
+        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+        for name in (f"_scaled_dot_product_{kind}", f"_scaled_dot_product_{kind}_backward")
+        if (operation := getattr(_ATEN, name, None)) is not None
+    },
+}
+
+
+class FlopCount(TorchDispatchMode):
+    """`total` is that of the operations on this rank; `uncounted` names those without a formula."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_precision: Counter[str] = Counter()
+        self.uncounted: set[str] = set()
+
+    @property
+    def total(self) -> int:
+        return self._by_precision.total()
+
+    @property
+    def matmul_precision(self) -> str | None:
+        """In which most FLOPs are computed: "bfloat16", "tf32", "float32", …"""
+        return max(self._by_precision, key=self._by_precision.__getitem__, default=None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a DTensor, a nested tensor
+            return NotImplemented  # the operations on the tensors in it arrive here as well
+        kwargs = kwargs or {}
+        if args and isinstance(
+            args[0], (bool, int, float)
+        ):  # PyTorch passes 0-dim tensors that were numbers as numbers
+            args = (_restored(func, args[0]), *args[1:])
+        result = func(*args, **kwargs)
+        packet = getattr(func, "_overloadpacket", func)
+        formula = _FORMULAS.get(packet)
+        if formula is not None:
+            if not _recomputes():
+                self._count(packet, formula, args, kwargs, result)
+        elif _is_uncounted(func):
+            self.uncounted.add(str(packet))
+        return result
+
+    def _count(self, packet: Any, formula: Callable[..., int], args: Any, kwargs: Any, result: Any) -> None:
+        try:
+            flops = formula(*args, **kwargs, out_val=result)
+            dtype = next(each.dtype for each in args if isinstance(each, Tensor))
+        except Exception:  # shapes that a formula does not know must not end training
+            self.uncounted.add(str(packet))
+        else:
+            self._by_precision[_precision_of(dtype, convolves="convolution" in str(packet))] += flops
+
+
+def _restored(func: Any, number: bool | int | float) -> Any:
+    """Operations on several tensors accept numbers, and derive their dtype from the others."""
+    arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else []
+    if [str(each.type) for each in arguments].count("Tensor") != 1 or str(arguments[0].type) != "Tensor":
+        return number
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+
+
+def _is_uncounted(func: Any) -> bool:
+    namespace = getattr(func, "namespace", None)
+    return namespace not in _KNOWN or (namespace == "aten" and func._overloadpacket.__name__ in _UNCOUNTED)
+
+
+def _recomputes() -> bool:
+    """Whether checkpointing runs a forward again: in a backward, with a graph of its own."""
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+    return False
+
+
+def _precision_of(dtype: torch.dtype, *, convolves: bool) -> str:
+    if dtype is torch.float32:
+        allowed = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if allowed else "float32"
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from paceline.models.gpt import GPT
+from paceline.monitor.flops import FlopCount
+
+SAMPLES = 5
+
+
+def counted(loss: Callable[[], Tensor]) -> FlopCount:
+    with FlopCount() as count:
+        loss().backward()
+    return count
+
+
+def test_each_weight_of_an_mlp_costs_six_flops_a_sample() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    weights = 8 * 16 + 16 * 4
+    data, trained = torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 8, requires_grad=True)
+    assert counted(lambda: model(trained).sum()).total == 6 * weights * SAMPLES
+    # Without the gradient of the inputs of the first layer, which nobody needs.
+    assert counted(lambda: model(data).sum()).total == (6 * weights - 2 * 8 * 16) * SAMPLES
+
+
+def test_a_gpt_costs_what_the_formula_of_its_size_says() -> None:
+    layers, width, tokens = 2, 32, 16
+    model = GPT(layers=layers, width=width, heads=4, vocabulary=64, context=tokens)
+    batch = torch.randint(0, 64, (SAMPLES, tokens))
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.positions.weight.numel()
+    count = counted(lambda: model(batch, batch)["loss"])
+    assert count.total == SAMPLES * tokens * (6 * weights + 12 * layers * width * tokens)
+    assert (count.uncounted, count.matmul_precision) == (set(), "float32")
+
+
+def test_a_convolution_costs_two_flops_for_each_weight_and_pixel() -> None:
+    model = nn.Conv2d(3, 8, 3, padding=1)
+    forward = 2 * model.weight.numel() * 6 * 6 * SAMPLES
+    assert counted(lambda: model(torch.randn(SAMPLES, 3, 6, 6)).sum()).total == 2 * forward
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_activations_do_not_count(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    data = torch.randn(SAMPLES, 8, requires_grad=True)
+    plain = counted(lambda: model(data).sum()).total
+    assert counted(lambda: checkpoint(model, data, use_reentrant=reentrant).sum()).total == plain > 0
+
+
+def test_fused_attention_counts_as_much_as_its_matrix_products() -> None:
+    query, key, value = torch.randn(3, SAMPLES, 2, 16, 8, requires_grad=True)
+    fused = counted(lambda: functional.scaled_dot_product_attention(query, key, value).sum())
+    plain = counted(lambda: ((query @ key.transpose(-1, -2)).softmax(-1) @ value).sum())
+    assert fused.total == plain.total == 12 * SAMPLES * 2 * 16 * 16 * 8
+
+
+def test_gradients_of_gradients_count() -> None:
+    data = torch.randn(SAMPLES, 8, requires_grad=True)
+    model = nn.Linear(8, 4)
+
+    def penalty() -> Tensor:
+        [gradient] = torch.autograd.grad(model(data).square().sum(), data, create_graph=True)
+        return gradient.square().sum()
+
+    assert counted(penalty).total >= 4 * 2 * SAMPLES * 8 * 4
+
+
+def test_most_flops_determine_the_precision() -> None:
+    model, data = nn.Linear(64, 64), torch.randn(SAMPLES, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert counted(lambda: model(data).sum()).matmul_precision == "bfloat16"
+
+
+def test_an_operation_without_a_formula_is_named() -> None:
+    model, data = nn.LSTM(8, 8), torch.randn(4, SAMPLES, 8)
+    assert any("rnn" in name for name in counted(lambda: model(data)[0].sum()).uncounted)
+
+
+def test_operations_behave_as_without_a_count() -> None:
+    mean = torch.randn(4, requires_grad=True).mean()
+    quotient = (mean / 2.5).grad_fn
+    assert quotient is not None
+    with FlopCount():
+        saved = quotient._saved_other.detach()  # type: ignore[attr-defined]
+        assert (saved.dtype, saved.item(), (2.5 - mean).dtype) == (torch.float64, 2.5, torch.float32)

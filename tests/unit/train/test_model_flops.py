@@ -1,0 +1,164 @@
+"""FLOPs per sample, as they are written at log points: `tflops_per_device` over all ranks, by samples per second."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.data import TensorDataset
+
+import paceline
+import tiny
+from paceline import Trainer, dist
+
+MLP_FLOPS = 6 * (8 * 16 + 16 * 4) - 2 * 8 * 16
+STEPS = 6
+
+
+def mlp(*between: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *between, nn.Linear(16, 4))
+
+
+def pairs(count: int = 64) -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(count, 8), torch.randint(0, 4, (count,)))
+
+
+def last_record(run: str | None) -> dict[str, Any]:
+    assert run is not None
+    records = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    found: dict[str, Any] = [record for record in records if "samples_per_second" in record][-1]
+    return found
+
+
+def flops_per_sample(record: Mapping[str, Any], world: int = 1) -> float:
+    """To four digits, like the record."""
+    return float(record["tflops_per_device"] * 1e12 * world / record["samples_per_second"])
+
+
+def trained(folder: Path, model: nn.Module | None = None, **settings: Any) -> dict[str, Any]:
+    settings = {"batch": 8, "log_every": STEPS, "quiet": True, "run": str(folder / "run"), **settings}
+    trainer = Trainer(
+        mlp() if model is None else model, "sgd", criterion=nn.CrossEntropyLoss(), device="cpu", **settings
+    )
+    return last_record(trainer.train(pairs(), pairs(13), max_steps=STEPS).run)
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 3}, {"recompute": "full", "blocks": ["0"]}])
+def test_flops_of_a_step_are_those_of_its_samples(settings: dict[str, Any], tmp_path: Path) -> None:
+    record = trained(tmp_path, **settings)
+    assert math.isclose(flops_per_sample(record), MLP_FLOPS, rel_tol=1e-3)
+    assert "mfu" not in record  # a CPU has no entry in the table
+
+
+class Counted(nn.Module):
+    """Keeps state of every kind that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layers, self.drop, self.calls = nn.BatchNorm1d(8), mlp(), nn.Dropout(0.1), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.drop(self.layers(self.norm(inputs)))
+        return outputs
+
+
+def test_a_compiled_model_is_counted_without_a_trace(tmp_path: Path) -> None:
+    compiled, plain = Counted(), Counted()
+    compiled.compile(backend="eager")
+    record = trained(tmp_path / "compiled", compiled)
+    trained(tmp_path / "plain", plain)
+    # With the gradient of the inputs of the first layer, for the norm before it.
+    assert math.isclose(flops_per_sample(record), MLP_FLOPS + 2 * 8 * 16, rel_tol=1e-3)
+    assert compiled.calls == plain.calls
+    assert all(map(torch.equal, compiled.state_dict().values(), plain.state_dict().values()))
+
+
+def test_a_function_that_the_user_compiled_stays_compiled(tmp_path: Path) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.eager = mlp(), 0
+
+        @torch.compile(backend=backend)
+        def run(self, inputs: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                self.eager += 1
+            outputs: Tensor = self.layers(inputs)
+            return outputs
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.run(inputs)
+
+    model = Inner()
+    record = trained(tmp_path, model)
+    assert math.isclose(flops_per_sample(record), MLP_FLOPS, rel_tol=1e-3)
+    assert graphs and model.eager == 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs)[0]
+        return outputs
+
+
+def test_a_model_that_cannot_be_counted_has_no_figures(tmp_path: Path) -> None:
+    assert "tflops_per_device" not in trained(tmp_path, Recurrent())
+
+
+def on_ranks(folder: str, layouts: list[dict[str, Any]]) -> list[float]:
+    """FLOPs per sample of a small GPT in each layout."""
+    found = []
+    counters.clear()  # this process is a fork of one that may have compiled something
+    for number, layout in enumerate(layouts):
+        run = str(Path(folder) / str(number))
+        recipe = tiny.recipe("gpt", batch=8, log_every=STEPS, run=run, device="cpu", **layout)
+        history = tiny.trainer_of(recipe).train(max_steps=STEPS)
+        found.append(flops_per_sample(last_record(history.run), dist.world()))
+    return found
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"strategy": "ddp"},
+    {"strategy": "ddp", "accumulate": 2},
+    {"strategy": "fsdp", "recompute": "full"},
+    {"strategy": "tp"},
+    {"strategy": "tp", "tensor": {"sequence": False}},
+    {"strategy": "pp"},
+]
+
+
+def test_flops_of_all_ranks_add_up_to_those_of_the_model(tmp_path: Path) -> None:
+    layers, width, vocabulary, tokens = 2, 32, 256, 16
+    expected = tokens * (6 * (12 * layers * width**2 + width * vocabulary) + 12 * layers * width * tokens)
+    found = paceline.launch(on_ranks, ranks=2, folder=str(tmp_path), layouts=LAYOUTS)
+    assert found == pytest.approx([expected] * len(LAYOUTS), rel=1e-3)
+
+
+def compiled_and_sharded(folder: str) -> float:
+    model = mlp()
+    model[0].compile(backend="eager")
+    return flops_per_sample(trained(Path(folder), model, strategy="fsdp", blocks=["0"]), dist.world())
+
+
+def test_a_compiled_and_sharded_model_is_counted(tmp_path: Path) -> None:
+    assert paceline.launch(compiled_and_sharded, ranks=2, folder=str(tmp_path)) == pytest.approx(MLP_FLOPS, rel=1e-3)
