@@ -92,6 +92,7 @@ bench: $(READY)
 bench-gpu: $(READY)
 	@$(BIN)/python benchmarks/cost_table.py
 	@$(BIN)/python benchmarks/gpu_step.py
+	@$(BIN)/python benchmarks/graph_cost.py
 	@$(BIN)/python benchmarks/gpu_throughput.py
 
 bench-compare: $(READY)

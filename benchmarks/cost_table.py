@@ -107,6 +107,13 @@ def gpu_step(place: str, options: Options) -> Times:
     return times["raw"], times["paceline"]
 
 
+def graphed_step(options: Options) -> Times:
+    import graph_cost
+
+    times = graph_cost.times_of("tiny", options.rounds, options.steps, torch.device("cuda"))
+    return times["raw"], times["Trainer, graph"]
+
+
 SAME_TIME = Bound(1.03, "time")
 ROWS = (
     Row("tiny model, list of batches", Bound(10, "difference"), partial(data_path, "list of batches")),
@@ -118,6 +125,7 @@ ROWS = (
     Row("GPU, tiny model, pageable batches", SAME_TIME, partial(gpu_step, "pageable"), on_gpu=True),
     Row("GPU, tiny model, pinned batches", SAME_TIME, partial(gpu_step, "pinned"), on_gpu=True),
     Row("GPU, tiny model, batches on the GPU", SAME_TIME, partial(gpu_step, "gpu"), on_gpu=True),
+    Row("GPU, tiny model, graph: true", Bound(0.1, "time"), graphed_step, on_gpu=True),
 )
 
 

@@ -78,11 +78,16 @@ def microseconds(name: str, loop: str, different: list[Any], steps: int, device:
     return batches.seconds / steps * 1e6
 
 
-def measure(name: str, rounds: int, steps: int, device: torch.device) -> None:
+def times_of(name: str, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
+    """µs per step by loop and round."""
     different = ready(name, device)
-    weights = [train(name, loop, Timed(different, 20), device) for loop in LOOPS]
+    return interleaved({loop: partial(microseconds, name, loop, different, steps, device) for loop in LOOPS}, rounds)
+
+
+def measure(name: str, rounds: int, steps: int, device: torch.device) -> None:
+    weights = [train(name, loop, Timed(ready(name, device), 20), device) for loop in LOOPS]
     same = ", ".join(str(torch.equal(weights[0], other)) for other in weights[1:])
-    times = interleaved({loop: partial(microseconds, name, loop, different, steps, device) for loop in LOOPS}, rounds)
+    times = times_of(name, rounds, steps, device)
     raw = statistics.median(times["raw"])
     for loop, taken in times.items():
         median = statistics.median(taken)

@@ -68,6 +68,8 @@ class GraphsOnCpu:
     def __init__(self, device: torch.device) -> None:
         type(self).captures = type(self).replays = type(self).warm_ups = 0
 
+    def release(self) -> None: ...
+
     @contextmanager
     def warm_up(self, *, strict: bool) -> Iterator[None]:
         type(self).warm_ups += 1

@@ -113,6 +113,26 @@ def test_a_run_resumes_between_replayed_steps(dropout: str, tmp_path: Path) -> N
     assert torch.equal(tiny.weights(second), tiny.weights(eager))
 
 
+@pytest.mark.parametrize("setting", ["lr", "weight_decay", "requires_grad", "p"])
+def test_what_a_callback_changes_is_captured_again(setting: str) -> None:
+    def run(graph: bool) -> list[float]:
+        def change(record: Any) -> None:
+            if record.step in (6, 12):
+                if setting == "requires_grad":
+                    next(trainer.model.parameters()).requires_grad_(record.step == 12)
+                elif setting == "p":
+                    trainer.model[1].p = 0.1 * record.step / 6
+                else:
+                    trainer.optimizer.param_groups[0][setting] = 0.003 * record.step
+
+        trainer = tiny.classifier_trainer(
+            with_layer(nn.Dropout(0.3)), device="cuda", graph=graph, ema=0.9, callbacks=[change]
+        )
+        return trainer.train(tiny.blobs(40), max_steps=24).losses
+
+    assert run(True) == run(False)
+
+
 class Reads(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs if inputs.sum().item() > 0 else inputs * 2

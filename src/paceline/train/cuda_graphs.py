@@ -7,6 +7,7 @@ the same memory. A function that reads a value of the GPU in Python, or waits fo
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -36,13 +37,19 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
 
+    def release(self) -> None:
+        """Call when no graph is used any longer: their memory can't be used for others."""
+        torch.cuda.synchronize()
+        self._pool = None
+
     @contextmanager
     def warm_up(self, *, strict: bool) -> Iterator[None]:
         """Run a function as it will be captured. `strict`: raise if it waits for the GPU."""
         current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(current)
         if strict:
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
+                torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.stream(self._stream):
                 yield

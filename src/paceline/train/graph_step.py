@@ -92,13 +92,14 @@ class GraphedStep:
     def _forget(self) -> None:
         self._micros: list[MicroBatch] = []
         self._captured: dict[Hashable, _Captured] = {}
+        self._graphs.release()
         self._seen: Counter[Hashable] = Counter()
         self._steps = self._eager = self._rate_changes = 0
         self._rates_on_device = False
         self._scalars: Tensor | None = None  # the weight of the average and the learning rates, in float64
         self._sent: list[float] = []
         self._stamp: Any = None
-        self._noise: dict[Hashable, dict[tuple[int, int], Draw]] = {}  # drawn in the last warm-up of a shape
+        self._noise: dict[Hashable, dict[tuple[int, int], Draw]] = {}  # of the last warm-up, by shape
 
     def add(self, micro: MicroBatch) -> None:
         self._micros.append(micro)
@@ -114,9 +115,7 @@ class GraphedStep:
         shape = _shape_of(micros, inputs)
         captured = self._find(shape, micros)
         self._send(step)
-        updater.is_changing = True
         norm = self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros, inputs)
-        updater.is_changing = False
         updater.lr = self._groups[0]["lr"]
         if updater.scheduler is not None:
             updater.scheduler.step()
@@ -130,12 +129,16 @@ class GraphedStep:
         found = self._captured.get(shape)
         if found is not None and found.rates != self._constant_rates():
             found = None
-            self._captured.clear()
+            self._release()
             self._rate_changes += 1
             self._rates_on_device |= self._rate_changes > _RATES
-        if found is None and self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS:
+        if found is None and shape in self._noise and len(self._captured) < _GRAPHS:
             found = self._captured[shape] = self._capture(shape, micros)
         return found
+
+    def _release(self) -> None:
+        self._captured = {}
+        self._graphs.release()
 
     def _constant_rates(self) -> list[float]:
         return [] if self._rates_on_device else [group["lr"] for group in self._groups]
@@ -145,9 +148,8 @@ class GraphedStep:
         self.user_code_ran = False
         self._groups = self._updater.optimizer.param_groups
         if self._captured and self._read_stamp() != self._stamp:
-            self._captured.clear()
-            self._noise.clear()
-            self._seen.clear()  # an optimizer creates its state in a step that is not captured
+            self._release()
+            self._noise, self._seen = {}, Counter()  # an optimizer creates its state in a step that is not captured
 
     def _read_stamp(self) -> Any:
         """What graphs have as constants."""
@@ -156,7 +158,7 @@ class GraphedStep:
         parameters = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._module.parameters()]
         state = [each.data_ptr() for held in optimizer.state.values() for each in tensors_in(held)]
         buffers = [buffer.data_ptr() for buffer in self._module.buffers()]
-        numbers = [_numbers_of(module) for module in self._module.modules()]  # training, the rate of a dropout, …
+        numbers = [_numbers_of(module) for module in self._module.model.modules()]  # the rate of a dropout, …
         return settings, parameters, state, buffers, numbers
 
     def _send(self, step: int) -> None:
@@ -174,15 +176,16 @@ class GraphedStep:
 
     def _run_eagerly(self, shape: Hashable, micros: list[MicroBatch]) -> Tensor | None:
         self._seen[shape] += 1
-        strict = self._seen[shape] == WARM_UP and len(self._captured) < _GRAPHS
         if self._seen[shape] > WARM_UP or len(self._seen) > _GRAPHS:
             self._count_eager()
+        strict = self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS
         noise = self._noise.setdefault(shape, {}) if strict else None
         with self._graphs.warm_up(strict=strict), self._host_work_done(noise, capturing=False):
             try:
                 return self._step(micros)
             except RuntimeError as error:
-                cuda_graphs.raise_if_waiting(error, self._module.model, lambda: self._add_all(micros))
+                if strict:
+                    cuda_graphs.raise_if_waiting(error, self._module.model, partial(self._add_all, micros))
                 raise
 
     def _count_eager(self) -> None:
@@ -240,7 +243,9 @@ class GraphedStep:
         for draw in captured.noise:
             draw.fill(self._draw.seed_of(micros[-1].step, draw.number))
         progress.micros += len(micros)
+        self._updater.is_changing = True
         captured.replay()
+        self._updater.is_changing = False
         copied = captured.values.clone()  # the next replay overwrites them
         values = copied.unbind() if copied.dim() else (copied,)
         stepper, (losses, metrics, norm, skipped) = self._stepper, captured.results
