@@ -113,6 +113,16 @@ def test_a_run_resumes_between_replayed_steps(dropout: str, tmp_path: Path) -> N
     assert torch.equal(tiny.weights(second), tiny.weights(eager))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop])
+def test_capturable_optimizers_are_captured(kind: Any) -> None:
+    def run(graph: bool) -> list[float]:
+        model = tiny.classifier().to("cuda")
+        optimizer = kind(model.parameters(), lr=0.01, capturable=True)
+        return tiny.classifier_trainer(model, optimizer=optimizer, graph=graph).train(tiny.blobs(), epochs=4).losses
+
+    assert run(True) == run(False)
+
+
 @pytest.mark.parametrize("setting", ["lr", "weight_decay", "requires_grad", "p"])
 def test_what_a_callback_changes_is_captured_again(setting: str) -> None:
     def run(graph: bool) -> list[float]:
