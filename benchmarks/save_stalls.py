@@ -12,7 +12,6 @@ limit, the time that the training thread spent in each phase of the save is prin
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import threading
 import time
@@ -159,9 +158,7 @@ def main() -> None:
         stalls.trainer = trainer
         batch = torch.randn(rows, width, device=device)
         trainer.train(Batches(batch), max_steps=every * (options.saves + 1) - 1)
-        print(
-            f"{megabytes} MB of state on {device}, every {every} steps, {os.cpu_count()} cores, torch {torch.__version__}"
-        )
+        print(f"{megabytes} MB of state on {device}, every {every} steps, torch {torch.__version__}")
         report(stalls, every, options.limit / 1e3)
 
 

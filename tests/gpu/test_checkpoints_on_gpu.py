@@ -12,6 +12,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.checkpoint import directory
+from paceline.checkpoint.host_copy import HostCopy
+from paceline.checkpoint.planner import LocalShard, plan_save
+from paceline.checkpoint.shard_file import bytes_of, lay_out
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
 
@@ -70,3 +73,57 @@ def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path: Path) -> None:
         torch.equal(a.cpu(), b) for a, b in zip(third.model.parameters(), second.model.parameters(), strict=True)
     )
     third.train(points(), max_steps=9)
+
+
+def test_a_copy_has_the_state_of_its_step_although_nothing_waits_for_the_gpu() -> None:
+    """Large tensors span several pieces of page-locked memory; small ones are concatenated on the GPU first."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    tensors = {
+        "weights": torch.randn(3000, 5001, device="cuda", generator=draw),
+        "half": torch.randn(77, 4097, device="cuda", generator=draw).bfloat16(),
+        "images": torch.randn(64, 64, 33, 9, device="cuda", generator=draw).to(memory_format=torch.channels_last),
+        "frozen": torch.randn(1500, 4000, device="cuda", generator=draw),
+        "step": torch.tensor(3.0, device="cuda"),
+        "empty": torch.empty(0, 3, device="cuda"),
+        **{f"mean{n}": torch.randn(n, device="cuda", generator=draw) for n in range(1, 160)},
+        "flags": torch.tensor([True, False, True], device="cuda"),
+        "host": torch.arange(7),
+    }
+    layout = lay_out(plan_save({name: LocalShard(tensor) for name, tensor in tensors.items()}, None))
+    expected = {name: bytes_of(tensor.cpu().contiguous()).tobytes() for name, tensor in tensors.items()}
+    volatile = [name for name in tensors if name not in ("weights", "half", "images")]
+    copy = HostCopy(layout, {torch.device("cuda", 0), torch.device("cpu")})
+    given = [tensors[item.name] for item in layout.items]
+    copy.prepare()
+    for round_ in range(2):
+        busy = torch.randn(8192, 8192, device="cuda")
+        for _ in range(3):
+            busy = busy @ busy
+        copy.begin(given, {index for index, item in enumerate(layout.items) if item.name in volatile})
+        for name in volatile:
+            tensors[name].zero_()
+        copy.wait_for_copy()
+        for tensor in tensors.values():
+            tensor.zero_()
+        copy.finish()
+        found = {item.name: copy.item_bytes(index).tobytes() for index, item in enumerate(layout.items)}
+        assert [name for name in expected if found[name] != expected[name]] == [], f"round {round_}"
+        expected = {name: bytes(len(data)) for name, data in expected.items()}
+    copy.close()
+
+
+def test_a_save_of_a_batch_norm_model_does_not_wait_for_the_gpu() -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(256) for _ in range(50))).cuda()
+    tensors = {name: LocalShard(tensor) for name, tensor in model.state_dict().items()}
+    layout = lay_out(plan_save(tensors, None))
+    copy = HostCopy(layout, {torch.device("cuda", 0)})
+    given = [tensors[item.name].local for item in layout.items]
+    copy.begin(given, range(len(given)))
+    copy.finish()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copy.begin(given, range(len(given)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    copy.finish()
+    copy.close()

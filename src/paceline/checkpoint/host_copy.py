@@ -1,9 +1,9 @@
 """Copies tensors to host memory while training continues.
 
 Weights, optimizer state and averages change only when the optimizer steps, so they can be copied during the next
-forward and backward: CPU tensors by a thread, if a core is free; CUDA tensors on a separate stream into pinned memory.
-Call `wait_for_copy` before they change. Volatile tensors, which a forward may change (buffers, random state), are
-copied before `begin` returns.
+forward and backward: CPU tensors by a thread, if a core is free; CUDA tensors on a separate stream into page-locked
+memory. Call `wait_for_copy` before they change. Volatile tensors, which a forward may change (buffers, random state),
+are copied before `begin` returns; small ones of a GPU are copied on the GPU, which the host does not wait for.
 """
 
 from __future__ import annotations
@@ -18,54 +18,119 @@ import numpy
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard_file import FileLayout, bytes_of
+from paceline.checkpoint.host_memory import PIECE, HostMemory
+from paceline.checkpoint.planner import WriteItem
+from paceline.checkpoint.shard_file import FileLayout
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SMALL = 256 << 10  # bytes; tensors of a GPU up to this size are concatenated there and copied together
+_ALIGNMENT = 8
 
 
 class HostCopy:
     """A host buffer for the items of one file, reused by later saves."""
 
     def __init__(self, layout: FileLayout, devices: Collection[torch.device]) -> None:
-        self.layout = layout
+        self.layout, self._devices = layout, set(devices)
         self._gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
-        self._memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=bool(self._gpus))
+        self._memory = HostMemory(layout.size + _ALIGNMENT, self._gpus[0] if self._gpus else None)
         self._streams = {device: torch.cuda.Stream(device) for device in self._gpus}
         self._copy_events = {device: torch.cuda.Event() for device in self._gpus}
         self._thread = ThreadPoolExecutor(1, "paceline-copy")
+        self._prepared: Future[None] | None = None
         self._pending: Future[None] | None = None
+        self._placed_for: list[torch.device] = []
+        self._starts: list[int] = []  # of the items in the memory
+        self._small: dict[torch.device, list[int]] = {}  # indices of the items of each GPU
+        self._large: dict[torch.device, list[int]] = {}
+        self._concatenated: list[Tensor] = []  # kept until they are copied
 
-    def _buffer(self, index: int) -> Tensor:
-        """The slice of an item, as integers of its width, because numpy has neither bfloat16 nor float8."""
-        item, start = self.layout.items[index], self.layout.starts[index]
-        size = prod(item.sizes) * item.dtype.itemsize
-        return self._memory[start : start + size].view(_SAME_SIZE[item.dtype.itemsize]).view(item.sizes)
+    def adopt(self, layout: FileLayout, devices: Collection[torch.device]) -> bool:
+        """Use the memory for another layout, if it is large enough."""
+        if set(devices) != self._devices or layout.size + _ALIGNMENT > self._memory.bytes.numel():
+            return False
+        if layout is not self.layout:
+            self.layout, self._placed_for = layout, []
+        return True
+
+    def prepare(self) -> None:
+        """Start to allocate the memory, on a thread."""
+        if self._prepared is None:
+            self._prepared = self._thread.submit(self._memory.prepare)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._prepared is None or self._prepared.done()
 
     def begin(self, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
         """Copy each item from its tensor. Indices in `volatile` are copied before this returns."""
+        if self._gpus:
+            self.prepare()
+        if self._prepared is not None:
+            self._prepared.result()
+        devices = [tensor.device for tensor in tensors]
+        if devices != self._placed_for:
+            self._place(devices)
+        for device in self._gpus:
+            self._begin_on_gpu(device, tensors, volatile)
         deferred: list[tuple[Tensor, Tensor]] = []
-        for device, stream in self._streams.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
         for index, tensor in enumerate(tensors):
-            source = tensor.detach().view(_SAME_SIZE[tensor.dtype.itemsize])
-            if tensor.device.type == "cuda":
-                with torch.cuda.stream(self._streams[tensor.device]):
-                    self._buffer(index).copy_(source, non_blocking=True)
-                    if index in volatile:
-                        # A short wait, since these tensors are small.
-                        self._streams[tensor.device].synchronize()
-            elif index in volatile:
-                self._buffer(index).copy_(source)
-            else:
-                deferred.append((self._buffer(index), source))
-        for device, stream in self._streams.items():
-            self._copy_events[device].record(stream)
+            if devices[index].type != "cuda":
+                pair = self._buffer(index), tensor.detach().view(_SAME_SIZE[tensor.dtype.itemsize])
+                if index in volatile:
+                    pair[0].copy_(pair[1])
+                else:
+                    deferred.append(pair)
         if _cores_are_busy():
             for target, source in deferred:
                 target.copy_(source)
         elif deferred:
             # numpy copies on one thread and releases the GIL; torch would start a second thread pool.
             self._pending = self._thread.submit(_copy_all, deferred)
+
+    def _place(self, devices: list[torch.device]) -> None:
+        """The small items of each GPU come first, next to each other; all others in the order of the file."""
+        items = self.layout.items
+        self._small, self._large = {device: [] for device in self._gpus}, {device: [] for device in self._gpus}
+        for index, device in enumerate(devices):
+            if device.type == "cuda":
+                (self._small if _size(items[index]) <= _SMALL else self._large)[device].append(index)
+        first = [index for indices in self._small.values() for index in indices]
+        at, self._starts = 0, [0] * len(items)
+        for index in first:
+            self._starts[index] = at
+            at += _size(items[index])
+        at += -at % _ALIGNMENT
+        for index in sorted(set(range(len(items))).difference(first)):
+            self._starts[index] = at
+            at += _size(items[index])
+        self._placed_for = devices
+
+    def _begin_on_gpu(self, device: torch.device, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
+        stream, small = self._streams[device], self._small[device]
+        together = torch.cat([_flat(tensors[index]) for index in small]) if small else None
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            if together is not None:
+                self._concatenated.append(together)
+                self._copy_pieces(self._starts[small[0]], together)
+            first = [index for index in self._large[device] if index in volatile]  # frozen parameters
+            for index in first:
+                self._copy_pieces(self._starts[index], _flat(tensors[index]))
+            if first:
+                stream.synchronize()
+            for index in self._large[device]:
+                if index not in volatile:
+                    self._copy_pieces(self._starts[index], _flat(tensors[index]))
+            self._copy_events[device].record(stream)
+
+    def _copy_pieces(self, start: int, source: Tensor) -> None:
+        """A copy into memory of two pieces, which are locked separately, would fail."""
+        at, end = start, start + source.numel()
+        while at < end:
+            stop = min(end, (at // PIECE + 1) * PIECE)
+            self._memory.bytes[at:stop].copy_(source[at - start : stop - start], non_blocking=True)
+            at = stop
 
     def wait_for_copy(self) -> None:
         """Return when the tensors may change. Blocks on CPU copies only: for GPU copies, the current stream waits."""
@@ -82,12 +147,33 @@ class HostCopy:
             pending.result()
         for event in self._copy_events.values():
             event.synchronize()
+        self._concatenated.clear()
+
+    def _slice(self, index: int) -> Tensor:
+        start = self._starts[index]
+        return self._memory.bytes[start : start + _size(self.layout.items[index])]
+
+    def _buffer(self, index: int) -> Tensor:
+        """The slice of an item, as integers of its width, because numpy has neither bfloat16 nor float8."""
+        item = self.layout.items[index]
+        return self._slice(index).view(_SAME_SIZE[item.dtype.itemsize]).view(item.sizes)
 
     def item_bytes(self, index: int) -> memoryview:
-        return bytes_of(self._buffer(index))
+        return self._slice(index).numpy().data
 
     def close(self) -> None:
+        self._memory.stop()
         self._thread.shutdown(wait=True)
+        self._memory.unlock()
+
+
+def _size(item: WriteItem) -> int:
+    return prod(item.sizes) * item.dtype.itemsize
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in the order of the file."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _cores_are_busy() -> bool:

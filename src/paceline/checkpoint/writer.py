@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import Any
 
 import torch.distributed as torch_dist
+from torch import Tensor
 
 from paceline.checkpoint import directory, transfer
 from paceline.checkpoint.filesystem import Filesystem
@@ -128,13 +129,35 @@ class Writer:
                 task.set_exception(error)
             self._last = PendingSave(task)
             return self._last
-        if self._copy is None or self._copy.layout is not layout:
-            self._copy = HostCopy(layout, {tensor.device for tensor in locals_})
-        self._copy.begin(locals_, {n for n, item in enumerate(layout.items) if item.name in volatile})
+        copy = self._copy_into(layout, locals_)
+        copy.begin(locals_, {n for n, item in enumerate(layout.items) if item.name in volatile})
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "paceline-save", initializer=_lower_priority)
-        self._last = PendingSave(self._thread.submit(job.run_copied, self._copy), self._copy)
+        self._last = PendingSave(self._thread.submit(job.run_copied, copy), copy)
         return self._last
+
+    def prepare(self, tensors: Mapping[str, LocalShard]) -> None:
+        """Plan the first background save and allocate its host memory, on a thread. Collective."""
+        layout = self._plan(tensors)
+        self._copy_into(layout, [tensors[item.name].local for item in layout.items]).prepare()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a background save would begin at once."""
+        return (self._last is None or self._last.is_done) and (self._copy is None or self._copy.is_ready)
+
+    @property
+    def size(self) -> int:
+        """Bytes that this rank writes."""
+        return 0 if self._layout is None else self._layout.size
+
+    def _copy_into(self, layout: FileLayout, tensors: Sequence[Tensor]) -> HostCopy:
+        devices = {tensor.device for tensor in tensors}
+        if self._copy is not None and not self._copy.adopt(layout, devices):
+            self._copy.close()
+            self._copy = None
+        self._copy = self._copy or HostCopy(layout, devices)
+        return self._copy
 
     def _plan(self, tensors: Mapping[str, LocalShard]) -> FileLayout:
         now = signature(tensors)

@@ -29,6 +29,8 @@ class RankPoll:
         self._last_step, self._last_time = step, monotonic()
         self._saved_at = monotonic()
         self.next = step + 1
+        self._owed = False  # a scheduled save was postponed
+        self._warned = False
         self.request: SignalRequest = ""  # the signal that ends training, agreed by all ranks
 
     def __call__(self, step: int, flush: Callable[[], str | None]) -> str | None:
@@ -42,14 +44,18 @@ class RankPoll:
         # Only rank 0's clock counts: clocks of different ranks would disagree.
         due = self._minutes is not None and self._engine.world.is_main and now - self._saved_at > self._minutes * 60
         step_seconds = (now - self._last_time) / max(step - self._last_step, 1)
-        observed = (encode(self._signals.request), due, not self._saver.is_idle, step_seconds)
-        request, timed, writing, seconds = self._reduce([float(value) for value in observed])
+        saver = self._saver
+        observed = (encode(self._signals.request), due, not saver.is_idle, step_seconds)
+        saving = (not saver.can_plan, saver.would_wait(step))
+        request, timed, writing, seconds, early, busy = self._reduce([float(value) for value in observed + saving])
         self.next = step + max(1, int(_INTERVAL / max(seconds, 1e-6)))
+        if self._last_step > self._run.began_at and not early:  # after the first step, which is not a usual one
+            saver.prepare()
         self._last_step, self._last_time = step, now
-        if self._saver.is_pending and not writing:
-            self._saver.finish()
+        if saver.is_pending and not writing:
+            saver.finish()
         agreed = decode(int(request))
-        if not agreed and not timed:
+        if not agreed and (busy or not (timed or self._owed)):
             return None
         return flush() or self._act(agreed, step)
 
@@ -69,8 +75,30 @@ class RankPoll:
         if request == "save" and self._run.folder is not None:
             self._engine.log.info(f"SIGUSR1: saving step {step}")
         self._saver.save(step)
-        self._saved_at = monotonic()
+        self._saved_at, self._owed = monotonic(), False
         return None
+
+    def save(self, step: int) -> None:
+        """Save a scheduled step. If the previous save is still being written, training does not wait for it: a later
+        step is saved, after which it is done. Collective."""
+        [busy] = self._reduce([float(self._saver.would_wait(step))])
+        if not busy:
+            self._owed = False
+            self._saver.save(step)
+            return
+        self._owed = True
+        if self._saver.is_pending and not self._warned:  # otherwise its memory is still being allocated
+            self._warned = True
+            self._engine.log.warning(
+                f"step {step} is not saved, but a later one: the previous checkpoint is still being written, and "
+                "training does not wait for it. This is logged once; if it happens often, save less often"
+            )
+
+    def finish(self, step: int) -> None:
+        """Finish a pending save, and make up for a postponed one. Collective."""
+        if self._owed:
+            self._saver.save_last(step)
+        self._saver.finish(tolerate_failure=False)
 
     def _save_within_grace(self, step: int) -> None:
         """Save a checkpoint, unless the remaining time is too short: then the previous checkpoint is kept."""

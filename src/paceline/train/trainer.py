@@ -335,8 +335,8 @@ class Trainer(MethodHints):
             end_of_epoch=self._rates.epoch_ended,
             evaluate=None if val is None else partial(self._evaluated, recorder, val),
             is_evaluated=self._run.is_evaluated,
-            save=self._saver.save,
-            save_last=self._save_last if config.save_last else lambda step: self._saver.finish(tolerate_failure=False),
+            save=poll.save,
+            save_last=self._save_last if config.save_last else poll.finish,
             poll=poll,
             on_nonfinite=partial(self._nonfinite, loader),
         )

@@ -28,6 +28,7 @@ from paceline.train.checkpointing.run_handle import SETUP, RunHandle
 from paceline.train.engine import Engine
 
 _TOLERATED_FAILURES = 2
+_SHORT_WAIT = 32 << 20  # bytes of a rank: writing them takes a moment, so each is saved at its step
 
 
 class Saver:
@@ -56,6 +57,25 @@ class Saver:
         """Save a scheduled step. Collective."""
         if self._run.folder is not None and self._saved != step:
             self._save(step)
+
+    def prepare(self) -> None:
+        """Plan scheduled saves and allocate their memory, or the first one would wait for it. Collective."""
+        config = self._config
+        scheduled = (config.save_every, config.save_minutes, config.save_best) != (None, None, None)
+        if self._run.folder is None or self._writer is not None or not (scheduled and config.checkpoint.background):
+            return
+        with self._engine.telemetry.saving():
+            snapshot = run_on_all_ranks(self._state.capture, "Saving")
+            self._open_writer().prepare(snapshot.tensors)
+
+    @property
+    def can_plan(self) -> bool:
+        """Whether the optimizer has its state: fp16 skips the first steps, until the loss scale is low enough."""
+        return bool(self._engine.optimizer.state) or not self._engine.scaler.is_enabled()
+
+    def _open_writer(self) -> Writer:
+        self._writer = self._writer or Writer(self.group(), without_access=self._run.without_access)
+        return self._writer
 
     def save_last(self, step: int) -> None:
         """Finish a pending save, then save this step if it has not been. Raises errors. Collective."""
@@ -87,9 +107,7 @@ class Saver:
         with self._engine.telemetry.saving():
             self._run.before_save()
             snapshot = run_on_all_ranks(self._state.capture, "Saving")
-            if self._writer is None:
-                self._writer = Writer(self.group(), without_access=self._run.without_access)
-            self._pending = self._writer.begin(
+            self._pending = self._open_writer().begin(
                 self._run.checkpoints / directory.step_name(step),
                 snapshot.tensors,
                 self._describe(snapshot, True),
@@ -149,6 +167,11 @@ class Saver:
     def is_idle(self) -> bool:
         """Whether this rank has no save in progress."""
         return self._pending is None or self._pending.is_done
+
+    def would_wait(self, step: int) -> bool:
+        """Whether saving this step would have to wait, for the disk or for memory, longer than a moment."""
+        kept = self._config.keep_every is not None and step % self._config.keep_every == 0
+        return self._writer is not None and self._writer.size > _SHORT_WAIT and not self._writer.is_ready and not kept
 
     @property
     def is_pending(self) -> bool:
