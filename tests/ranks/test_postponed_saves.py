@@ -38,7 +38,6 @@ class Held:
 
 
 def with_slow_disk(patch: pytest.MonkeyPatch, until: int) -> Held:
-    """A checkpoint of any size counts as large, and ranks look for a finished write after every step."""
     held, sync = Held(until), Filesystem.sync
 
     def slow(self: Filesystem, descriptor: int) -> None:
@@ -47,11 +46,13 @@ def with_slow_disk(patch: pytest.MonkeyPatch, until: int) -> Held:
         sync(self, descriptor)
 
     patch.setattr(Filesystem, "sync", slow)
+    patch.setattr(saver.Saver, "prepare", lambda self: None)  # the first save allocates its memory itself
     postponing(patch)
     return held
 
 
 def postponing(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of any size counts as large, and ranks look for a finished write after every step."""
     patch.setattr(saver, "_SHORT_WAIT", 0)
     patch.setattr(rank_poll, "_INTERVAL", 0.0)
 

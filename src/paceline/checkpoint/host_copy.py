@@ -2,8 +2,9 @@
 
 Weights, optimizer state and averages change only when the optimizer steps, so they can be copied during the next
 forward and backward: CPU tensors by a thread, if a core is free; CUDA tensors on a separate stream into page-locked
-memory. Call `wait_for_copy` before they change. Volatile tensors, which a forward may change (buffers, random state),
-are copied before `begin` returns; small ones of a GPU are copied on the GPU, which the host does not wait for.
+memory, by a thread as well, because the GPU has nothing to do until the training thread starts the next forward. Call
+`wait_for_copy` before they change. Volatile tensors, which a forward may change (buffers, random state), are copied
+before `begin` returns. On a GPU, small ones are copied on the GPU, which the training thread does not wait for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
+from typing import Any
 
 import numpy
 import torch
@@ -39,10 +41,10 @@ class HostCopy:
         self._thread = ThreadPoolExecutor(1, "paceline-copy")
         self._prepared: Future[None] | None = None
         self._pending: Future[None] | None = None
-        self._placed_for: list[torch.device] = []
+        self._placed_for: tuple[Any, ...] = ()
         self._starts: list[int] = []  # of the items in the memory
-        self._small: dict[torch.device, list[int]] = {}  # indices of the items of each GPU
-        self._large: dict[torch.device, list[int]] = {}
+        self._small: dict[tuple[torch.device, bool], list[int]] = {}  # items by GPU and volatility
+        self._large: dict[tuple[torch.device, bool], list[int]] = {}
         self._concatenated: list[Tensor] = []  # kept until they are copied
 
     def adopt(self, layout: FileLayout, devices: Collection[torch.device]) -> bool:
@@ -50,7 +52,7 @@ class HostCopy:
         if set(devices) != self._devices or layout.size + _ALIGNMENT > self._memory.bytes.numel():
             return False
         if layout is not self.layout:
-            self.layout, self._placed_for = layout, []
+            self.layout, self._placed_for = layout, ()
         return True
 
     def prepare(self) -> None:
@@ -62,6 +64,7 @@ class HostCopy:
     def is_ready(self) -> bool:
         return self._prepared is None or self._prepared.done()
 
+    @torch.no_grad()
     def begin(self, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
         """Copy each item from its tensor. Indices in `volatile` are copied before this returns."""
         if self._gpus:
@@ -69,14 +72,15 @@ class HostCopy:
         if self._prepared is not None:
             self._prepared.result()
         devices = [tensor.device for tensor in tensors]
-        if devices != self._placed_for:
-            self._place(devices)
+        if self._placed_for != (devices, volatile):
+            self._place(devices, volatile)
+            self._placed_for = (devices, volatile)
         for device in self._gpus:
-            self._begin_on_gpu(device, tensors, volatile)
+            self._begin_volatile(device, tensors)
         deferred: list[tuple[Tensor, Tensor]] = []
         for index, tensor in enumerate(tensors):
             if devices[index].type != "cuda":
-                pair = self._buffer(index), tensor.detach().view(_SAME_SIZE[tensor.dtype.itemsize])
+                pair = self._buffer(index), tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
                 if index in volatile:
                     pair[0].copy_(pair[1])
                 else:
@@ -84,48 +88,55 @@ class HostCopy:
         if _cores_are_busy():
             for target, source in deferred:
                 target.copy_(source)
-        elif deferred:
-            # numpy copies on one thread and releases the GIL; torch would start a second thread pool.
-            self._pending = self._thread.submit(_copy_all, deferred)
+            deferred = []
+        if deferred or self._gpus:
+            self._pending = self._thread.submit(self._copy_deferred, tensors, deferred)
 
-    def _place(self, devices: list[torch.device]) -> None:
+    def _place(self, devices: list[torch.device], volatile: Collection[int]) -> None:
         """The small items of each GPU come first, next to each other; all others in the order of the file."""
         items = self.layout.items
-        self._small, self._large = {device: [] for device in self._gpus}, {device: [] for device in self._gpus}
+        self._small = {(device, first): [] for device in self._gpus for first in (True, False)}
+        self._large = {key: [] for key in self._small}
         for index, device in enumerate(devices):
             if device.type == "cuda":
-                (self._small if _size(items[index]) <= _SMALL else self._large)[device].append(index)
-        first = [index for indices in self._small.values() for index in indices]
+                (self._small if _size(items[index]) <= _SMALL else self._large)[device, index in volatile].append(index)
+        small = [index for indices in self._small.values() for index in indices]
         at, self._starts = 0, [0] * len(items)
-        for index in first:
+        for index in small:
             self._starts[index] = at
             at += _size(items[index])
         at += -at % _ALIGNMENT
-        for index in sorted(set(range(len(items))).difference(first)):
+        for index in sorted(set(range(len(items))).difference(small)):
             self._starts[index] = at
             at += _size(items[index])
-        self._placed_for = devices
 
-    def _begin_on_gpu(self, device: torch.device, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
-        stream, small = self._streams[device], self._small[device]
-        together = torch.cat([_flat(tensors[index]) for index in small]) if small else None
+    def _begin_volatile(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        stream, small, large = self._streams[device], self._small[device, True], self._large[device, True]
+        if small:  # now, on the current stream
+            self._concatenated.append(torch.cat([_flat(tensors[index]) for index in small]))
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            if together is not None:
-                self._concatenated.append(together)
-                self._copy_pieces(self._starts[small[0]], together)
-            first = [index for index in self._large[device] if index in volatile]  # frozen parameters
-            for index in first:
-                self._copy_pieces(self._starts[index], _flat(tensors[index]))
-            if first:
-                stream.synchronize()
-            for index in self._large[device]:
-                if index not in volatile:
+        if small or large:
+            with torch.cuda.stream(stream):
+                if small:
+                    self._copy_pieces(self._starts[small[0]], self._concatenated[-1])
+                for index in large:
                     self._copy_pieces(self._starts[index], _flat(tensors[index]))
-            self._copy_events[device].record(stream)
+            if large:  # frozen parameters: a copy on the GPU might not fit
+                stream.synchronize()
+
+    @torch.no_grad()
+    def _copy_deferred(self, tensors: Sequence[Tensor], on_cpu: list[tuple[Tensor, Tensor]]) -> None:
+        for device, stream in self._streams.items():
+            with torch.cuda.stream(stream):
+                if small := self._small[device, False]:
+                    self._copy_pieces(self._starts[small[0]], torch.cat([_flat(tensors[index]) for index in small]))
+                for index in self._large[device, False]:
+                    self._copy_pieces(self._starts[index], _flat(tensors[index]))
+                self._copy_events[device].record(stream)
+        _copy_all(on_cpu)
 
     def _copy_pieces(self, start: int, source: Tensor) -> None:
-        """A copy into memory of two pieces, which are locked separately, would fail."""
+        """Pieces are locked separately, and a copy into two of them would fail."""
         at, end = start, start + source.numel()
         while at < end:
             stop = min(end, (at // PIECE + 1) * PIECE)
@@ -134,11 +145,11 @@ class HostCopy:
 
     def wait_for_copy(self) -> None:
         """Return when the tensors may change. Blocks on CPU copies only: for GPU copies, the current stream waits."""
-        for device, event in self._copy_events.items():
-            torch.cuda.current_stream(device).wait_event(event)
         if self._pending is not None:
             self._pending.result()
             self._pending = None
+        for device, event in self._copy_events.items():
+            torch.cuda.current_stream(device).wait_event(event)
 
     def finish(self) -> None:
         """Wait until every byte is in host memory."""
@@ -162,6 +173,7 @@ class HostCopy:
         return self._slice(index).numpy().data
 
     def close(self) -> None:
+        """Call when no save is in progress."""
         self._memory.stop()
         self._thread.shutdown(wait=True)
         self._memory.unlock()
@@ -173,7 +185,7 @@ def _size(item: WriteItem) -> int:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, in the order of the file."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _cores_are_busy() -> bool:

@@ -1,7 +1,8 @@
 """Host memory for the copies of a save, allocated ahead of the first one.
 
-Page-locked memory takes about 0.6 s per GB to allocate, during which other threads can't use the GPU. So ordinary
-memory is filled and then page-locked, in pieces, on a thread: other threads wait for one piece at most.
+`torch.empty(pin_memory=True)` takes 0.4 s per GB, during which no other thread can use the GPU, and rounds the size up
+to a power of two. So ordinary memory is touched and then page-locked in pieces, on a thread: that takes 0.2 s per GB,
+and other threads wait for one piece at most.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import weakref
 import torch
 from torch import Tensor
 
-PIECE = 16 << 20  # bytes that are page-locked at a time
+PIECE = 64 << 20  # bytes that are page-locked at a time, in about 2 ms
 _PORTABLE = 1  # a flag of cudaHostRegister: for every GPU of this process
 
 
@@ -47,6 +48,7 @@ def _map(size: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
     mapped.madvise(mmap.MADV_DONTFORK)  # the workers of a DataLoader would each get a copy of all locked pages
     return mapped
 
