@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.host_memory import PIECE, HostMemory
+from paceline.checkpoint.host_memory import PIECE, HostMemory, lower_priority
 from paceline.checkpoint.planner import WriteItem
 from paceline.checkpoint.shard_file import FileLayout
 
@@ -58,7 +58,9 @@ class HostCopy:
     def prepare(self) -> None:
         """Start to allocate the memory, on a thread."""
         if self._prepared is None:
-            self._prepared = self._thread.submit(self._memory.prepare)
+            pool = ThreadPoolExecutor(1, "paceline-memory", initializer=lower_priority)
+            self._prepared = pool.submit(self._memory.prepare)
+            pool.shutdown(wait=False)
 
     @property
     def is_ready(self) -> bool:
@@ -175,6 +177,8 @@ class HostCopy:
     def close(self) -> None:
         """Call when no save is in progress."""
         self._memory.stop()
+        if self._prepared is not None:
+            self._prepared.exception()
         self._thread.shutdown(wait=True)
         self._memory.unlock()
 

@@ -8,7 +8,9 @@ and other threads wait for one piece at most.
 from __future__ import annotations
 
 import mmap
+import os
 import sys
+import threading
 import weakref
 
 import torch
@@ -61,3 +63,9 @@ def _lock(piece: Tensor) -> bool:
 def _unlock(addresses: list[int]) -> None:
     while addresses:
         torch.cuda.cudart().cudaHostUnregister(addresses.pop())
+
+
+def lower_priority() -> None:
+    """Give training precedence over this thread if there are few cores. (On Linux, each thread has its priority.)"""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -12,9 +12,6 @@ copy. The rest runs on a thread: each rank writes its file and reports to the fi
 from __future__ import annotations
 
 import functools
-import os
-import sys
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -28,6 +25,7 @@ from torch import Tensor
 from paceline.checkpoint import directory, transfer
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.host_copy import HostCopy
+from paceline.checkpoint.host_memory import lower_priority
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
 from paceline.checkpoint.planner import Group, LocalShard, plan_save, signature
 from paceline.checkpoint.shard_file import FileLayout, bytes_of, lay_out, write_file
@@ -132,7 +130,7 @@ class Writer:
         copy = self._copy_into(layout, locals_)
         copy.begin(locals_, {n for n, item in enumerate(layout.items) if item.name in volatile})
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "paceline-save", initializer=_lower_priority)
+            self._thread = ThreadPoolExecutor(1, "paceline-save", initializer=lower_priority)
         self._last = PendingSave(self._thread.submit(job.run_copied, copy), copy)
         return self._last
 
@@ -283,12 +281,6 @@ class _SaveJob:
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
-
-
-def _lower_priority() -> None:
-    """Give training precedence if there are few cores. (On Linux, each thread has its own priority.)"""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _not_tidied(target: Path, error: OSError) -> CheckpointError:
