@@ -84,6 +84,7 @@ bench: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/pipeline_bubble.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recompute_memory.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/auto_choice.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/save_stalls.py
 	@$(BIN)/python benchmarks/start_time.py
 	@$(BIN)/python benchmarks/import_time.py
 	@$(BIN)/python benchmarks/data_order.py
@@ -94,6 +95,7 @@ bench-gpu: $(READY)
 	@$(BIN)/python benchmarks/gpu_step.py
 	@$(BIN)/python benchmarks/graph_cost.py
 	@$(BIN)/python benchmarks/gpu_throughput.py
+	@$(BIN)/python benchmarks/save_stalls.py --gpu --saves 100
 
 bench-compare: $(READY)
 	@$(BIN)/python benchmarks/compare_commits.py $(BASE) $(ARGS)
