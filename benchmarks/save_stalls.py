@@ -28,6 +28,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint.host_copy import HostCopy
+from paceline.checkpoint.host_memory import HostMemory
 from paceline.checkpoint.state import TrainingState
 from paceline.checkpoint.writer import Writer
 from paceline.train.checkpointing.run_handle import RunHandle
@@ -59,6 +60,8 @@ class Stalls:
         self.saved: list[int] = []
         self.writing: dict[int, float] = {}
         self.trainer: paceline.Trainer
+        self.allocated = 0.0  # seconds, on a thread
+        HostMemory.prepare = self._timed_allocation(HostMemory.prepare)  # type: ignore[method-assign]
         for label, (owner, name) in PHASES.items():
             setattr(owner, name, self._timed(label, getattr(owner, name)))
 
@@ -71,6 +74,14 @@ class Stalls:
             finally:
                 if threading.get_ident() == self._thread:
                     self.phases[self.step][label] += time.perf_counter() - began
+
+        return timed
+
+    def _timed_allocation(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> None:
+            began = time.perf_counter()
+            call(*args)
+            self.allocated = time.perf_counter() - began
 
         return timed
 
@@ -109,7 +120,9 @@ def report(stalls: Stalls, every: int, limit: float) -> None:
     usual = median(plain)
     excess = {step: took[step + 1] - usual for step in begun if step + 1 in took}
     values = list(excess.values())
-    print(f"{len(begun)} saves begun, {len(stalls.saved)} completed; a step takes {usual * 1e3:.1f} ms")
+    late = sum(step % every != 0 for step in begun)
+    print(f"{len(begun)} saves, {late} of them late, the first of step {begun[0]}; ", end="")
+    print(f"a step takes {usual * 1e3:.1f} ms; their memory was allocated within {stalls.allocated:.2f} s")
     named = [(0.5, "median"), (0.99, "99th percentile"), (1.0, "longest")]
     shown = ", ".join(f"{name} {percentile(values, share) * 1e3:.1f} ms" for share, name in named)
     print(f"  stall: {shown}; of the first save {values[0] * 1e3:.1f} ms")

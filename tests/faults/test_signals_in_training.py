@@ -70,6 +70,7 @@ def test_between_log_points_a_signal_is_noticed_too(tmp_path: Path) -> None:
 
 def test_a_sigterm_in_the_last_second_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_poll, "_INTERVAL", 1e9)  # a slow machine would notice it before the end
+    monkeypatch.setattr(rank_poll, "_GROWTH", 1e9)
     ended = worlds.run(2, partial(train, tmp_path, log_every=100, callbacks=[Sends(signal.SIGTERM, after=STEPS - 1)]))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2
     assert saved(tmp_path) == [directory.step_name(STEPS)]

@@ -18,6 +18,7 @@ from paceline.train.engine import Engine
 from paceline.train.signals import SignalRequest, Signals, decode, encode
 
 _INTERVAL = 1.0  # seconds
+_GROWTH = 2  # of the steps between two polls: the first steps seem short, until the queue of a GPU is full
 
 
 class RankPoll:
@@ -48,7 +49,8 @@ class RankPoll:
         observed = (encode(self._signals.request), due, not saver.is_idle, step_seconds)
         saving = (not saver.can_plan, saver.would_wait(step))
         request, timed, writing, seconds, early, busy = self._reduce([float(value) for value in observed + saving])
-        self.next = step + max(1, int(_INTERVAL / max(seconds, 1e-6)))
+        longest = _GROWTH * (step - self._last_step)
+        self.next = step + max(1, min(int(_INTERVAL / max(seconds, 1e-6)), longest))
         if self._last_step > self._run.began_at and not early:  # after the first step, which is not a usual one
             saver.prepare()
         self._last_step, self._last_time = step, now
