@@ -1,9 +1,9 @@
 """Cost of a step with `graph: true` on a GPU, compared with the Trainer without it and with a hand-written loop.
 
-    python benchmarks/graph_cost.py [--rounds 5] [--steps 200] [--models tiny gpt]
+    python benchmarks/graph_cost.py [--rounds 5] [--steps 200] [--models tiny gpt] [--batches pageable pinned gpu]
     python benchmarks/graph_cost.py --minutes 10        trains a GPT, and prints the memory in use from time to time
 
-Batches are ready on the GPU. All cases are interleaved in one process, the clock synchronizes with the GPU at both ends
+Batches are in pageable memory, in pinned memory or on the GPU. All cases are interleaved in one process, the clock synchronizes with the GPU at both ends
 of a round, and all must end with the same weights.
 """
 
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_step import Timed
+from gpu_step import PLACES, Timed
 from overhead import LR, interleaved, tiny_batches, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -53,8 +53,9 @@ MODELS: dict[str, tuple[Any, Any]] = {"tiny": (tiny_model, tiny_batches), "gpt":
 LOOPS = ("raw", "Trainer", "Trainer, graph")
 
 
-def ready(name: str, device: torch.device) -> list[Any]:
-    return [tuple(tensor.to(device) for tensor in pair) for pair in MODELS[name][1]()]
+def ready(name: str, place: str, device: torch.device) -> list[Any]:
+    move = {"pageable": lambda tensor: tensor, "pinned": Tensor.pin_memory, "gpu": lambda tensor: tensor.to(device)}
+    return [tuple(map(move[place], pair)) for pair in MODELS[name][1]()]
 
 
 def train(name: str, loop: str, batches: Any, device: torch.device) -> Tensor:
@@ -62,7 +63,8 @@ def train(name: str, loop: str, batches: Any, device: torch.device) -> Tensor:
     model = MODELS[name][0]().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     if loop == "raw":
-        for inputs, targets in batches:
+        for pair in batches:
+            inputs, targets = [tensor.to(device, non_blocking=True) for tensor in pair]
             optimizer.zero_grad()
             loss(model(inputs), targets).backward()
             optimizer.step()
@@ -78,25 +80,25 @@ def microseconds(name: str, loop: str, different: list[Any], steps: int, device:
     return batches.seconds / steps * 1e6
 
 
-def times_of(name: str, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
+def times_of(name: str, place: str, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
     """µs per step by loop and round."""
-    different = ready(name, device)
+    different = ready(name, place, device)
     return interleaved({loop: partial(microseconds, name, loop, different, steps, device) for loop in LOOPS}, rounds)
 
 
-def measure(name: str, rounds: int, steps: int, device: torch.device) -> None:
-    weights = [train(name, loop, Timed(ready(name, device), 20), device) for loop in LOOPS]
+def measure(name: str, place: str, rounds: int, steps: int, device: torch.device) -> None:
+    weights = [train(name, loop, Timed(ready(name, place, device), 20), device) for loop in LOOPS]
     same = ", ".join(str(torch.equal(weights[0], other)) for other in weights[1:])
-    times = times_of(name, rounds, steps, device)
+    times = times_of(name, place, rounds, steps, device)
     raw = statistics.median(times["raw"])
     for loop, taken in times.items():
-        median = statistics.median(taken)
-        print(f"{name:5} {loop:15} median {median:8.1f} us  best {min(taken):8.1f} us  {median / raw:.3f} x raw")
-    print(f"{name:5} weights equal to raw's: {same}", flush=True)
+        median, case = statistics.median(taken), f"{name}, {place}, {loop}"
+        print(f"{case:30} median {median:8.1f} us  best {min(taken):8.1f} us  {median / raw:.3f} x raw")
+    print(f"weights equal to raw's: {same}", flush=True)
 
 
 def train_long(minutes: float, device: torch.device) -> None:
-    different, began = ready("gpt", device), time.monotonic()
+    different, began = ready("gpt", "gpu", device), time.monotonic()
     interval = min(60.0, 12 * minutes)
 
     def batches() -> Iterator[Any]:
@@ -119,6 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--minutes", type=float)
     options = parser.parse_args()
     device = torch.device("cuda", 0)
@@ -126,7 +129,8 @@ def main() -> None:
         train_long(options.minutes, device)
         return
     for name in options.models:
-        measure(name, options.rounds, options.steps, device)
+        for place in options.batches:
+            measure(name, place, options.rounds, options.steps, device)
 
 
 if __name__ == "__main__":
