@@ -3,8 +3,8 @@
     python benchmarks/graph_cost.py [--rounds 5] [--steps 200] [--models tiny gpt] [--batches pageable pinned gpu]
     python benchmarks/graph_cost.py --minutes 10        trains a GPT, and prints the memory in use from time to time
 
-Batches are in pageable memory, in pinned memory or on the GPU. All cases are interleaved in one process, the clock synchronizes with the GPU at both ends
-of a round, and all must end with the same weights.
+Batches are in pageable memory, in pinned memory or on the GPU. All cases are interleaved in one process, the clock
+synchronizes with the GPU at both ends of a round, and all must end with the same weights.
 """
 
 from __future__ import annotations

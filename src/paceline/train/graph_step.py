@@ -234,8 +234,7 @@ class GraphedStep:
         )
 
     def _replay(self, captured: _Captured, micros: list[MicroBatch], inputs: list[Tensor]) -> Tensor | None:
-        for kept, tensor in zip(captured.inputs, inputs, strict=True):
-            kept.copy_(tensor)
+        torch._foreach_copy_(captured.inputs, inputs)
         if captured.keys is not None:
             assert self._draw.keys is not None
             hashes = [self._draw.keys.on_host(micro) for micro in micros]
