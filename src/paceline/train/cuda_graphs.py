@@ -90,8 +90,7 @@ def raise_if_waiting(error: RuntimeError, model: nn.Module, again: Callable[[], 
         f"The step can't be captured as a CUDA graph: {where}{f', {frame}' if frame else ''} ({message}).",
         why="a graph replays kernels without Python: nothing in a step may read a value of the GPU (.item(), .cpu(), "
         "if tensor, nonzero, boolean indexing) or copy one from the CPU (torch.tensor(…, device=…))",
-        fix="keep the value on the GPU (torch.where, a mask), create constants in __init__ (register_buffer), or remove "
-        "graph",
+        fix="keep the value on the GPU (torch.where, a mask), make constants buffers in __init__, or remove graph",
     ) from error
 
 
