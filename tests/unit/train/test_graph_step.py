@@ -13,6 +13,7 @@ import tiny
 from graph_on_cpu import GraphsOnCpu
 from paceline.errors import LayoutError, TrainError
 from paceline.guard.nonfinite import NonfiniteGuard
+from paceline.testing import ranks
 from paceline.train import cuda_graphs
 
 
@@ -79,6 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dropout-of-torch": {"model": lambda: with_layer(nn.Dropout(0.3)), "dropout": "per-rank"},
     "batch-norm": {"model": lambda: with_layer(nn.BatchNorm1d(16))},
     "noise": {"model": Noisy, "accumulate": 2, "loss_fn": squared},
+    "loss-scale": {"precision": "fp16", "scaler": {"growth_interval": 2, "initial": 64.0}, "clip_norm": 0.5},
     "groups": {"optimize": two_groups},
     "scheduler": {
         "optimize": two_groups,
@@ -121,6 +123,20 @@ def test_many_shapes_are_reported(captured: type[GraphsOnCpu], capsys: pytest.Ca
     said = "".join(capsys.readouterr())
     assert "steps ran eagerly, because batches have many shapes (12 so far" in said
     assert captured.captures == 4
+
+
+def test_a_shape_without_a_graph_gets_one_when_others_are_released(captured: type[GraphsOnCpu]) -> None:
+    def run(graph: bool) -> list[float]:
+        callback = AtStep(25, slower)
+        batches = [tiny.blobs(1 + step % 5)[:] for step in range(40)]
+        callback.trainer = tiny.classifier_trainer(
+            with_layer(nn.Dropout(0.2)), graph=graph, loss_fn=squared, batch=None, callbacks=[callback]
+        )
+        return callback.trainer.train(batches, max_steps=40).losses
+
+    losses = run(True)
+    assert captured.captures == 8
+    assert losses == run(False)
 
 
 class AtStep:
@@ -290,6 +306,12 @@ def test_a_custom_loop_is_refused(captured: type[GraphsOnCpu]) -> None:
     trainer = tiny.classifier_trainer(graph=True)
     with pytest.raises(TrainError, match=r"train.graph-and-loop"):
         trainer.training_step(tiny.blobs()[:4])
+
+
+@ranks(2)
+def test_several_ranks_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"layout.graph-and-layout"):
+        tiny.classifier_trainer(graph=True)
 
 
 @pytest.mark.parametrize(
