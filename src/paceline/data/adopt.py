@@ -158,8 +158,8 @@ def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     if isinstance(data, DataLoader):
         return _adopt_loader(data, spec, say)
     reading = ReadOptions(workers=spec.workers, pin_memory=spec.pin_memory, compare=spec.compare)
-    if isinstance(data, IterableDataset):
-        return _stream(data, data, spec, reading, say)
+    if isinstance(data, IterableDataset):  # in a worker, unless a DataLoader says otherwise
+        return _stream(data, data, spec, replace(reading, workers=max(1, spec.workers)), say)
     return _indexed(data, spec, reading)
 
 

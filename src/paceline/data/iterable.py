@@ -9,27 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from paceline.data.batches import comparable, digest, layout_of, rows_of, samples_in, tensors_in
 from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
-from paceline.data.epoch_reader import EpochReader, length_of, preserve_generators
+from paceline.data.epoch_reader import EpochReader, length_of, lists_of, preserve_generators
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
 from paceline.data.same_reading import watch_stream
 from paceline.data.slicing import BatchSlice, slices_of
+from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
-from paceline.runtime.rng import RandomStream, derive_seed
+from paceline.runtime.rng import RandomStream
 
 # Of ready batches, the first ones are compared between ranks, and then some of them.
 _ALL, _SOME = 32, 8
 
 
 class SampleStream:
-    """An IterableDataset, sliced and collated in one worker process with its own RNG state."""
+    """An IterableDataset, sliced and collated with its own RNG state: in this process, or in one worker."""
 
     lengths = UNKNOWN
     samples = None
@@ -50,12 +52,16 @@ class SampleStream:
         self._reading, self._drop_last, self._compare = reading, drop_last, compare
         self._collate = reading.collate or default_collate
 
+        self._shares: dict[int, list[BatchSlice]] = {}  # by the number of samples; nearly all batches have the same
+        self._reader = EpochReader(dataset, seed, random=RandomStream.of_worker)
+
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
         step, watch = 0, watch_stream() if self._compare else None
         self._watched = watch is not None  # in the worker as well
+        self._reader.begin(first_step)
         for epoch in range(epochs) if epochs is not None else count():
             before = step
-            for micro in self._epoch(epoch, step, first_step):
+            for micro in self._epoch(epoch, partial(self._slices, epoch, step, first_step)):
                 step = micro.step + micro.last
                 if watch is not None and micro.group == 0:
                     watch.add(micro.step, epoch, micro.content)
@@ -67,44 +73,24 @@ class SampleStream:
     def fingerprint(self) -> Any:
         return None
 
-    def _epoch(self, epoch: int, step: int, first_step: int) -> DataLoader[MicroBatch]:
-        return DataLoader(
-            _EpochSlices(self._slices, epoch, step, first_step),
-            batch_size=None,
-            num_workers=1,
-            collate_fn=_unchanged,
-            pin_memory=self._reading.pin_memory,
-            # Seeds the worker, so that all ranks read the same sequence even if the dataset shuffles.
-            generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch) >> 1),
-            **dict(self._reading.options),
-        )
+    def _epoch(self, epoch: int, read: Callable[[Iterator[Any]], Iterator[MicroBatch]]) -> Iterable[MicroBatch]:
+        if self._reading.workers:
+            return read_in_workers(self._dataset, epoch, read, self._seed, replace(self._reading, workers=1))
+        micros = self._reader.epoch(epoch, read)
+        return map(MicroBatch.pin_memory, micros) if self._reading.pins else micros
 
-    def _slices(self, epoch: int, step: int, first_step: int) -> Iterator[MicroBatch]:
-        if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(epoch)  # in the worker, which is started for every epoch
-        samples = iter(self._dataset)
-        for chunk in iter(lambda: list(islice(samples, self._batch)), []):
-            if self._drop_last and len(chunk) < self._batch:
+    def _slices(self, epoch: int, step: int, first_step: int, samples: Iterator[Any]) -> Iterator[MicroBatch]:
+        for chunk in lists_of(self._batch)(samples):
+            total = len(chunk)
+            if self._drop_last and total < self._batch:
                 return
             content = hash(tuple(comparable(sample) for sample in chunk)) if self._watched else 0
-            for share in self._part.slices(len(chunk), self._batch):
+            if total not in self._shares:
+                self._shares[total] = list(self._part.slices(total, self._batch))
+            for share in self._shares[total]:
                 batch = self._collate(list(own_or_placeholder(chunk, share))) if step >= first_step else None
-                yield micro_of(batch, share, len(chunk), epoch, step, (), content)
+                yield micro_of(batch, share, total, epoch, step, (), content)
             step += 1
-
-
-class _EpochSlices(IterableDataset[MicroBatch]):
-    """One epoch, as a dataset for torch's loader."""
-
-    def __init__(self, slices: Callable[[int, int, int], Iterator[MicroBatch]], *where: int) -> None:
-        self._slices, self._where = slices, where
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self._slices(*self._where)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
 
 
 class ReadyBatches:
@@ -181,7 +167,7 @@ class BatchStream:
         """The same batches on every rank, even if the source shuffles; a list needs no seeding."""
         if self._source.in_memory:
             return self._source.source
-        return (batch for [batch] in self._reader.epoch(epoch, 1))
+        return self._reader.epoch(epoch)
 
     def _shares_of(self, total: int) -> list[BatchSlice]:
         """Cached, because nearly all batches have the same length."""

@@ -99,6 +99,11 @@ class ReadOptions:
     compare: bool = False  # samples between ranks, before the first step
     options: tuple[tuple[str, Any], ...] = ()  # further DataLoader arguments, from the user's loader
 
+    @property
+    def pins(self) -> bool:
+        """Whether there is a device to pin memory for."""
+        return self.pin_memory and torch.accelerator.is_available()
+
 
 class IndexedLoader:
     """A loader for map-style datasets."""

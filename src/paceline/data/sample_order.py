@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from paceline.data.epoch_lengths import EpochLengths
-from paceline.data.epoch_reader import EpochReader, length_of
+from paceline.data.epoch_reader import EpochReader, length_of, lists_of
 from paceline.data.permutation import Permutation
 
 # Positions computed at once, to amortize the overhead of numpy over small batches.
@@ -72,7 +72,7 @@ class SamplerOrder:
         return length // self.batch if self._drop_last else -(-length // self.batch)
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        for step, chunk in enumerate(self._reader.epoch(epoch, self.batch)):
+        for step, chunk in enumerate(self._reader.epoch(epoch, lists_of(self.batch))):
             if step >= first_step and not (self._drop_last and len(chunk) < self.batch):
                 yield chunk
 
@@ -88,5 +88,5 @@ class BatchSamplerOrder:
         self.lengths = EpochLengths(loader.batch_sampler, lambda: length_of(loader.batch_sampler))
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
-        for [batch] in islice(self._reader.epoch(epoch, 1), first_step, None):
+        for batch in islice(self._reader.epoch(epoch), first_step, None):
             yield batch.tolist() if hasattr(batch, "tolist") else list(batch)

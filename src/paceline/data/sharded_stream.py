@@ -7,23 +7,24 @@ has none left joins with weight zero until all shards have ended. No sample is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from paceline.data.batches import Kind, apply, layout_of, rows_of, samples_in, sketch
 from paceline.data.epoch_lengths import UNKNOWN
-from paceline.data.epoch_reader import EpochReader
+from paceline.data.epoch_reader import EpochReader, lists_of
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, no_samples
 from paceline.data.slicing import slice_bounds
+from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
 from paceline.runtime import collectives
 from paceline.runtime.objects import message_device
-from paceline.runtime.rng import derive_seed
+from paceline.runtime.rng import RandomStream
 
 _COMPARED = 64  # samples of each rank and worker that are compared with those of others
 _NEEDED = 4  # distinct ones among them; fewer may be equal by chance
@@ -64,22 +65,12 @@ class SampleShares:
         self._reading, self._drop_last = reading, drop_last
         self._collate = reading.collate or default_collate
 
-    def begin(self, step: int) -> None:
-        pass
+        self._reader = EpochReader(dataset, seed, random=RandomStream.of_worker)
+        self.begin = self._reader.begin
 
     def epoch(self, epoch: int) -> Iterator[Share]:
-        loader: DataLoader[Share] = DataLoader(
-            _Epoch(self._shares, epoch),
-            batch_size=None,
-            num_workers=max(1, self._reading.workers),
-            collate_fn=_unchanged,
-            pin_memory=self._reading.pin_memory,
-            # The same on every rank: a stream that shuffles before it is split has to shuffle equally.
-            generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch) >> 1),
-            **dict(self._reading.options),
-        )
         first: dict[tuple[int, ...], int] = {}
-        for share in loader:
+        for share in self._epoch(epoch):
             if len(set(share.rows)) >= _NEEDED and first.setdefault(share.rows, share.worker) != share.worker:
                 raise DataError(
                     "same-samples",
@@ -89,12 +80,15 @@ class SampleShares:
                 )
             yield share
 
-    def _shares(self, epoch: int) -> Iterator[Share]:
-        """In a worker, which is started for every epoch."""
-        if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(epoch)
-        worker, samples = getattr(get_worker_info(), "id", 0), iter(self._dataset)
-        for number, chunk in enumerate(iter(lambda: list(islice(samples, self._size)), [])):
+    def _epoch(self, epoch: int) -> Iterable[Share]:
+        if self._reading.workers:
+            return read_in_workers(self._dataset, epoch, self._shares, self._seed, self._reading)
+        shares = self._reader.epoch(epoch, self._shares)
+        return map(Share.pin_memory, shares) if self._reading.pins else shares
+
+    def _shares(self, samples: Iterator[Any]) -> Iterator[Share]:
+        worker = getattr(get_worker_info(), "id", 0)
+        for number, chunk in enumerate(lists_of(self._size)(samples)):
             if self._drop_last and len(chunk) < self._size:
                 return
             bounds = [slice_bounds(len(chunk), self._groups, group) for group in range(self._groups)]
@@ -113,7 +107,7 @@ class BatchShares:
         self.begin = self._reader.begin
 
     def epoch(self, epoch: int) -> Iterator[Share]:
-        for number, [batch] in enumerate(self._reader.epoch(epoch, 1)):
+        for number, batch in enumerate(self._reader.epoch(epoch)):
             own = samples_in(batch, self._kind)
             bounds = [slice_bounds(own, self._groups, group) for group in range(self._groups)]
             batches = [
@@ -224,17 +218,3 @@ def require_order(loader: object) -> None:
             "predict() returns outputs in the order of the data, but each rank reads its own shard of this stream.",
             fix="pass a dataset, or a stream that is not split across ranks",
         )
-
-
-class _Epoch(IterableDataset[Share]):
-    """One epoch, as a dataset for torch's loader."""
-
-    def __init__(self, shares: Callable[[int], Iterator[Share]], epoch: int) -> None:
-        self._shares, self._epoch = shares, epoch
-
-    def __iter__(self) -> Iterator[Share]:
-        return self._shares(self._epoch)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
