@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from paceline.run.user_frame import place_of
 
@@ -51,15 +51,14 @@ def _kind(sample: Any) -> str:
 
 
 @contextmanager
-def explain_pickling(loader: DataLoader[Any]) -> Iterator[None]:
+def explain_pickling(collate_fn: Any, worker_init_fn: Any) -> Iterator[None]:
     """Starting workers that are not forked pickles the dataset and the functions: name the one that can't be."""
     try:
         yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         if "pickle" not in str(error):
             raise
-        for name in ("collate_fn", "worker_init_fn"):
-            function = getattr(loader, name)
+        for name, function in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
             qualified = getattr(function, "__qualname__", "")
             if "<" in qualified:
                 what = "a lambda" if qualified.endswith("<lambda>") else "defined in another function"

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, default_collate
 from paceline.data.batches import comparable, digest, layout_of, rows_of, samples_in, tensors_in
 from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
 from paceline.data.epoch_reader import EpochReader, length_of, lists_of, preserve_generators
-from paceline.data.loader import DataShard, MicroBatch, ReadOptions, micro_of, no_samples, own_or_placeholder
+from paceline.data.loader import DataShard, MicroBatch, ReadOptions, Slices, micro_of, no_samples, own_or_placeholder
 from paceline.data.same_reading import watch_stream
-from paceline.data.slicing import BatchSlice, slices_of
+from paceline.data.slicing import slices_of
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
 from paceline.runtime.rng import RandomStream
@@ -48,11 +48,11 @@ class SampleStream:
         drop_last: bool = False,
         compare: bool = True,
     ) -> None:
-        self._dataset, self._batch, self._part, self._seed = dataset, batch, part, seed
+        self._dataset, self._batch, self._seed = dataset, batch, seed
         self._reading, self._drop_last, self._compare = reading, drop_last, compare
         self._collate = reading.collate or default_collate
 
-        self._shares: dict[int, list[BatchSlice]] = {}  # by the number of samples; nearly all batches have the same
+        self._by_length = Slices(part, batch)
         self._reader = EpochReader(dataset, seed, random=RandomStream.of_worker)
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
@@ -85,9 +85,7 @@ class SampleStream:
             if self._drop_last and total < self._batch:
                 return
             content = hash(tuple(comparable(sample) for sample in chunk)) if self._watched else 0
-            if total not in self._shares:
-                self._shares[total] = list(self._part.slices(total, self._batch))
-            for share in self._shares[total]:
+            for share in self._by_length[total]:
                 batch = self._collate(list(own_or_placeholder(chunk, share))) if step >= first_step else None
                 yield micro_of(batch, share, total, epoch, step, (), content)
             step += 1
@@ -131,10 +129,10 @@ class BatchStream:
     """Global batches, of which each rank takes its rows."""
 
     def __init__(self, source: ReadyBatches, batch: int, part: DataShard, seed: int, *, compare: bool = True) -> None:
-        self._source, self._batch, self._part, self._compare = source, batch, part, compare
+        self._source, self._compare = source, compare
         self._reader = EpochReader(source.source, seed)
         self.lengths = EpochLengths(source.source, lambda: length_of(source.source))
-        self._shares: dict[int, list[BatchSlice]] = {}
+        self._by_length = Slices(part, batch)
 
     samples = None
 
@@ -156,7 +154,7 @@ class BatchStream:
                     watch.add(step, epoch, comparable(batch))
                 if step >= first_step:
                     total = samples_in(batch, kind)
-                    for share in self._shares.get(total) or self._shares_of(total):
+                    for share in self._by_length[total]:
                         own = batch if share.samples == total else rows_of(batch, *share.rows, kind)
                         yield micro_of(own, share, total, epoch, step, ())
                 step += 1
@@ -168,11 +166,6 @@ class BatchStream:
         if self._source.in_memory:
             return self._source.source
         return self._reader.epoch(epoch)
-
-    def _shares_of(self, total: int) -> list[BatchSlice]:
-        """Cached, because nearly all batches have the same length."""
-        self._shares[total] = list(self._part.slices(total, self._batch))
-        return self._shares[total]
 
 
 class OwnBatches:

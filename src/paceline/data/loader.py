@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
@@ -21,12 +20,11 @@ from paceline.data.collate_hints import Collate, explain_pickling
 from paceline.data.epoch_lengths import EpochLengths, Place
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
-from paceline.data.seeded_dataset import SeededSamples, place_of_reading
+from paceline.data.seeded_dataset import SeededBatches, place_of_reading
 from paceline.data.slicing import BatchSlice, fixed_slices, slices_of
 from paceline.errors import DataError
 from paceline.log import rank_log
 from paceline.runtime import collectives
-from paceline.runtime.rng import preserve_rng_state
 
 
 @dataclass(slots=True)
@@ -64,6 +62,17 @@ class DataShard:
         if self.fixed:
             return fixed_slices(samples, self.groups * self.ranks, self.rank, self.ranks)
         return slices_of(samples, batch, self.groups, self.rank, self.ranks)
+
+
+class Slices(dict[int, list[BatchSlice]]):
+    """The slices of this rank by the number of samples in a step, which is nearly always the same."""
+
+    def __init__(self, part: DataShard, batch: int) -> None:
+        self._part, self._batch = part, batch
+
+    def __missing__(self, samples: int) -> list[BatchSlice]:
+        self[samples] = list(self._part.slices(samples, self._batch))
+        return self[samples]
 
 
 class Loader(Protocol):
@@ -109,12 +118,11 @@ class IndexedLoader:
     """A loader for map-style datasets."""
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataShard, seed: int, reading: ReadOptions) -> None:
-        own_collate = reading.collate not in (None, default_collate)
-        self._samples = SeededSamples(dataset, seed, own_collate=own_collate)
         default = Collate(f"{type(dataset).__name__}{place_of_reading(dataset)}")
-        self._collate = reading.collate if own_collate else default
-        self._order, self._part, self._reading = order, part, reading
-        self._dataset = dataset
+        own = None if reading.collate is default_collate else reading.collate
+        self._batches = SeededBatches(dataset, seed, own or default, own_collate=own is not None)
+        self._order, self._slices, self._reading = order, Slices(part, order.batch), reading
+        self._dataset, self._seed = dataset, seed
         self._first: Sequence[Any] = ()  # indices of the first step
         self._warned = self._watched = False
 
@@ -128,10 +136,10 @@ class IndexedLoader:
 
     @property
     def samples(self) -> int | None:
-        return self._samples.count
+        return self._batches.count
 
     def fingerprint(self) -> Any:
-        return self._samples.fingerprint()
+        return self._batches.fingerprint()
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
         planned: deque[MicroBatch] = deque()
@@ -139,32 +147,25 @@ class IndexedLoader:
         watch = None if isinstance(self._order, FormulaOrder) else watch_order()
         self._watched = watch is not None
         loader = DataLoader(
-            self._samples,
+            self._batches,
             batch_sampler=_Keys(self._plan(first_step, epochs), planned),
             num_workers=reading.workers,
-            collate_fn=self._collate,
+            collate_fn=unchanged,
             pin_memory=reading.pin_memory,
             generator=torch.Generator(),  # otherwise creating an iterator would advance the global RNG
             **dict(reading.options),
         )
-        # Workers seed their own generators. Without workers the global RNG is seeded, so its state is restored.
-        keep = preserve_rng_state if self._samples.draws and reading.workers == 0 else nullcontext
-        with explain_pickling(loader):
+        with explain_pickling(self._batches.collate, loader.worker_init_fn):
             batches = iter(loader)
         compare = reading.compare and collectives.world() > 1
-        while True:
-            with keep():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+        for batch in batches:
             micro = planned.popleft()
             micro.batch = batch
             if watch is not None and micro.group == 0:
                 watch.add(micro.step, micro.epoch, micro.content)
             if compare:
                 compare = False
-                require_same_samples(self._samples, self._dataset, micro.epoch, self._first, reading.workers)
+                require_same_samples(self._dataset, self._seed, micro.epoch, self._first, reading.workers)
             yield micro
 
     def _plan(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
@@ -197,20 +198,25 @@ class IndexedLoader:
     def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
         self._first = self._first or indices
         content = content_of(indices) if self._watched else 0
-        for share in self._part.slices(len(indices), self._order.batch):
+        for share in self._slices[len(indices)]:
             yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
 
 
 class _Keys:
-    """Batch sampler for torch's loader: yields index lists and records the micro-batch of each."""
+    """Batch sampler for torch's loader: yields epoch and indices, and records the micro-batch of each."""
 
     def __init__(self, plan: Iterator[MicroBatch], planned: deque[MicroBatch]) -> None:
         self._plan, self._planned = plan, planned
 
-    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+    def __iter__(self) -> Iterator[Any]:
         for micro in self._plan:
             self._planned.append(micro)
-            yield [(micro.epoch, index) for index in micro.indices]
+            yield micro.epoch, micro.indices
+
+
+def unchanged(batch: Any) -> Any:
+    """A collate function for what is collated already."""
+    return batch
 
 
 def own_or_placeholder(indices: Sequence[Any], share: BatchSlice) -> Sequence[Any]:

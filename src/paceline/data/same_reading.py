@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.batches import comparable
+from paceline.data.seeded_dataset import SeededBatches, fingerprint
 from paceline.errors import DataError
 from paceline.runtime import collectives, consistency
-from paceline.runtime.rng import preserve_rng_state
 
 _EVERY = 32  # steps between two comparisons: a gather of one number costs as much as a small kernel
 
@@ -79,7 +79,7 @@ def content_of(indices: Sequence[Any]) -> int:
     return crc32(repr(list(indices)).encode())
 
 
-def require_same_samples(samples: Any, dataset: Any, epoch: int, indices: Sequence[Any], workers: int) -> None:
+def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[Any], workers: int) -> None:
     """Read three samples on every rank and compare them; once for each dataset. Collective.
 
     The first is read twice: a dataset that returns something else each time has nothing to compare.
@@ -93,20 +93,20 @@ def require_same_samples(samples: Any, dataset: Any, epoch: int, indices: Sequen
         return
     chosen = [indices[0], indices[0], indices[len(indices) // 2], indices[-1]]
     # In a worker if there are any: a file that is opened here could not be used in workers started later.
+    steps: Any = [(epoch, chosen)]
     reader: DataLoader[list[int]] = DataLoader(
-        samples,
-        batch_sampler=[[(epoch, index) for index in chosen]],
+        SeededBatches(dataset, seed, _checksums, own_collate=False),  # of which the first batch is seeded
+        batch_sampler=steps,
         num_workers=min(1, workers),
-        collate_fn=_checksums,
+        collate_fn=list,
         generator=torch.Generator(),
     )
     try:
-        with preserve_rng_state():
-            [(first, again, *others)] = list(reader)
+        [(first, again, *others)] = list(reader)
     except Exception:  # training reads the same sample, and reports the error
         first, again, others = 0, 1, []
     facts = [f"{value:08x}" for value in (first, *others)] if first == again else []
-    gathered, kinds = zip(*collectives.all_gather_object([facts, repr(samples.fingerprint())]), strict=True)
+    gathered, kinds = zip(*collectives.all_gather_object([facts, repr(fingerprint(dataset))]), strict=True)
     same_kind = len(set(kinds)) == 1  # otherwise the pre-flight reports more than that
     if same_kind and all(gathered) and any(each != gathered[0] for each in gathered):
         raise DataError(

@@ -2,12 +2,17 @@
 
 `__getitem__` and augmentation run under generators seeded by (seed, epoch, index): a sample is the same on any rank and
 worker, and differs between epochs. A custom collate function is seeded by its batch.
+
+Seeding takes 15 µs per sample, and most datasets draw nothing. The first batch is seeded and watched. If nothing was
+drawn, the next ones are read without seeds, until a generator has moved: that batch is read again, and from there on
+all of them are seeded.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 from zlib import crc32
 
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
@@ -15,22 +20,29 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from paceline.data.batches import digest
 from paceline.errors import DataError
 from paceline.run.user_frame import place_of
+from paceline.runtime.generator_states import exchange_states, same_states, save_states
 from paceline.runtime.rng import derive_seed, seed_cpu
 
-Key = tuple[int, Any]
+Step = tuple[int, Sequence[Any]]  # epoch and indices
+Collate = Callable[[list[Any]], Any]
 
 _ROWS = 16  # of a tensor, enough to distinguish two datasets
 
 
-class SeededSamples(Dataset[Any]):
-    """A dataset indexed by (epoch, index) that seeds the generators before reading and before collating."""
+class SeededBatches(Dataset[Any]):
+    """The batches of a dataset by epoch and indices. Reading leaves the generators as they were.
 
-    def __init__(self, dataset: Any, seed: int, *, own_collate: bool) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._reading_draws = draws_randomness(dataset)
-        self._own_collate = own_collate
-        self.draws = self._reading_draws or own_collate
+    `own_collate`: whether `collate` is a function of the user, which may draw.
+    """
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate, *, own_collate: bool) -> None:
+        self._dataset, self._seed, self.collate, self._own_collate = dataset, seed, collate, own_collate
+        draws = draws_randomness(dataset)
+        self._may_draw = draws is not False
+        self._mode: Literal["plain", "first", "unseeded", "seeded"] = "seeded" if draws else "first"
+        if not self._may_draw and not own_collate:
+            self._mode = "plain"
+        self._drawn = False
 
     def fingerprint(self) -> Any:
         return fingerprint(self._dataset)
@@ -39,27 +51,62 @@ class SeededSamples(Dataset[Any]):
     def count(self) -> int | None:
         return len(self._dataset) if hasattr(self._dataset, "__len__") else None
 
-    def __getitem__(self, key: Key) -> Any:
-        if self._reading_draws:
-            seed_cpu(derive_seed(self._seed, *_numbers(key)))
+    def __getitems__(self, step: Step) -> Any:
+        """Called by torch's loader, whose collate function does nothing."""
+        if self._mode == "plain":
+            return self.collate(self._read(step[1]))
+        before = save_states()
+        if self._mode == "unseeded":
+            try:
+                batch = self.collate(self._read(step[1]))
+            except Exception:
+                if same_states(before, save_states()):
+                    raise
+            else:
+                if same_states(before, save_states()):
+                    return batch
+            self._mode = "seeded"
         try:
-            return self._dataset[key[1]]
+            batch = self._read_seeded(*step)
+        finally:
+            exchange_states(before)
+        if self._mode == "first":
+            self._mode = "seeded" if self._drawn else "unseeded"
+        return batch
+
+    def _read_seeded(self, epoch: int, indices: Sequence[Any]) -> Any:
+        if self._may_draw:
+            samples = [self._seeded(self._read, [index], epoch, _number(index))[0] for index in indices]
+        else:
+            samples = self._read(indices)
+        if not self._own_collate:
+            return self.collate(samples)
+        return self._seeded(self.collate, samples, epoch, _number(indices[0]), len(indices))
+
+    def _seeded(self, work: Collate, items: list[Any], *parts: int) -> Any:
+        seed_cpu(derive_seed(self._seed, *parts))
+        if self._mode != "first" or self._drawn:
+            return work(items)
+        before = save_states()
+        result = work(items)
+        self._drawn = not same_states(before, save_states())
+        return result
+
+    def _read(self, indices: Sequence[Any]) -> list[Any]:
+        samples: list[Any] = []
+        try:
+            for index in indices:
+                samples.append(self._dataset[index])
         except Exception as error:
             length = ""
             if isinstance(error, LookupError) and self.count is not None:
                 length = f"; __len__ says {self.count}: check that it is the number of samples"
-            error.add_note(f"paceline: {type(self._dataset).__name__}.__getitem__({key[1]!r}) failed{length}")
+            error.add_note(f"paceline: {type(self._dataset).__name__}.__getitem__({index!r}) failed{length}")
             raise
-
-    def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """Called by torch's loader, which collates the result immediately afterwards."""
-        samples = [self[key] for key in keys]
-        if self._own_collate:
-            seed_cpu(derive_seed(self._seed, *_numbers(keys[0]), len(keys)))
-        elif samples[0] is None:
+        if samples[0] is None and not self._own_collate:
             raise DataError(
                 "no-sample",
-                f"{type(self._dataset).__name__}.__getitem__({keys[0][1]!r}){place_of_reading(self._dataset)} "
+                f"{type(self._dataset).__name__}.__getitem__({indices[0]!r}){place_of_reading(self._dataset)} "
                 "returned None.",
                 fix="end it with a return statement",
             )
@@ -77,12 +124,11 @@ def place_of_reading(dataset: Any) -> str:
     return place_of(getattr(type(dataset), "__getitem__", None))
 
 
-def _numbers(key: Key) -> tuple[int, int]:
-    epoch, index = key
+def _number(index: Any) -> int:
     try:
-        return epoch, operator.index(index)
+        return operator.index(index)
     except TypeError:  # for example a file name
-        return epoch, crc32(repr(index).encode())
+        return crc32(repr(index).encode())
 
 
 def fingerprint(dataset: Any) -> Any:
@@ -97,11 +143,13 @@ def fingerprint(dataset: Any) -> Any:
     return [kind, len(dataset) if hasattr(dataset, "__len__") else None]
 
 
-def draws_randomness(dataset: Any) -> bool:
-    """Whether reading a sample may use random numbers. If not, seeding (30 µs per sample) is skipped.
+def draws_randomness(dataset: Any) -> bool | None:
+    """Whether reading a sample uses random numbers; None if it is not known.
 
-    A dataset opts out with the attribute `draws_randomness = False`; a TensorDataset always does.
+    A dataset says so with the attribute `draws_randomness`. With False, it is not watched. True is needed only for one
+    that computes numbers from the state of a generator (`torch.initial_seed()`) and leaves it as it is.
     """
     if isinstance(dataset, Subset):
         return draws_randomness(dataset.dataset)
-    return bool(getattr(dataset, "draws_randomness", not isinstance(dataset, TensorDataset)))
+    said = getattr(dataset, "draws_randomness", False if isinstance(dataset, TensorDataset) else None)
+    return None if said is None else bool(said)

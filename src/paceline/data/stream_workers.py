@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.epoch_reader import announce_epoch
-from paceline.data.loader import ReadOptions
+from paceline.data.loader import ReadOptions, unchanged
 from paceline.runtime.rng import derive_seed
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ def read_in_workers(
         _Epoch(dataset, epoch, read),
         batch_size=None,
         num_workers=reading.workers,
-        collate_fn=_unchanged,
+        collate_fn=unchanged,
         pin_memory=reading.pin_memory,
         # The same on every rank: a stream that shuffles has to shuffle equally, also before it is split.
         generator=torch.Generator().manual_seed(derive_seed(seed, epoch) >> 1),
@@ -38,7 +38,3 @@ class _Epoch(IterableDataset[T]):
     def __iter__(self) -> Iterator[T]:
         announce_epoch(self._dataset, self._epoch)
         return self._read(iter(self._dataset))
-
-
-def _unchanged(item: Any) -> Any:
-    return item

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import paceline
 from paceline.data.cifar import RECORD, TEST_FILES, TRAIN_FILES
@@ -35,15 +37,19 @@ def test_cifar10_reads_the_published_binary_version(tmp_path: Path) -> None:
 
 
 def test_cifar10_is_cropped_and_flipped_by_the_samples_own_randomness(tmp_path: Path) -> None:
-    from paceline.data.seeded_dataset import SeededSamples
+    from paceline.data.seeded_dataset import SeededBatches
 
     write_cifar(tmp_path / "cifar-10-batches-bin")
     train, test = paceline.get_data("cifar10", folder=str(tmp_path))
-    samples = SeededSamples(train, seed=0, own_collate=False)
-    assert samples.draws and not SeededSamples(test, seed=0, own_collate=False).draws
-    assert torch.equal(samples[(0, 3)]["inputs"], samples[(0, 3)]["inputs"])
-    assert not torch.equal(samples[(0, 3)]["inputs"], samples[(1, 3)]["inputs"])
-    assert samples[(0, 3)]["inputs"].shape == (3, 32, 32)
+    batches = SeededBatches(train, 0, default_collate, own_collate=False)
+
+    def inputs(epoch: int) -> Any:
+        return batches.__getitems__((epoch, [3]))["inputs"][0]
+
+    assert train.draws_randomness and not test.draws_randomness
+    assert torch.equal(inputs(0), inputs(0))
+    assert not torch.equal(inputs(0), inputs(1))
+    assert inputs(0).shape == (3, 32, 32)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])

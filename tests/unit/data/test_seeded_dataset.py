@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from paceline.data.seeded_dataset import SeededSamples
+from paceline.data.seeded_dataset import SeededBatches
 from paceline.errors import DataError
 
 
@@ -18,6 +18,6 @@ class Forgetful(Dataset[Any]):
 
 def test_a_sample_that_is_none_is_named_with_the_line_of_getitem() -> None:
     with pytest.raises(DataError, match=r"Forgetful\.__getitem__\(7\) \(.*test_seeded_dataset\.py:15\)") as caught:
-        SeededSamples(Forgetful(), 0, own_collate=False).__getitems__([(0, 7)])
+        SeededBatches(Forgetful(), 0, list, own_collate=False).__getitems__((0, [7]))
     assert caught.value.code == "data.no-sample"
-    assert SeededSamples(Forgetful(), 0, own_collate=True).__getitems__([(0, 7)]) == [None]
+    assert SeededBatches(Forgetful(), 0, list, own_collate=True).__getitems__((0, [7])) == [None]
