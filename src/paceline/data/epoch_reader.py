@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from paceline.runtime.rng import RandomStream, derive_seed
+from paceline.data.random_stream import RandomStream
+from paceline.runtime.rng import derive_seed
 
 _DEPTH = 4  # of samplers inside samplers
 _REPLAYED = 4096  # items of a past epoch that are read at once

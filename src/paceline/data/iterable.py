@@ -20,11 +20,11 @@ from paceline.data.batches import comparable, digest, layout_of, rows_of, sample
 from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
 from paceline.data.epoch_reader import EpochReader, length_of, lists_of, preserve_generators
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, Slices, micro_of, no_samples, own_or_placeholder
+from paceline.data.random_stream import RandomStream
 from paceline.data.same_reading import watch_stream
 from paceline.data.slicing import slices_of
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
-from paceline.runtime.rng import RandomStream
 
 # Of ready batches, the first ones are compared between ranks, and then some of them.
 _ALL, _SOME = 32, 8

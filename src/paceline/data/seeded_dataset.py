@@ -18,9 +18,9 @@ from zlib import crc32
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paceline.data.batches import digest
+from paceline.data.generator_states import exchange_states, same_states, save_states
 from paceline.errors import DataError
 from paceline.run.user_frame import place_of
-from paceline.runtime.generator_states import exchange_states, same_states, save_states
 from paceline.runtime.rng import derive_seed, seed_cpu
 
 Step = tuple[int, Sequence[Any]]  # epoch and indices
@@ -60,10 +60,10 @@ class SeededBatches(Dataset[Any]):
             try:
                 batch = self.collate(self._read(step[1]))
             except Exception:
-                if same_states(before, save_states()):
+                if same_states(before, save_states(before)):
                     raise
             else:
-                if same_states(before, save_states()):
+                if same_states(before, save_states(before)):
                     return batch
             self._mode = "seeded"
         try:
@@ -89,7 +89,7 @@ class SeededBatches(Dataset[Any]):
             return work(items)
         before = save_states()
         result = work(items)
-        self._drawn = not same_states(before, save_states())
+        self._drawn = not same_states(before, save_states(before))
         return result
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:

@@ -19,12 +19,12 @@ from paceline.data.batches import Kind, apply, layout_of, rows_of, samples_in, s
 from paceline.data.epoch_lengths import UNKNOWN
 from paceline.data.epoch_reader import EpochReader, lists_of
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, no_samples
+from paceline.data.random_stream import RandomStream
 from paceline.data.slicing import slice_bounds
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
 from paceline.runtime import collectives
 from paceline.runtime.objects import message_device
-from paceline.runtime.rng import RandomStream
 
 _COMPARED = 64  # samples of each rank and worker that are compared with those of others
 _NEEDED = 4  # distinct ones among them; fewer may be equal by chance

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import isnan, nan
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
-from torch.utils.data._utils.worker import _generate_state
-
-from paceline.runtime.generator_states import exchange_states, save_states
-
-T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 
@@ -43,49 +38,14 @@ def seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class RandomStream:
-    """An independent sequence for the global CPU generators. It continues where it left off when entered again."""
-
-    def __init__(self, seed: int, numpy_seed: Any = None) -> None:
-        with preserve_rng_state():
-            seed_cpu(seed)
-            if numpy_seed is not None:
-                numpy.random.seed(numpy_seed)
-            self._stream = save_states()
-
-    @classmethod
-    def of_worker(cls, seed: int) -> RandomStream:
-        """The sequence of the first worker of a DataLoader whose generator has this seed."""
-        base = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed)))
-        return cls(base, _generate_state(base, 0))
-
-    def __enter__(self) -> None:
-        self._global = exchange_states(self._stream)
-
-    def __exit__(self, *exc: object) -> None:
-        self._stream = exchange_states(self._global)
-
-    def read(self, items: Iterator[T]) -> Iterator[T]:
-        """Compute each item with the numbers of this sequence; the consumer keeps its own."""
-        while True:
-            outside = exchange_states(self._stream)
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            finally:
-                self._stream = exchange_states(outside)
-            yield item
-
-
 class preserve_rng_state:
     """Restores the state of the CPU generators at the end of the context."""
 
     def __enter__(self) -> None:
-        self._before = save_states()
+        self._before = _state()
 
     def __exit__(self, *exc: object) -> None:
-        exchange_states(self._before)
+        _set_state(self._before)
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -119,11 +79,11 @@ def set_random_state(state: Mapping[str, torch.Tensor]) -> None:
 
 def positions() -> dict[str, Any]:
     """Where the global generators are in their sequences. An entry changes when numbers are drawn."""
-    states = save_states()
+    legacy: Any = numpy.random.get_state()
     found: dict[str, Any] = {
-        "torch": states[-1].numpy().tobytes(),
-        "Python's random": states[:2],
-        "numpy.random": str(states[2:-1]),
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        "Python's random": random.getstate(),
+        "numpy.random": (legacy[1].tobytes(), *legacy[2:]),
     }
     if torch.cuda.is_initialized():
         found["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
@@ -133,3 +93,13 @@ def positions() -> dict[str, Any]:
 def drawn_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The generators that have advanced."""
     return [name for name, position in after.items() if before.get(name) != position]
+
+
+def _state() -> tuple[Any, Any, Any]:
+    return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+
+
+def _set_state(state: tuple[Any, Any, Any]) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+    torch.default_generator.set_state(state[2])

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from paceline.runtime import generator_states
-from paceline.runtime.generator_states import exchange_states, same_states, save_states
+from paceline.data import generator_states
+from paceline.data.generator_states import exchange_states, same_states, save_states
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "random": random.random,
@@ -30,6 +30,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 def kept() -> Iterator[None]:
     before = save_states()
     yield
+    generator_states._memory.bits = None  # search again
     exchange_states(before)
 
 
@@ -42,14 +43,12 @@ def official() -> str:
 def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the words are not found in memory."""
     if request.param == "official functions":
-        monkeypatch.setattr(generator_states._words, "python", None)
-        monkeypatch.setattr(generator_states._Words, "find", lambda self, bits: setattr(self, "bits", bits))
-        monkeypatch.setattr(generator_states._words, "numpy", None)
+        monkeypatch.setattr(generator_states._memory, "python", None)
+        generator_states._memory.find(numpy.random.mtrand.get_bit_generator())
 
 
-def test_the_words_of_this_interpreter_and_numpy_are_found() -> None:
-    save_states()
-    assert generator_states._words.python is not None and generator_states._words.numpy is not None
+def test_the_words_of_all_three_generators_are_found() -> None:
+    assert save_states().marks is not None
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "with a cached Gaussian number"])
@@ -59,9 +58,9 @@ def test_every_draw_is_seen_and_undone(draw: str, cached: bool) -> None:
     for _ in range(cached):
         random.gauss(0, 1), numpy.random.randn(), torch.randn(1)
     saved, before = save_states(), official()
-    assert same_states(saved, save_states())
+    assert same_states(saved, save_states()) and same_states(saved, save_states(saved))
     DRAWS[draw]()
-    drawn, after = save_states(), official()
+    drawn, after = save_states(saved), official()
     assert not same_states(saved, drawn) and after != before
     replaced = exchange_states(saved)
     assert official() == before and same_states(replaced, drawn)
