@@ -26,16 +26,13 @@ _TORCH_NORMAL = 24 + 8 * 624  # where the Gaussian number is in torch's state
 
 
 class GeneratorStates(NamedTuple):
-    """Gaussian numbers are computed in pairs, and a generator keeps the second one."""
+    """Gaussian numbers are computed in pairs, and a generator keeps the second one for the next call."""
 
-    marks: tuple[bytes, bytes, bytes] | None
-    keeps: bool  # whether NumPy or torch has such a number: returning it does not change the mark
-    python: Any  # bytes, or what the official function returns
-    python_gauss: float | None
-    bits: Any  # NumPy's bit generator
+    marks: tuple[Any, ...]  # NumPy's bit generator, Python's Gaussian number, and the marks of all generators
+    keeps: bool  # whether NumPy or torch keeps such a number: it is returned without a change of the mark
+    python: Any  # words, or what the official function returns
     numpy: Any
-    has_gauss: int
-    gauss: float
+    gauss: dict[str, Any]  # NumPy's
     torch: torch.Tensor
 
 
@@ -49,24 +46,22 @@ class _Memory:
     """Views of the words and marks."""
 
     def __init__(self) -> None:
-        self.bits, self.gauss_only = None, _GaussOnly()
+        self.bits: Any = None
         self.python: Any = None
-        self.numpy: Any = None
-        self.marks: tuple[Any, Any, Any] | None = None  # if all were found
-        self._torch = _find_torch()
+        self.gauss_only, self._torch = _GaussOnly(), _find_torch()
         *words, position = random.getstate()[1]
         if Random.__basicsize__ >= object.__basicsize__ + _BYTES:
             self.python = _view(id(_python) + object.__basicsize__, pack("i624I", position, *words))
 
     def find(self, bits: Any) -> None:
-        """Find the words of NumPy."""
-        self.bits, self.marks, state = bits, None, bits.state
+        """Find the words of NumPy. There are no marks unless the words of all generators are found."""
+        self.bits, self.marks, state = bits, list[Any](), bits.state
         if state["bit_generator"] == "MT19937" and self.python is not None and self._torch is not None:
             key, position = state["state"]["key"].tolist(), state["state"]["pos"]
             self.numpy = _view(bits.ctypes.state_address, pack("624Ii", *key, position))
             if self.numpy is not None:
-                python, ours = ctypes.addressof(self.python), ctypes.addressof(self.numpy) + _BYTES - _MARK
-                self.marks = _bytes_at(python, _MARK), _bytes_at(ours, _MARK), self._torch
+                starts = ctypes.addressof(self.python), ctypes.addressof(self.numpy) + _BYTES - _MARK
+                self.marks = [*(_bytes_at(start, _MARK) for start in starts), self._torch]
 
 
 def _find_torch() -> Any:
@@ -89,60 +84,43 @@ def _view(address: int, expected: bytes) -> Any:
 _memory = _Memory()
 
 
+def _gauss_only(function: Any, *args: Any, **options: Any) -> Any:
+    bits, _numpy._bit_generator = _numpy._bit_generator, _memory.gauss_only
+    try:
+        return function(*args, **options)
+    finally:
+        _numpy._bit_generator = bits
+
+
 def save_states(known: GeneratorStates | None = None) -> GeneratorStates:
     """The present states: `known` itself if nothing was drawn since it was present."""
     memory, bits = _memory, _numpy._bit_generator
     if bits is not memory.bits:
         memory.find(bits)
-    if memory.marks is None:
-        return _by_official_functions(bits)
+    if not memory.marks:
+        return GeneratorStates((bits,), True, random.getstate(), _numpy.get_state(legacy=False), {}, _torch.get_state())
     python, ours, theirs = memory.marks
-    marks = python.raw, ours.raw, theirs.raw
-    if (
-        known is not None
-        and marks == known.marks
-        and not known.keeps
-        and bits is known.bits
-        and _python.gauss_next == known.python_gauss
-    ):
+    marks = bits, _python.gauss_next, python.raw, ours.raw, theirs.raw
+    if known is not None and marks == known.marks and not known.keeps:
         return known
-    _numpy._bit_generator = memory.gauss_only
-    try:
-        cached = _numpy.get_state(legacy=False)
-    finally:
-        _numpy._bit_generator = bits
-    has_gauss, gauss, state = cached["has_gauss"], cached["gauss"], _torch.get_state()
-    keeps = bool(has_gauss) or bool(state.numpy()[_TORCH_NORMAL:].any())
-    python, ours = memory.python.raw, memory.numpy.raw
-    return GeneratorStates(marks, keeps, python, _python.gauss_next, bits, ours, has_gauss, gauss, state)
-
-
-def _by_official_functions(bits: Any) -> GeneratorStates:
-    python, ours = random.getstate(), _numpy.get_state(legacy=False)
-    gauss = ours["has_gauss"], ours["gauss"]
-    return GeneratorStates(None, True, python, python[2], bits, ours, *gauss, _torch.get_state())
+    gauss, state = {**_gauss_only(_numpy.get_state, legacy=False)}, _torch.get_state()
+    keeps = bool(gauss["has_gauss"] or state.numpy()[_TORCH_NORMAL:].any())
+    return GeneratorStates(marks, keeps, memory.python.raw, memory.numpy.raw, gauss, state)
 
 
 def exchange_states(states: GeneratorStates, known: GeneratorStates | None = None) -> GeneratorStates:
     """Restore `states`, and return those that they replace: `known` itself if nothing was drawn since."""
-    replaced = save_states(known)
-    if replaced is states:
-        return replaced
-    if states.bits is not replaced.bits:
-        numpy.random.mtrand.set_bit_generator(states.bits)
-        _memory.find(states.bits)
-    if states.marks is None:
+    replaced, memory, marks = save_states(known), _memory, states.marks
+    if marks[0] is not replaced.marks[0]:
+        numpy.random.mtrand.set_bit_generator(marks[0])
+        memory.find(marks[0])
+    if len(marks) == 1:
         random.setstate(states.python)
         _numpy.set_state(states.numpy)
     else:
-        _memory.python.raw, _python.gauss_next, _memory.numpy.raw = states.python, states.python_gauss, states.numpy
-        if states.has_gauss or replaced.has_gauss:
-            _numpy._bit_generator = _memory.gauss_only
-            try:
-                gauss = {"has_gauss": states.has_gauss, "gauss": states.gauss}
-                _numpy.set_state({"bit_generator": "", "state": None, **gauss})
-            finally:
-                _numpy._bit_generator = states.bits
+        memory.python.raw, _python.gauss_next, memory.numpy.raw = states.python, marks[1], states.numpy
+        if states.keeps or replaced.keeps:
+            _gauss_only(_numpy.set_state, states.gauss)
     _torch.set_state(states.torch)
     return replaced
 
@@ -151,8 +129,5 @@ def same_states(some: GeneratorStates, others: GeneratorStates) -> bool:
     """Whether no generator has moved in between."""
     if some is others:
         return True
-    if some.torch.numpy().tobytes() != others.torch.numpy().tobytes():
-        return False
-    if some.marks is None:
-        return str(some[:-1]) == str(others[:-1])
-    return some[:-1] == others[:-1]
+    same_torch = some.torch.numpy().tobytes() == others.torch.numpy().tobytes()
+    return same_torch and str(some[:-1]) == str(others[:-1])

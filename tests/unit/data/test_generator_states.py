@@ -48,7 +48,7 @@ def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_words_of_all_three_generators_are_found() -> None:
-    assert save_states().marks is not None
+    assert len(save_states().marks) > 1
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "with a cached Gaussian number"])
