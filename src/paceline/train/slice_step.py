@@ -22,6 +22,7 @@ from paceline.parallel.slice_exchange import Gradients, SliceExchange, add_gradi
 from paceline.plan.slice_tree import SliceSum
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.objects import message_device
+from paceline.train.backward import run_backward
 from paceline.train.step import Stepper, zero_without_weight
 
 _FROZEN, _UNUSED, _USED = range(3)  # a parameter in the slices of a rank
@@ -80,7 +81,7 @@ class SliceStepper(Stepper):
             self.losses.append((loss, weight))
         if self._module.metrics is not None:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
-        value.backward(seed)
+        run_backward(value, seed)
         return loss
 
     def _add_up(self, device: torch.device) -> None:

@@ -32,6 +32,7 @@ from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.whereabouts import progress
+from paceline.train.backward import run_backward
 
 
 class Stepper:
@@ -53,7 +54,7 @@ class Stepper:
         self._scaler = scaler if scaler.is_enabled() else None
         self.watch = watch  # checks `losses` after the last backward of a step
         self._always_weighs = mesh.data_ranks > 1 or wrapped.slices
-        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self.nominal: float | None = None  # None: the number of samples
         self.per_sample = 1.0  # a power of two near the weight of a sample, for means
         self.before_micro: Callable[[bool], None] | None = None  # called with whether it is the first one of a step
@@ -116,9 +117,7 @@ class Stepper:
             self.data_weighted |= not micro.exact
             self.losses.append((loss, micro.samples))
             factor = self._ranks * micro.samples / micro.step_samples  # the reduction averages over data ranks
-            # torch would fill a new one with a kernel at every step.
-            kept = factor != 1.0 or self._scaler is not None or value.is_cuda
-            seed = self._seed(factor, value) if kept else None
+            seed = self._seed(factor, value)
         else:
             self.data_weighted, self.means = True, False
             weight = weight.weight if isinstance(weight, Divisor) else weight
@@ -139,7 +138,7 @@ class Stepper:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
         if self.data_weighted and micro.last:
             self._start_weight_reduction(micro, value.device)
-        value.backward(seed)
+        run_backward(value, seed)
         return loss
 
     def note_kind(self, *, sums: bool) -> None:
@@ -148,15 +147,15 @@ class Stepper:
             raise changed_kind(sums=sums)
         self._sums = sums
 
-    def _share(self, micro: MicroBatch, weight: Tensor | float, mean: Tensor) -> Tensor | None:
+    def _share(self, micro: MicroBatch, weight: Tensor | float, mean: Tensor) -> Tensor:
         """The gradient that the backward of a mean starts from: its weight, relative to the nominal one."""
         if self._ranks == 1 and self._mean_weight is None:
             self._mean_weight = _positive(weight)
-            return None if self._scaler is None else self._seed(1.0, mean)
+            return self._seed(1.0, mean)
         if self._ranks > 1:
             self._mean_weight = micro.step_samples * self.per_sample
-        if self._scaler is None and not isinstance(weight, Tensor) and weight * self._ranks == self._mean_weight:
-            return None
+        if not isinstance(weight, Tensor) and weight * self._ranks == self._mean_weight:
+            return self._seed(1.0, mean)
         return self._relative_seed(weight, mean)
 
     def _relative_seed(self, weight: Tensor | float, mean: Tensor) -> Tensor:
@@ -169,9 +168,9 @@ class Stepper:
 
     def _seed(self, factor: float, value: Tensor) -> Tensor:
         """The gradient that the backward starts from: a cached constant, times the current fp16 loss scale."""
-        seed = self._seeds.get((factor, value.dtype))
-        if seed is None:
-            seed = self._seeds[factor, value.dtype] = torch.full_like(value.detach(), factor)
+        seed = self._seeds.get(kind := (factor, value.dtype, value.shape))
+        if seed is None or seed._version:  # a hook on the loss may have changed it in place
+            seed = self._seeds[kind] = torch.full_like(value.detach(), factor)
         return seed if self._scaler is None else self._scaler.scale(seed)
 
     def _start_weight_reduction(self, micro: MicroBatch, device: torch.device) -> None:

@@ -28,7 +28,7 @@ def calls_of(work: Any, file: str = "") -> int:
     return count
 
 
-def test_a_step_makes_at_most_25_python_calls_more_than_a_hand_written_loop() -> None:
+def test_a_step_makes_no_more_python_calls_than_a_hand_written_loop() -> None:
     """By difference of a longer and a shorter run, so that starting up does not count."""
     data = [tiny.blobs(16)[:]] * 50
     criterion = nn.CrossEntropyLoss()
@@ -53,7 +53,7 @@ def test_a_step_makes_at_most_25_python_calls_more_than_a_hand_written_loop() ->
         loop(10)
         return (calls_of(lambda: loop(150)) - calls_of(lambda: loop(50))) / 100
 
-    assert a_step(by_trainer) <= a_step(by_hand) + 25
+    assert a_step(by_trainer) <= a_step(by_hand)
 
 
 @pytest.mark.parametrize(("accumulate", "calls"), [(1, 1), (4, 4)])
