@@ -95,6 +95,8 @@ bench-gpu: $(READY)
 	@$(BIN)/python benchmarks/gpu_step.py
 	@$(BIN)/python benchmarks/graph_cost.py
 	@$(BIN)/python benchmarks/gpu_throughput.py
+	@$(BIN)/python benchmarks/resnet_throughput.py
+	@$(BIN)/python benchmarks/compile_start.py --device cuda
 	@$(BIN)/python benchmarks/save_stalls.py --gpu --saves 100
 
 bench-compare: $(READY)

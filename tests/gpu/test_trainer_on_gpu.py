@@ -75,6 +75,22 @@ def test_nothing_waits_for_the_gpu_between_log_points(name: str, settings: dict[
     assert guard.guarded == 28 and history.losses[-1] < history.losses[0]
 
 
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "accumulate": 2, "clip_norm": 1.0, "ema": 0.9}])
+def test_channels_last_neither_waits_nor_changes_the_losses(settings: dict[str, Any]) -> None:
+    def train(channels_last: bool) -> tuple[Any, list[float]]:
+        guard = NoWaiting(log_every=8)
+        recipe = tiny.recipe("resnet", batch=12, log_every=8, device="cuda", channels_last=channels_last, **settings)
+        trainer = paceline.Trainer.from_config(paceline.Config.from_dict(recipe), callbacks=[guard])
+        history = trainer.train(tiny.tiny_images(length=96)[0], max_steps=16)
+        assert guard.guarded == 14
+        return trainer, history.losses
+
+    trainer, losses = train(True)
+    weights = [parameter for parameter in trainer.model.parameters() if parameter.dim() == 4]
+    assert weights and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    assert losses[:1] == pytest.approx(train(False)[1][:1], rel=1e-4 if not settings else 2e-2)
+
+
 def test_the_guard_bites() -> None:
     guard = NoWaiting(log_every=8)
     trainer = tiny.classifier_trainer(device="cuda", callbacks=[guard, lambda record: record.loss.item()], log_every=8)
