@@ -17,9 +17,11 @@ Change = Callable[[Tensor], Tensor]
 
 
 def as_channels_last(tensor: Tensor) -> Tensor:
-    """The tensor itself if its format is right already."""
+    """The tensor itself if its format is right already, and if it is sparse or nested."""
     memory_format = _FORMATS.get(tensor.dim())
-    return tensor if memory_format is None else tensor.contiguous(memory_format=memory_format)
+    if memory_format is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    return tensor.contiguous(memory_format=memory_format)
 
 
 def input_change(cast: Change | None, *, channels_last: bool) -> Change | None:
