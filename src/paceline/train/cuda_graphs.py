@@ -1,4 +1,4 @@
-"""CUDA graphs: capture a function, and explain why one cannot be captured.
+"""CUDA graphs: capture a function, and replay it.
 
 A capture records the kernels that a function launches, without running them. A replay launches all of them at once, on
 the same memory. A function that reads a value of the GPU in Python, or waits for it, can't be captured.
@@ -6,21 +6,16 @@ the same memory. A function that reads a value of the GPU in Python, or waits fo
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import TrainError
-from paceline.run.user_frame import find_user_frame
 
 Result = TypeVar("Result")
-_SIGNS = ("synchronizing CUDA operation", "captur")  # in torch's errors, and in CUDA's
 
 
 class CudaGraphs:
@@ -76,47 +71,3 @@ class CudaGraphs:
             raise failed[0]
         self._pool = graph.pool()
         return graph.replay, results[0]
-
-
-def raise_if_waiting(error: RuntimeError, model: nn.Module, again: Callable[[], Any]) -> None:
-    """Raise TrainError if this error says that a step can't be captured. `again` repeats it, to find the operation."""
-    message = str(error).partition("\n")[0]
-    if isinstance(error, torch.OutOfMemoryError) or not any(sign in str(error) for sign in _SIGNS):
-        return
-    frame = find_user_frame(error)
-    where = f"{_failing_operation(again) or 'an operation'} in {_module_of(error, model)}"
-    raise TrainError(
-        "graph-capture",
-        f"The step can't be captured as a CUDA graph: {where}{f', {frame}' if frame else ''} ({message}).",
-        why="a graph replays kernels without Python: nothing in a step may read a value of the GPU (.item(), .cpu(), "
-        "if tensor, nonzero, boolean indexing) or copy one from the CPU (torch.tensor(…, device=…))",
-        fix="keep the value on the GPU (torch.where, a mask), make constants buffers in __init__, or remove graph",
-    ) from error
-
-
-def _module_of(error: BaseException, model: nn.Module) -> str:
-    """The innermost module that was running."""
-    names = {id(module): name for name, module in model.named_modules()}
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = [owner for owner in running if id(owner) in names]
-    if not found:
-        return "the loss, the backward or the optimizer"
-    return f"{names[id(found[-1])] or 'the model'} ({type(found[-1]).__name__})"
-
-
-def _failing_operation(again: Callable[[], Any]) -> str | None:
-    last = _LastOperation()
-    try:
-        with last:
-            again()
-    except Exception:
-        return last.name
-    return None
-
-
-class _LastOperation(TorchDispatchMode):
-    name: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.name = str(func)
-        return func(*args, **(kwargs or {}))

@@ -15,14 +15,15 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
+from paceline.guard.graph_capture import constants_of, raise_if_waiting
 from paceline.guard.nonfinite import is_fused
 from paceline.log import Log
 from paceline.models.loss_module import LossModule
@@ -39,17 +40,8 @@ _RATES = 8  # captures for another learning rate before it is read from the devi
 _EAGER = 50  # eager steps before a warning, if they are the majority
 
 
-class _Results(NamedTuple):
-    """What the recorder keeps of a step. Tensors are replaced by their position in the values of a graph."""
-
-    losses: list[tuple[Any, Any]]
-    metrics: list[tuple[Mapping[str, Any], Any]]
-    norm: Any
-    skipped: Any
-
-
 class _Position(int):
-    pass
+    """Of a result in the values of a graph."""
 
 
 @dataclass
@@ -62,7 +54,10 @@ class _Captured:
     noise: list[Draw]
     rates: list[float]  # that were captured as constants
     values: Tensor
-    results: _Results
+    losses: list[tuple[Any, Any]]  # positions, and numbers that do not change
+    metrics: list[tuple[Mapping[str, Any], Any]]
+    norm: _Position | None
+    skipped: Any
     means: bool
     data_weighted: bool
 
@@ -147,19 +142,9 @@ class GraphedStep:
         """User code may have changed the optimizer, frozen parameters, or replaced tensors that a graph reads."""
         self.user_code_ran = False
         self._groups = self._updater.optimizer.param_groups
-        if self._captured and self._read_stamp() != self._stamp:
+        if self._captured and constants_of(self._module.model, self._updater.optimizer) != self._stamp:
             self._release()
             self._noise, self._seen = {}, Counter()  # an optimizer creates its state in a step that is not captured
-
-    def _read_stamp(self) -> Any:
-        """What graphs have as constants."""
-        optimizer = self._updater.optimizer
-        settings = [_settings_of(group) for group in self._groups]
-        parameters = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._module.parameters()]
-        state = [each.data_ptr() for held in optimizer.state.values() for each in tensors_in(held)]
-        buffers = [buffer.data_ptr() for buffer in self._module.buffers()]
-        numbers = [_numbers_of(module) for module in self._module.model.modules()]  # the rate of a dropout, …
-        return settings, parameters, state, buffers, numbers
 
     def _send(self, step: int) -> None:
         """Copy the numbers of a step to the device, if they changed."""
@@ -180,12 +165,12 @@ class GraphedStep:
             self._count_eager()
         strict = self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS
         noise = self._noise.setdefault(shape, {}) if strict else None
-        with self._graphs.warm_up(strict=strict), self._host_work_done(noise, capturing=False):
+        with self._graphs.warm_up(strict=strict), self._host_work_done(noise):
             try:
                 return self._step(micros)
             except RuntimeError as error:
                 if strict:
-                    cuda_graphs.raise_if_waiting(error, self._module.model, partial(self._add_all, micros))
+                    raise_if_waiting(error, self._module.model, partial(self._add_all, micros))
                 raise
 
     def _count_eager(self) -> None:
@@ -201,44 +186,43 @@ class GraphedStep:
     def _capture(self, shape: Hashable, micros: list[MicroBatch]) -> _Captured:
         fixed = [replace(micro, batch=apply(micro.batch, torch.clone)) for micro in micros]
         keys = self._draw.keys
-        rows = None if keys is None or not keys.used else torch.cat([keys.on_host(each) for each in micros])
-        rows = None if rows is None else rows.to(self._device)
+        rows: Tensor | None = None
+        if keys is not None and keys.used:
+            rows = keys.of_step(micros[-1].step, sum(micro.samples for micro in micros)).to(self._device)
         noise = self._noise[shape]
 
-        def run() -> tuple[_Results, Tensor]:
-            norm, stepper, found = self._step(fixed, rows), self._stepper, []
+        def run() -> tuple[tuple[Any, Any, Any, Any], Tensor]:
+            norm, stepper, found = self._step(fixed), self._stepper, []
 
             def position(value: Tensor) -> Any:
                 found.append(value.detach().reshape(()))
                 return _Position(len(found) - 1)
 
-            results = _Results(*apply((stepper.losses, stepper.metrics, norm, self._updater.skipped), position))
+            results = apply((stepper.losses, stepper.metrics, norm, self._updater.skipped), position)
             if len({value.dtype for value in found}) > 1:
                 found = [value.to(torch.float64) for value in found]
             return results, torch.stack(found) if len(found) > 1 else found[0]
 
         self._send(micros[-1].step)
-        with self._host_work_done(noise, capturing=True):
+        with self._host_work_done(noise, rows, capturing=True):
             try:
                 replay, (results, values) = self._graphs.capture(run)
             except RuntimeError as error:
                 again = partial(self._graphs.capture, partial(self._add_all, fixed))
-                cuda_graphs.raise_if_waiting(error, self._module.model, again)
+                raise_if_waiting(error, self._module.model, again)
                 raise
-        weighting = self._stepper.means, self._stepper.data_weighted
+        kind = self._stepper.means, self._stepper.data_weighted
         self._stepper.reset()
-        self._stamp = self._read_stamp()
+        self._stamp = constants_of(self._module.model, self._updater.optimizer)
         inputs = [tensor for micro in fixed for tensor in tensors_in(micro.batch)]
-        return _Captured(
-            replay, inputs, rows, list(noise.values()), self._constant_rates(), values, results, *weighting
-        )
+        read = inputs, rows, list(noise.values()), self._constant_rates()
+        return _Captured(replay, *read, values, *results, *kind)
 
     def _replay(self, captured: _Captured, micros: list[MicroBatch], inputs: list[Tensor]) -> Tensor | None:
         torch._foreach_copy_(captured.inputs, inputs)
         if captured.keys is not None:
             assert self._draw.keys is not None
-            hashes = [self._draw.keys.on_host(micro) for micro in micros]
-            captured.keys.copy_(hashes[0] if len(hashes) == 1 else torch.cat(hashes), non_blocking=True)
+            captured.keys.copy_(self._draw.keys.of_step(micros[-1].step, len(captured.keys)), non_blocking=True)
         for draw in captured.noise:
             draw.fill(self._draw.seed_of(micros[-1].step, draw.number))
         progress.micros += len(micros)
@@ -247,21 +231,18 @@ class GraphedStep:
         self._updater.is_changing = False
         copied = captured.values.clone()  # the next replay overwrites them
         values = copied.unbind() if copied.dim() else (copied,)
-        stepper, (losses, metrics, norm, skipped) = self._stepper, captured.results
-        stepper.losses = [(values[loss], _value(values, weight)) for loss, weight in losses]
-        if metrics:
-            stepper.metrics = [
-                ({name: _value(values, value) for name, value in named.items()}, _value(values, weight))
-                for named, weight in metrics
-            ]
+        stepper, self._updater.skipped = self._stepper, _value(values, captured.skipped)
+        stepper.losses = [(values[loss], _value(values, weight)) for loss, weight in captured.losses]
         stepper.means, stepper.data_weighted = captured.means, captured.data_weighted
-        self._updater.skipped = _value(values, skipped)
-        return None if norm is None else values[norm]
+        for named, weight in captured.metrics:
+            own = {name: _value(values, value) for name, value in named.items()}
+            stepper.metrics.append((own, _value(values, weight)))
+        return None if captured.norm is None else values[captured.norm]
 
-    def _step(self, micros: Sequence[MicroBatch], rows: Tensor | None = None) -> Tensor | None:
+    def _step(self, micros: Sequence[MicroBatch]) -> Tensor | None:
         """What is captured, or runs eagerly."""
         stepper = self._stepper
-        self._add_all(micros, rows)
+        self._add_all(micros)
         if stepper.watch is not None:
             stepper.watch.check_losses(stepper.losses)
         with ExitStack() as kept:
@@ -271,24 +252,21 @@ class GraphedStep:
                     _set(kept, group, lr=rate)
             return self._updater.apply(micros[-1].step, stepper.factor() if stepper.data_weighted else None)
 
-    def _add_all(self, micros: Sequence[MicroBatch], rows: Tensor | None = None) -> None:
-        keys, first = self._draw.keys, 0
-        try:
-            for micro in micros:
-                if keys is not None and rows is not None:
-                    keys.given, first = rows[first : first + (micro.samples or 1)], first + (micro.samples or 1)
-                self._stepper.add(micro)
-        finally:
-            if keys is not None:
-                keys.given = None
+    def _add_all(self, micros: Sequence[MicroBatch]) -> None:
+        for micro in micros:
+            self._stepper.add(micro)
 
     @contextmanager
-    def _host_work_done(self, noise: dict[tuple[int, int], Draw] | None, *, capturing: bool) -> Iterator[None]:
+    def _host_work_done(
+        self, noise: dict[tuple[int, int], Draw] | None, rows: Tensor | None = None, *, capturing: bool = False
+    ) -> Iterator[None]:
         """`take` does what `Updater.apply` would do on the host; the average reads its weight from the device."""
         updater, average, proportions = self._updater, self._updater.average, self._module.proportions
         with ExitStack() as kept:
             kept.callback(setattr, self._draw, "captured", None)
             self._draw.captured = noise
+            if rows is not None:
+                _set(kept, vars(self._draw.keys), given=rows)
             _set(kept, vars(updater), learning_rate=None, scheduler=None, before_change=None)
             if average is not None and average.warmup and self._scalars is not None:
                 _set(kept, vars(average), device_weight=self._scalars[0])
@@ -310,16 +288,6 @@ def _set(kept: ExitStack, owner: dict[str, Any], **values: Any) -> None:
     """Set values until `kept` ends."""
     kept.callback(owner.update, {name: owner[name] for name in values})
     owner.update(values)
-
-
-def _settings_of(group: Mapping[str, Any]) -> list[Any]:
-    held = [id(parameter) for parameter in group["params"]]
-    others = {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
-    return [held, {name: id(value) if isinstance(value, Tensor) else value for name, value in others.items()}]
-
-
-def _numbers_of(module: nn.Module) -> list[Any]:
-    return [value for value in vars(module).values() if isinstance(value, (int, float, str))]
 
 
 def _shape_of(micros: Sequence[MicroBatch], inputs: list[Tensor]) -> Hashable:

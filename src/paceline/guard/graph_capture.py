@@ -1,0 +1,78 @@
+"""Captured steps: what is constant in a CUDA graph, and which operation of which module can't be captured."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.data.batches import tensors_in
+from paceline.errors import TrainError
+from paceline.run.user_frame import find_user_frame
+
+_SIGNS = ("synchronizing CUDA operation", "captur")  # in torch's errors, and in CUDA's
+
+
+def constants_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """What a graph has as constants: settings, addresses, frozen parameters, and numbers such as the rate of a dropout.
+    Learning rates are compared in every step."""
+    changing = ("params", "param_names", "lr", "initial_lr")
+    settings = [
+        (name, id(value) if isinstance(value, Tensor) else value)
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name not in changing
+    ]
+    groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    parameters = [(parameter.data_ptr(), parameter.requires_grad) for parameter in model.parameters()]
+    kept = [*(tensor for held in optimizer.state.values() for tensor in tensors_in(held)), *model.buffers()]
+    plain = [value for each in model.modules() for value in vars(each).values() if isinstance(value, (int, float, str))]
+    return settings, groups, parameters, [tensor.data_ptr() for tensor in kept], plain
+
+
+def raise_if_waiting(error: RuntimeError, model: nn.Module, again: Callable[[], Any]) -> None:
+    """Raise TrainError if this error says that a step can't be captured. `again` repeats it, to find the operation."""
+    message = str(error).partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError) or not any(sign in str(error) for sign in _SIGNS):
+        return
+    frame = find_user_frame(error)
+    where = f"{_failing_operation(again) or 'an operation'} in {_module_of(error, model)}"
+    raise TrainError(
+        "graph-capture",
+        f"The step can't be captured as a CUDA graph: {where}{f', {frame}' if frame else ''} ({message}).",
+        why="a graph replays kernels without Python: nothing in a step may read a value of the GPU (.item(), .cpu(), "
+        "if tensor, nonzero, boolean indexing) or copy one from the CPU (torch.tensor(…, device=…))",
+        fix="keep the value on the GPU (torch.where, a mask), make constants buffers in __init__, or remove graph",
+    ) from error
+
+
+def _module_of(error: BaseException, model: nn.Module) -> str:
+    """The innermost module that was running."""
+    names = {id(module): name for name, module in model.named_modules()}
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [owner for owner in running if id(owner) in names]
+    if not found:
+        return "the loss, the backward or the optimizer"
+    return f"{names[id(found[-1])] or 'the model'} ({type(found[-1]).__name__})"
+
+
+def _failing_operation(again: Callable[[], Any]) -> str | None:
+    last = _LastOperation()
+    try:
+        with last:
+            again()
+    except Exception:
+        return last.name
+    return None
+
+
+class _LastOperation(TorchDispatchMode):
+    name: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
