@@ -52,8 +52,9 @@ PHASES = {
 class Stalls:
     """Times every step, and the phases of saves on the training thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, saves: int, seconds: float) -> None:
         self._device, self._thread = device, threading.get_ident()
+        self._saves, self._until = saves, time.perf_counter() + seconds
         self.step = 0
         self.phases: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.ends: list[Any] = []
@@ -87,6 +88,8 @@ class Stalls:
 
     def on_step(self, record: Any) -> None:
         self.step = record.step
+        if len(self.saved) >= self._saves or time.perf_counter() > self._until:
+            self.trainer.stop()
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -153,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="samples per step, which determines the step time")
     parser.add_argument("--saves", type=int, default=20)
     parser.add_argument("--every", type=int, help="steps between saves")
+    parser.add_argument("--seconds", type=float, default=600, help="stop after so many")
     parser.add_argument("--limit", type=float, default=10.0, help="milliseconds; longer stalls are explained")
     parser.add_argument("--folder", help="folder on the disk to write to; default: a temporary folder")
     options = parser.parse_args()
@@ -161,7 +165,7 @@ def main() -> None:
     given = (options.megabytes, options.width, options.rows, options.every)
     megabytes, width, rows, every = (value or default for value, default in zip(given, defaults, strict=True))
     torch.manual_seed(0)
-    stalls = Stalls(device)
+    stalls = Stalls(device, options.saves, options.seconds)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         trainer = paceline.Trainer(
             model_of(megabytes, width), {"name": "adamw", "lr": 1e-4}, criterion=nn.MSELoss(), batch=rows, quiet=True,
@@ -170,7 +174,7 @@ def main() -> None:
         )  # fmt: skip
         stalls.trainer = trainer
         batch = torch.randn(rows, width, device=device)
-        trainer.train(Batches(batch), max_steps=every * (options.saves + 1) - 1)
+        trainer.train(Batches(batch), max_steps=3 * every * options.saves)
         print(f"{megabytes} MB of state on {device}, every {every} steps, torch {torch.__version__}")
         report(stalls, every, options.limit / 1e3)
 

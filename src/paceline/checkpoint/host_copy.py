@@ -64,13 +64,15 @@ class HostCopy:
 
     @property
     def is_ready(self) -> bool:
-        return self._prepared is None or self._prepared.done()
+        return not self._gpus or self._prepared is None or self._prepared.done()
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
         """Copy each item from its tensor. Indices in `volatile` are copied before this returns."""
         if self._gpus:
             self.prepare()
+        else:
+            self._memory.stop()  # the copies allocate the other pages
         if self._prepared is not None:
             self._prepared.result()
         devices = [tensor.device for tensor in tensors]

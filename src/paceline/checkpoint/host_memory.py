@@ -16,7 +16,8 @@ import weakref
 import torch
 from torch import Tensor
 
-PIECE = 64 << 20  # bytes that are page-locked at a time, in about 2 ms
+PIECE = 512 << 20  # bytes that are page-locked at a time, in 11 ms; each waits for the driver's lock
+_BLOCK = 16 << 20
 _PORTABLE = 1  # a flag of cudaHostRegister: for every GPU of this process
 
 
@@ -35,9 +36,10 @@ class HostMemory:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # of this thread, which would use the first GPU otherwise
         for piece in self.bytes.split(PIECE):
-            if self._is_stopped:
-                return
-            piece.numpy().fill(0)  # on one thread, and without the GIL
+            for block in piece.split(_BLOCK):
+                if self._is_stopped:
+                    return
+                block.numpy().fill(0)  # on one thread, and without the GIL
             if self._gpu is not None and _lock(piece):
                 self._locked.append(piece.data_ptr())
 

@@ -49,8 +49,8 @@ class RankPoll:
         observed = (encode(self._signals.request), due, not saver.is_idle, step_seconds)
         saving = (not saver.can_plan, saver.would_wait(step))
         request, timed, writing, seconds, early, busy = self._reduce([float(value) for value in observed + saving])
-        longest = _GROWTH * (step - self._last_step)
-        self.next = step + max(1, min(int(_INTERVAL / max(seconds, 1e-6)), longest))
+        interval = _INTERVAL / 4 if self._owed else _INTERVAL
+        self.next = step + max(1, min(int(interval / max(seconds, 1e-6)), _GROWTH * (step - self._last_step)))
         if self._last_step > self._run.began_at and not early:  # after the first step, which is not a usual one
             saver.prepare()
         self._last_step, self._last_time = step, now
@@ -89,7 +89,11 @@ class RankPoll:
             self._saver.save(step)
             return
         self._owed = True
-        if self._saver.is_pending and not self._warned:  # otherwise its memory is still being allocated
+        if not self._saver.is_pending:
+            self._engine.log.info(
+                f"step {step} is saved a few steps later: its host memory is still being allocated"
+            )
+        elif not self._warned:
             self._warned = True
             self._engine.log.warning(
                 f"step {step} is not saved, but a later one: the previous checkpoint is still being written, and "
