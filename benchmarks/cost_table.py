@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from overhead import ADAMW_LOOPS, interleaved, microseconds_a_step, tiny_batches, tiny_model
@@ -30,6 +34,8 @@ Times = tuple[Sequence[float], Sequence[float]]  # µs per step by round: of the
 class Options:
     rounds: int
     steps: int
+    seconds: float  # no round of a row begins later
+    saves: int
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,8 @@ class Bound:
 @dataclass(frozen=True)
 class Row:
     path: str
-    bound: Bound
-    measure: Callable[[Options], Times]
+    bound: Bound | str
+    measure: Callable[[Options], Any]  # Times for a `Bound`, or a Result
     on_gpu: bool = False
 
 
@@ -80,7 +86,7 @@ def data_path(kind: str, options: Options) -> Times:
     import data_paths
 
     raw, ours = data_paths.rows(options.steps)[kind]
-    times = interleaved({"raw": raw, "ours": ours}, options.rounds)
+    times = interleaved({"raw": raw, "ours": ours}, options.rounds, options.seconds)
     return times["raw"], times["ours"]
 
 
@@ -95,7 +101,8 @@ def weighted_ddp(options: Options) -> Times:
 
 def adamw(options: Options) -> Times:
     measure = partial(microseconds_a_step, make_model=tiny_model, different=tiny_batches(), steps=options.steps)
-    times = interleaved({name: partial(measure, loop) for (name, _), loop in ADAMW_LOOPS.items()}, options.rounds)
+    loops = {name: partial(measure, loop) for (name, _), loop in ADAMW_LOOPS.items()}
+    times = interleaved(loops, options.rounds, options.seconds)
     return times["raw"], times["paceline"]
 
 
@@ -103,8 +110,8 @@ def gpu_step(place: str, options: Options) -> Times:
     import gpu_step
 
     case = gpu_step.Case(place, "adamw, fused", torch.device("cuda"))
-    times = gpu_step.measure([case], options.rounds, options.steps)[case]
-    return times["raw"], times["paceline"]
+    rounds = gpu_step.measure([case], options.rounds, options.steps, options.seconds)[case]
+    return [each.typical for each in rounds["raw"]], [each.typical for each in rounds["paceline"]]
 
 
 def graphed_step(place: str, options: Options) -> Times:
@@ -114,6 +121,29 @@ def graphed_step(place: str, options: Options) -> Times:
     return times["raw"], times["Trainer, graph"]
 
 
+def checkpoint_stall(options: Options) -> Result:
+    """In a process of its own: its clocks replace methods."""
+    program = [sys.executable, str(Path(__file__).with_name("save_stalls.py")), "--gpu", "--saves", str(options.saves)]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True)
+    found = re.search(r"stall: median (.+?) ms, 99th percentile (.+?) ms", done.stdout)
+    assert found, done.stdout
+    figure = f"{found[2]} ms at the 99th percentile, median {found[1]} ms"
+    return Result("", f"{options.saves} saves", figure, float(found[2]) <= STALL)
+
+
+def resnet(options: Options) -> Result:
+    import resnet_throughput as benchmark
+
+    given = argparse.Namespace(batch=512, size=224, device="cuda", source="gpu")
+    kinds = {"raw": benchmark.ByHand, "paceline": benchmark.ByTrainer}
+    data, images = benchmark.batches(given), given.batch * (benchmark.STEPS - benchmark.WARM_UP)
+    loops = {name: kind(benchmark.resnet50(), given, compiled=True) for name, kind in kinds.items()}
+    rounds = interleaved({name: partial(loop.round, data) for name, loop in loops.items()}, 3)
+    raw, ours = (images / statistics.median(seconds) for seconds in rounds.values())
+    return Result(f"{raw:,.0f} images/s", f"{ours:,.0f} images/s", f"{ours / raw:.2f} × the speed", ours >= IMAGES)
+
+
+STALL, IMAGES = 10.0, 7000
 SAME_TIME, TENTH = Bound(1.03, "time"), Bound(0.1, "time")
 ROWS = (
     Row("tiny model, list of batches", Bound(10, "difference"), partial(data_path, "list of batches")),
@@ -128,6 +158,8 @@ ROWS = (
     Row("GPU, graph: true, pageable batches", TENTH, partial(graphed_step, "pageable"), on_gpu=True),
     Row("GPU, graph: true, pinned batches", TENTH, partial(graphed_step, "pinned"), on_gpu=True),
     Row("GPU, graph: true, batches on the GPU", TENTH, partial(graphed_step, "gpu"), on_gpu=True),
+    Row("GPU, scheduled checkpoint of 3 GB", f"≤ {STALL:g} ms", checkpoint_stall, on_gpu=True),
+    Row("GPU, ResNet-50, channels last, bf16, compiled", f"≥ {IMAGES:,} images/s", resnet, on_gpu=True),
 )
 
 
@@ -136,7 +168,8 @@ def print_row(row: Row, options: Options) -> None:
         print(f"| {row.path} | | | not measured: there is no GPU | {row.bound} | |", flush=True)
         return
     try:
-        result = row.bound.judge(*row.measure(options))
+        found = row.measure(options)
+        result = row.bound.judge(*found) if isinstance(row.bound, Bound) else found
     except Exception as error:  # the other rows are still wanted
         traceback.print_exc()
         print(f"| {row.path} | | | failed: {type(error).__name__} | {row.bound} | no |", flush=True)
@@ -149,6 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=300, help="steps per round")
+    parser.add_argument("--seconds", type=float, default=30.0, help="no round of a row begins later")
+    parser.add_argument("--saves", type=int, default=100, help="of the row about checkpoints")
     parser.add_argument("--only", default="", help="rows whose name contains one of these, separated by commas")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -159,7 +194,7 @@ def main() -> None:
     print(f"| path | raw | paceline | over raw | wanted | met |\n{'|---' * 6}|", flush=True)
     for row in ROWS:
         if any(part in row.path for part in given.only.split(",")):
-            print_row(row, Options(given.rounds, given.steps))
+            print_row(row, Options(given.rounds, given.steps, given.seconds, given.saves))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@
 
 Batches are in pageable memory, in pinned memory or on the GPU already. Both loops use the same optimizer and end with
 the same weights; in `adamw, built` the Trainer builds its own from {"name": "adamw"}, and raw has torch's defaults. All
-cases are interleaved in one process, and the clock synchronizes with the GPU at both ends of a round. A second table
-counts, per step, the kernels and copies on the GPU (torch.profiler) and the calls of Python functions on the CPU.
+cases are interleaved in one process. Times are the medians of single steps on the CPU, from the request of a batch to
+the next one, which a preemption of some of them does not change; `whole` is the ratio of the times of whole rounds,
+with synchronization with the GPU at both ends, which shows a queue that fills. A second table counts, per step, the
+kernels and copies on the GPU (torch.profiler) and the calls of Python functions on the CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, islice, pairwise
+from operator import itemgetter, truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from overhead import LR, Batches, interleaved, paceline_idle, run, tiny_batches, tiny_model
+from overhead import LR, WARM_UP, Batches, interleaved, paceline_idle, run, tiny_batches, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
@@ -41,6 +45,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 PLACES = ("pageable", "pinned", "gpu")
 Pair = tuple[Tensor, Tensor]
+Measured = dict["Case", dict[str, list["Round"]]]  # by case, loop and round
 
 
 class Case(NamedTuple):
@@ -58,12 +63,31 @@ class Counts(NamedTuple):
     names: dict[str, float]  # kernels, copies, calls of the CUDA API and of Python functions
 
 
+class Round(NamedTuple):
+    """µs of a step."""
+
+    typical: float
+    mean: float
+
+
 class Timed(Batches):
     """Ready batches whose clock waits for the GPU; `between` runs when the counted steps begin and end."""
 
     def __init__(self, different: list[Pair], steps: int, between: Callable[[bool], None] | None = None) -> None:
         super().__init__(different, steps)
         self._between = between
+        self._requests: list[float] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        items = list.__iter__(self)
+        # Without a call of Python code: `map` appends the time of every request.
+        clock = map(self._requests.append, iter(time.perf_counter, None))
+        counted = map(itemgetter(0), zip(islice(items, self._steps), clock, strict=False))
+        return chain(islice(items, WARM_UP), self._start(), counted, self._stop(), items)
+
+    def round(self) -> Round:
+        steps = [end - start for start, end in pairwise(self._requests)]
+        return Round(statistics.median(steps) * 1e6, self.seconds / self._steps * 1e6)
 
     def _start(self) -> Iterator[Any]:
         self._synchronize()
@@ -117,22 +141,19 @@ def train(case: Case, loop: str, batches: Batches) -> Tensor:
     return run(partial(LOOPS[loop], case), tiny_model().to(case.device), batches)
 
 
-def microseconds(case: Case, loop: str, different: list[Pair], steps: int) -> float:
+def measure_round(case: Case, loop: str, different: list[Pair], steps: int) -> Round:
     train(case, loop, batches := Timed(different, steps))
-    return batches.seconds / steps * 1e6
+    return batches.round()
 
 
-def measure(
-    cases: list[Case], rounds: int, steps: int, seconds: float = math.inf
-) -> dict[Case, dict[str, list[float]]]:
-    """µs per step by case, loop and round."""
+def measure(cases: list[Case], rounds: int, steps: int, seconds: float = math.inf) -> Measured:
     runs = {}
     for case in cases:
         different = placed(case)
         raw, ours = (train(case, loop, Timed(different, COUNTED)) for loop in LOOPS)
         if case.optimizer != BUILT and not torch.equal(raw, ours):
             print(f"Weights differ by up to {(raw - ours).abs().max():.1e}: {case.place}, {case.optimizer}")
-        runs |= {f"{case}{loop}": partial(microseconds, case, loop, different, steps) for loop in LOOPS}
+        runs |= {f"{case}{loop}": partial(measure_round, case, loop, different, steps) for loop in LOOPS}
     times = interleaved(runs, rounds, seconds)
     return {case: {loop: times[f"{case}{loop}"] for loop in LOOPS} for case in cases}
 
@@ -160,18 +181,21 @@ def count(case: Case, loop: str) -> Counts:
     return Counts(kernels / COUNTED, copies / COUNTED, calls, {name: n / COUNTED for name, n in names.items()})
 
 
-def paired_ratio(times: dict[str, list[float]]) -> float:
-    return statistics.median(mine / raw for mine, raw in zip(times["paceline"], times["raw"], strict=True))
-
-
-def print_times(measured: dict[Case, dict[str, list[float]]]) -> None:
-    columns = ("raw, best µs", "raw, median", "paceline, best µs", "paceline, median", "ratio, best", "ratio, paired")
-    print(f"| batches | optimizer | {' | '.join(columns)} |\n{'|---' * 8}|")
-    for case, times in measured.items():
-        cells = [f"{figure(values):.0f}" for values in times.values() for figure in (min, statistics.median)]
-        ratios = (min(times["paceline"]) / min(times["raw"]), paired_ratio(times))
-        print(f"| {case.place} | {case.optimizer} | {' | '.join(cells)} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
+def print_times(measured: Measured) -> None:
+    columns = ("raw, best µs", "raw, median", "paceline, best µs", "paceline, median", "ratio, best", "paired", "whole")
+    print(f"| batches | optimizer | {' | '.join(columns)} |\n{'|---' * 9}|")
+    for case, rounds in measured.items():
+        typical = {loop: [each.typical for each in rounds[loop]] for loop in LOOPS}
+        cells = [f"{figure(values):.0f}" for values in typical.values() for figure in (min, statistics.median)]
+        whole = min(each.mean for each in rounds["paceline"]) / min(each.mean for each in rounds["raw"])
+        ratios = (min(typical["paceline"]) / min(typical["raw"]), paired(typical), whole)
+        cells += [f"{ratio:.3f}" for ratio in ratios]
+        print(f"| {case.place} | {case.optimizer} | {' | '.join(cells)} |")
     print(flush=True)
+
+
+def paired(typical: dict[str, list[float]]) -> float:
+    return statistics.median(map(truediv, typical["paceline"], typical["raw"]))
 
 
 def print_counts(cases: list[Case], *, kernels: bool) -> None:

@@ -29,7 +29,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ import paceline
 WARM_UP = 10  # steps at the start of every run that are not counted
 COUNTED = 50  # steps over which calls are counted
 LR = 0.01
+T = TypeVar("T")
 
 
 class Batches(list[Any]):
@@ -201,12 +202,10 @@ def calls_a_step(loop: Loop) -> list[float]:
     return [events[kind] / COUNTED for kind in ("call", "c_call")]
 
 
-def interleaved(
-    measures: dict[str, Callable[[], float]], rounds: int, seconds: float = math.inf
-) -> dict[str, list[float]]:
+def interleaved(measures: dict[str, Callable[[], T]], rounds: int, seconds: float = math.inf) -> dict[str, list[T]]:
     """Results by round. A warm-up round before the first is not counted. No round begins after `seconds`, except for
     the first two."""
-    results: dict[str, list[float]] = {name: [] for name in measures}
+    results: dict[str, list[T]] = {name: [] for name in measures}
     names, began = list(measures), time.monotonic()
     for number in range(rounds + 1):
         if number > 2 and time.monotonic() > began + seconds:
