@@ -4,7 +4,8 @@
 
 Each row is one interleaved run of a benchmark in this folder, which says more about it when it is run by itself.
 Figures are those of the fastest rounds, and in parentheses the median of the pairs; whether a bound is met is decided
-by the former. Rows that need a GPU are skipped without one. On 2 cores, differences of up to 15 µs are noise.
+by the former. Rounds on one rank are medians of single steps, which other load hardly changes. Rows that need a GPU are
+skipped without one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from overhead import ADAMW_LOOPS, interleaved, microseconds_a_step, tiny_batches, tiny_model
+from key_figures import step_times
+from overhead import ADAMW_LOOPS, WARM_UP, Batches, interleaved, tiny_batches
 
 import paceline
 
@@ -85,9 +87,14 @@ class Row:
 def data_path(kind: str, options: Options) -> Times:
     import data_paths
 
-    raw, ours = data_paths.rows(options.steps)[kind]
-    times = interleaved({"raw": raw, "ours": ours}, options.rounds, options.seconds)
-    return times["raw"], times["ours"]
+    needed = WARM_UP + options.steps + 1
+
+    def train(model: Any, loop: data_paths.Loop) -> None:
+        loop(model, data_paths.KINDS[kind](needed), needed)
+
+    loops = [partial(train, loop=loop) for loop in (data_paths.by_hand, data_paths.by_trainer)]
+    raw, ours = step_times(loops, options.rounds, options.seconds)
+    return raw, ours
 
 
 def weighted_ddp(options: Options) -> Times:
@@ -100,10 +107,11 @@ def weighted_ddp(options: Options) -> Times:
 
 
 def adamw(options: Options) -> Times:
-    measure = partial(microseconds_a_step, make_model=tiny_model, different=tiny_batches(), steps=options.steps)
-    loops = {name: partial(measure, loop) for (name, _), loop in ADAMW_LOOPS.items()}
-    times = interleaved(loops, options.rounds, options.seconds)
-    return times["raw"], times["paceline"]
+    batches = Batches(tiny_batches(), options.steps)
+    raw, ours = step_times(
+        [partial(loop, batches=batches) for loop in ADAMW_LOOPS.values()], options.rounds, options.seconds
+    )
+    return raw, ours
 
 
 def gpu_step(place: str, options: Options) -> Times:

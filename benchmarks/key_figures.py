@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -49,7 +50,7 @@ def loop(rounds: int = 5, steps: int = 200) -> dict[str, float]:
     import overhead
 
     batches, loops = overhead.Batches(overhead.tiny_batches(), steps), (overhead.raw, overhead.paceline_idle)
-    raw, ours = _step_times([partial(loop, batches=batches) for loop in loops], rounds)
+    raw, ours = _best_steps([partial(loop, batches=batches) for loop in loops], rounds)
     return {
         "step time": ours,
         "step overhead": ours - raw,
@@ -66,7 +67,7 @@ def data(rounds: int = 5, steps: int = 100) -> dict[str, float]:
         needed = overhead.WARM_UP + steps + 1
         data_paths.by_trainer(model, data_paths.KINDS[kind](needed), needed)
 
-    times = _step_times([partial(train, kind=kind) for kind in DATA.values()], rounds)
+    times = _best_steps([partial(train, kind=kind) for kind in DATA.values()], rounds)
     calls = [data_paths.calls_a_step(kind, data_paths.by_trainer) for kind in DATA.values()]
     return {f"step time, {name}": value for name, value in zip(DATA, times, strict=True)} | {
         f"Python calls, {name}": value for name, value in zip(DATA, calls, strict=True)
@@ -78,7 +79,7 @@ def optimizer(rounds: int = 5, steps: int = 100) -> dict[str, float]:
     import overhead
 
     built = overhead.ADAMW_LOOPS["paceline", "paceline"]
-    [microseconds] = _step_times([partial(built, batches=overhead.Batches(overhead.tiny_batches(), steps))], rounds)
+    [microseconds] = _best_steps([partial(built, batches=overhead.Batches(overhead.tiny_batches(), steps))], rounds)
     return {"step time, AdamW": microseconds, "Python calls, AdamW": overhead.calls_a_step(built)[0]}
 
 
@@ -97,7 +98,7 @@ def _weighted_step(rounds: int, steps: int) -> float:
     torch.distributed.init_process_group("gloo")
     batches = overhead.Batches(overhead.tiny_batches(), steps)
     weighted = partial(overhead.paceline_idle, criterion=None, loss_fn=ddp_overhead.weighted_loss)
-    [microseconds] = _step_times([partial(weighted, batches=batches)], rounds)
+    [microseconds] = _best_steps([partial(weighted, batches=batches)], rounds)
     torch.distributed.destroy_process_group()
     return microseconds
 
@@ -111,12 +112,16 @@ def gpu(rounds: int = 5, steps: int = 100) -> dict[str, float]:
         return {}
     case = gpu_step.Case("pageable", "sgd", torch.device("cuda"))
     batches = gpu_step.Timed(gpu_step.placed(case), steps)
-    [microseconds] = _step_times([lambda model: gpu_step.trainer(case, model.cuda(), batches)], rounds)
+    [microseconds] = _best_steps([lambda model: gpu_step.trainer(case, model.cuda(), batches)], rounds)
     return {"step time, GPU": microseconds, "Python calls, GPU": gpu_step.count(case, "paceline").calls}
 
 
-def _step_times(loops: Sequence[Callable[[Any], None]], rounds: int) -> list[float]:
-    """µs of a step of the tiny model by loop. Rounds are interleaved."""
+def _best_steps(loops: Sequence[Callable[[Any], None]], rounds: int) -> list[float]:
+    return [min(times) for times in step_times(loops, rounds)]
+
+
+def step_times(loops: Sequence[Callable[[Any], None]], rounds: int, seconds: float = math.inf) -> list[list[float]]:
+    """µs of a step of the tiny model by loop and round. Rounds are interleaved; none begins after `seconds`."""
     import overhead
     import torch
 
@@ -130,7 +135,7 @@ def _step_times(loops: Sequence[Callable[[Any], None]], rounds: int) -> list[flo
 
     torch.set_num_threads(1)
     measures = {str(number): partial(median_step, train) for number, train in enumerate(loops)}
-    return [min(values) for values in overhead.interleaved(measures, rounds).values()]
+    return list(overhead.interleaved(measures, rounds, seconds).values())
 
 
 def launch() -> dict[str, float]:

@@ -16,12 +16,8 @@ _torch_backward = Tensor.backward
 
 def run_backward(value: Tensor, seed: Tensor) -> None:
     """`value.backward(seed)`. Overrides are called as ever: of a subclass, of a function mode, or a patch."""
-    if (
-        type(value) is not Tensor
-        or value.dim()
-        or Tensor.backward is not _torch_backward
-        or torch._C._is_torch_function_mode_enabled()
-    ):
+    is_plain = type(value) is Tensor and not value.dim() and Tensor.backward is _torch_backward
+    if is_plain and not torch._C._is_torch_function_mode_enabled():
+        _engine_run_backward((value,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
         value.backward(seed)
-        return
-    _engine_run_backward((value,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -90,9 +90,7 @@ class RankPoll:
             return
         self._owed = True
         if not self._saver.is_pending:
-            self._engine.log.info(
-                f"step {step} is saved a few steps later: its host memory is still being allocated"
-            )
+            self._engine.log.info(f"step {step} is saved a few steps later: its host memory is still being allocated")
         elif not self._warned:
             self._warned = True
             self._engine.log.warning(
