@@ -39,7 +39,13 @@ class GeneratorStates(NamedTuple):
 class _GaussOnly:
     """In place of its bit generator, a RandomState reads and writes only its Gaussian number."""
 
-    state: Any = {"bit_generator": "", "state": None}  # noqa: RUF012
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"bit_generator": "", "state": None}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        pass
 
 
 class _Memory:
@@ -103,7 +109,7 @@ def save_states(known: GeneratorStates | None = None) -> GeneratorStates:
     marks = bits, _python.gauss_next, python.raw, ours.raw, theirs.raw
     if known is not None and marks == known.marks and not known.keeps:
         return known
-    gauss, state = {**_gauss_only(_numpy.get_state, legacy=False)}, _torch.get_state()
+    gauss, state = _gauss_only(_numpy.get_state, legacy=False), _torch.get_state()
     keeps = bool(gauss["has_gauss"] or state.numpy()[_TORCH_NORMAL:].any())
     return GeneratorStates(marks, keeps, memory.python.raw, memory.numpy.raw, gauss, state)
 

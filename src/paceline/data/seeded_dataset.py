@@ -18,7 +18,7 @@ from zlib import crc32
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paceline.data.batches import digest
-from paceline.data.generator_states import exchange_states, same_states, save_states
+from paceline.data.generator_states import GeneratorStates, exchange_states, same_states, save_states
 from paceline.errors import DataError
 from paceline.run.user_frame import place_of
 from paceline.runtime.rng import derive_seed, seed_cpu
@@ -43,6 +43,7 @@ class SeededBatches(Dataset[Any]):
         if not self._may_draw and not own_collate:
             self._mode = "plain"
         self._drawn = False
+        self._before: GeneratorStates | None = None
 
     def fingerprint(self) -> Any:
         return fingerprint(self._dataset)
@@ -55,7 +56,7 @@ class SeededBatches(Dataset[Any]):
         """Called by torch's loader, whose collate function does nothing."""
         if self._mode == "plain":
             return self.collate(self._read(step[1]))
-        before = save_states()
+        before = self._before = save_states(self._before)
         if self._mode == "unseeded":
             try:
                 batch = self.collate(self._read(step[1]))
@@ -63,7 +64,7 @@ class SeededBatches(Dataset[Any]):
                 if same_states(before, save_states(before)):
                     raise
             else:
-                if same_states(before, save_states(before)):
+                if (after := save_states(before)) is before or same_states(before, after):
                     return batch
             self._mode = "seeded"
         try:

@@ -32,7 +32,7 @@ class BatchSlice:
         """Whether this is the last group of its step."""
         return self.group == self.groups - 1
 
-    @property
+    @cached_property
     def rows(self) -> tuple[int, int]:
         """Start and stop; a rank without samples runs the first sample of the group, with weight zero."""
         return (self.start, self.stop) if self.samples else (self.group_start, self.group_start + 1)
