@@ -9,10 +9,10 @@ tensor as learning rate or a graph capture.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 _Group = dict[str, Any]
 _Members = tuple[list[Tensor], list[Tensor], tuple[str, ...]]  # all, those without a gradient, keys of the state
-_ONE = torch.ones((), dtype=torch.float32)  # adding it to CPU tensors takes half the time of adding a number
+_TORCH = str(Path(torch.__file__).parent)
+_ONE = torch.ones(
+    (), dtype=torch.float32, device="cpu"
+)  # adding it to CPU tensors takes half the time of adding a number
 
 
 @dataclass(slots=True)
@@ -102,7 +105,8 @@ class FusedStep:
         groups, state = optimizer.param_groups, optimizer.state
         if len(groups) != len(plan.groups) or len(state) != len(plan.owners) or not all(map(is_, state, plan.owners)):
             return None
-        if not all(map(is_, chain.from_iterable(map(dict.values, state.values())), plan.state)):
+        held = _flat(state)
+        if len(held) != len(plan.state) or not all(map(is_, held, plan.state)):
             return None
         for group, (params, idle, keys) in zip(groups, plan.groups, strict=True):
             if len(params) != len(group["params"]) or not all(map(is_, group["params"], params)):
@@ -120,6 +124,7 @@ class FusedStep:
                 for parameter in part.params
                 if (gradient := parameter.grad) is not None
                 and gradient.dtype is dtype
+                and gradient.layout is torch.strided
                 and gradient.get_device() == device
             ]
             if len(own) != len(part.params):
@@ -134,7 +139,7 @@ class FusedStep:
         patched: Any = optimizer.__dict__.get("step")
         hooks = dict(optimizer._optimizer_step_pre_hooks)
         by_scheduler = hasattr(patched, "_wrapped_by_lr_sched") and patched.__wrapped__ is step
-        if not inspect.unwrap(step).__module__.startswith("torch.optim.") or (patched is not None and not by_scheduler):
+        if not _is_torchs_own(step) or (patched is not None and not by_scheduler):
             return None  # replaced by somebody
         if _is_observed(optimizer) or not all(isinstance(hook, self._skipped) for hook in hooks.values()):
             return None
@@ -152,10 +157,21 @@ class FusedStep:
             split: Any = Optimizer._group_tensors_by_device_and_dtype([held, *state]) if held else {}
             for (_, dtype), ((same, *own), _) in split.items():
                 parts.append(_Part(number, same, own, dtype, same[0].get_device()))
-        flat = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
-        return _Plan(
-            step, patched, hooks, list(optimizer.state), flat, groups, parts, any(part.device >= 0 for part in parts)
-        )
+        owners, flat, on_gpu = list(optimizer.state), _flat(optimizer.state), any(part.device >= 0 for part in parts)
+        return _Plan(step, patched, hooks, owners, flat, groups, parts, on_gpu)
+
+
+def _flat(state: dict[Tensor, dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, state.values())))
+
+
+def _is_torchs_own(step: Any) -> bool:
+    """Whether the step of a class and all that it wraps are code of torch."""
+    while step is not None:
+        if not step.__code__.co_filename.startswith(_TORCH):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
 
 
 def _is_observed(optimizer: Optimizer) -> bool:
@@ -174,7 +190,7 @@ def _adam_keys(group: _Group) -> tuple[str, ...] | None:
 
 
 def _sgd_keys(group: _Group) -> tuple[str, ...] | None:
-    if not group["fused"] or group["differentiable"] or type(group["lr"]) is not float:
+    if not group["fused"] or group["foreach"] or group["differentiable"] or type(group["lr"]) is not float:
         return None
     return _SGD_STATE if group["momentum"] else ()
 

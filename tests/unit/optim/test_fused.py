@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,10 @@ EVENTS: dict[str, Callable[[Optimizer], object]] = {
     "another group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(4))]}),
     "loaded state": lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
     "cleared state": lambda o: o.state.clear(),
+    "emptied state": lambda o: [state.clear() for state in o.state.values()],
+    # Not with momentum: torch's own step fails.
+    "emptied state of the last parameter": lambda o: "betas" in o.defaults and list(o.state.values())[-1].clear(),
+    "foreach": lambda o: "momentum" in o.param_groups[0] and o.param_groups[0].update(foreach=True),
     "replaced state": replace_state,
     "state of another parameter": swap_state,
     "replaced parameter": replace_parameter,
@@ -142,6 +147,31 @@ def test_steps_equal_torchs_bit_for_bit_with_gradients_that_come_and_go(kind: st
 def test_steps_equal_torchs_after_a_change_to_the_optimizer(kind: str, event: str) -> None:
     expected = run(KINDS[kind], fast=False, event=EVENTS[event])
     assert_same(run(KINDS[kind], fast=True, event=EVENTS[event]), expected)
+
+
+def test_a_step_that_somebody_wrapped_is_called_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    called, original = [], AdamW.step
+
+    @functools.wraps(original)
+    def counted(self: AdamW, *arguments: Any) -> Any:
+        called.append(self)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(AdamW, "step", counted)
+    run(KINDS["adamw"], fast=True)
+    assert len(called) == 9
+
+
+def test_a_sparse_gradient_raises_the_error_of_torch() -> None:
+    optimizer = AdamW(parameters(), fused=True)
+    fused = FusedStep(optimizer, RequireOwner)
+    for number in range(2):
+        set_gradients(optimizer, number)
+        fused.step()
+    first = optimizer.param_groups[0]["params"][0]
+    first.grad = first.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        fused.step()
 
 
 @pytest.mark.parametrize("kind", ["sgd", "sgd with momentum", "adam", "adamw"])
