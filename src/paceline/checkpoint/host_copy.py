@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -38,7 +39,7 @@ class HostCopy:
         self._memory = HostMemory(layout.size + _ALIGNMENT, self._gpus[0] if self._gpus else None)
         self._streams = {device: torch.cuda.Stream(device) for device in self._gpus}
         self._copy_events = {device: torch.cuda.Event() for device in self._gpus}
-        self._thread = ThreadPoolExecutor(1, "paceline-copy")
+        self._thread = ThreadPoolExecutor(1, "paceline-copy", initializer=partial(_use_first, self._gpus))
         self._prepared: Future[None] | None = None
         self._pending: Future[None] | None = None
         self._placed_for: tuple[Any, ...] = ()
@@ -183,6 +184,12 @@ class HostCopy:
             self._prepared.exception()
         self._thread.shutdown(wait=True)
         self._memory.unlock()
+
+
+def _use_first(gpus: Sequence[torch.device]) -> None:
+    """A new thread would open the first GPU of the machine, even if another rank uses it."""
+    if gpus:
+        torch.cuda.set_device(gpus[0])
 
 
 def _size(item: WriteItem) -> int:

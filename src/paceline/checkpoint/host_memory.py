@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def _map(size: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapped.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     mapped.madvise(mmap.MADV_DONTFORK)  # the workers of a DataLoader would each get a copy of all locked pages
     return mapped
 

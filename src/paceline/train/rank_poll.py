@@ -30,8 +30,7 @@ class RankPoll:
         self._last_step, self._last_time = step, monotonic()
         self._saved_at = monotonic()
         self.next = step + 1
-        self._owed = False  # a scheduled save was postponed
-        self._warned = False
+        self._owed = self._warned = False  # whether a scheduled save was postponed, and that was logged
         self.request: SignalRequest = ""  # the signal that ends training, agreed by all ranks
 
     def __call__(self, step: int, flush: Callable[[], str | None]) -> str | None:
@@ -83,13 +82,10 @@ class RankPoll:
     def save(self, step: int) -> None:
         """Save a scheduled step. If the previous save is still being written, training does not wait for it: a later
         step is saved, after which it is done. Collective."""
-        [busy] = self._reduce([float(self._saver.would_wait(step))])
-        if not busy:
-            self._owed = False
+        self._owed = bool(self._reduce([float(self._saver.would_wait(step))])[0])
+        if not self._owed:
             self._saver.save(step)
-            return
-        self._owed = True
-        if not self._saver.is_pending:
+        elif not self._saver.is_pending:
             self._engine.log.info(f"step {step} is saved a few steps later: its host memory is still being allocated")
         elif not self._warned:
             self._warned = True
