@@ -61,7 +61,7 @@ class GradientHooks:
     def defer(self) -> None:
         """Find new hooks. Called before each step: 100 ns per parameter."""
         for number, (name, parameter) in enumerate(self._parameters):
-            hooks = _of(parameter)
+            hooks: Any = parameter._backward_hooks  # without a call for each parameter
             if hooks:
                 self._defer(number, hooks)
             if parameter._post_accumulate_grad_hooks and collectives.world() > 1:

@@ -65,8 +65,9 @@ def check(
     user_code: Sequence[Any] = (),
     compiled: bool = False,
     run_zero_weight: Callable[[MicroBatch], Any] | None = None,
-) -> tuple[float, tuple[list[str], list[str]]]:
-    """Return the weight of one micro-batch summed over ranks, and the buffers that the forward changes."""
+) -> tuple[float, bool, tuple[list[str], list[str]]]:
+    """Return the weight of one micro-batch summed over ranks, whether it depends on the data, and the buffers that the
+    forward changes."""
     ranks, value = collectives.world(), None
     if mesh.data_ranks < mesh.degrees.world:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
@@ -93,6 +94,7 @@ def check(
     facts = {
         "weight": number if counts else 0.0,
         "divides": module.divides is not False,
+        "depends": weight is not None,
         "kind": kind if run_zero_weight is None else "",  # one rank of a pipeline has the loss
         "versions": versions(),
         "weights": {name: checksum(parameter) for name, parameter in module.model.named_parameters() if compare},
@@ -112,7 +114,8 @@ def check(
     _require_same_data([rank["data"] for rank in gathered])
     _require_disjoint([rank["rows"] for rank in gathered])
     buffers = forward_state.changed_buffers([rank["changes"] for rank in gathered], mesh)
-    return sum(rank["weight"] for rank in gathered), buffers
+    depends = all(rank["depends"] and rank["divides"] for rank in gathered)
+    return sum(rank["weight"] for rank in gathered), depends, buffers
 
 
 def _run_backward(module: LossModule, value: Any, allow_unused: bool) -> None:
@@ -265,7 +268,9 @@ def explain_unused_parameters(model: nn.Module) -> Iterator[None]:
             raise
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        unused = [names[int(index)] for index in indices.group(1).split()] if indices else names
+        unused = (
+            [names[int(index)] for index in indices.group(1).split() if int(index) < len(names)] if indices else names
+        )
         raise unused_parameters_error(model, unused) from error
 
 

@@ -46,7 +46,9 @@ class LossModule(nn.Module):
                 result = self.call.loss(self.model, batch)
         if type(result) is Tensor and result.dtype is torch.float32 and not result.dim():
             return result, self.divisor(result) if self.weighs else None  # the common case, without another call
-        value, weight, self.metrics = read_loss(result, self.call)
+        value, weight, metrics = read_loss(result, self.call)
+        if metrics is not self.metrics:  # nn.Module assigns slowly
+            self.metrics = metrics
         if weight is None and self.weighs:
             return value, self.divisor(value)
         return value, weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import TrainError
 from paceline.log import Log
 from paceline.parallel.agreement import Agreement
+from paceline.parallel.carried_weight import CarriedWeight
 from paceline.runtime import collectives
 from paceline.text import plural
 
@@ -35,7 +36,9 @@ class Replicas:
     """Calls the DDP wrapper of `step` for the parameters that currently require gradients."""
 
     def __init__(self, step: nn.Module, build: Build, log: Log, agreement: Agreement) -> None:
-        self._build, self._log = build, log
+        self._build, self._log, self._step = build, log, step
+        self.carried: CarriedWeight | None = None
+        self.expects_weight = False  # the backward of the last forward reduces `carried` as well
         self._names = [name.removeprefix("model.") for name, _ in step.named_parameters()]
         self._parameters = list(step.parameters())
         self._agreement = agreement
@@ -60,15 +63,40 @@ class Replicas:
         if ddp.require_backward_grad_sync is not self._sync:
             ddp.require_backward_grad_sync = self._sync
         self._unreduced = not self._sync
+        self.expects_weight = self._sync and self.carried is not None
         return ddp(batch)
+
+    def carry_weight(self) -> bool:
+        """Reduce the weight of each following step together with its gradients. Collective. Returns whether DDP was
+        built again; it may be that nothing can carry the weight."""
+        if self._ddp.find_unused_parameters or self._ddp.static_graph:
+            return False  # they search the graph of the loss, to which the weight does not belong
+        self.carried = CarriedWeight.for_buckets_of(self._parameters, collectives.world())
+        if self.carried is None:
+            return False
+        for wrapper in (self._ddp, *self._kept.values()):
+            wrapper._remove_autograd_hooks()
+        self._kept.clear()
+        self._rebuild()
+        return True
+
+    def _rebuild(self) -> None:
+        with nullcontext() if self.carried is None else self.carried.attached(self._step):
+            self._ddp = self._build(again=True)
+
+    def trial(self, batch: Any) -> Any:
+        """Like `__call__`, for a backward that starts from the loss only."""
+        value, weight = self._ddp(batch)
+        return value if self.carried is None else value + self.carried.slot.sum(), weight
 
     def without_gradient(self) -> list[str]:
         """The parameters that the backward of this rank did not reach, so that DDP has not completed its reduction."""
-        before = self._before or [None] * len(self._flags)
-        parts = enumerate(zip(self._parameters, self._flags, before, strict=True))
-        return [
-            self._names[number] for number, (p, flag, old) in parts if flag and (p.grad is None or _version(p) == old)
-        ]
+        if self._before is None:
+            missing = [flag and p.grad is None for p, flag in zip(self._parameters, self._flags, strict=True)]
+        else:
+            parts = zip(self._parameters, self._flags, self._before, strict=True)
+            missing = [flag and (p.grad is None or _version(p) == old) for p, flag, old in parts]
+        return [name for name, is_missing in zip(self._names, missing, strict=True) if is_missing]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -94,13 +122,13 @@ class Replicas:
             self._ddp = kept
             return
         self._built[after] += 1
-        self._ddp = self._build(again=True)
         trained = [self._names[number] for number in changed if flags[number]]
         frozen = [self._names[number] for number in changed if not flags[number]]
         parts = [f"{self._some(names)} {verb}" for names, verb in ((trained, "unfrozen"), (frozen, "frozen")) if names]
         self._log.info(f"ddp: rebuilt, because requires_grad changed: {'; '.join(parts)}")
+        self._rebuild()
         if self.warm_up is not None:
-            self.warm_up(self._ddp, batch)
+            self.warm_up(self.trial, batch)
 
     def _require_reduced(self, changed: list[int]) -> None:
         if self._unreduced and any(parameter.grad is not None for parameter in self._parameters):

@@ -14,10 +14,13 @@ from torch.autograd.graph import _engine_run_backward
 _torch_backward = Tensor.backward
 
 
-def run_backward(value: Tensor, seed: Tensor) -> None:
-    """`value.backward(seed)`. Overrides are called as ever: of a subclass, of a function mode, or a patch."""
+def run_backward(value: Tensor, seed: Tensor, *more: tuple[Tensor, Tensor]) -> None:
+    """`value.backward(seed)`, together with `more` of such pairs. Overrides are called as ever: of a subclass, of a
+    function mode, or a patch."""
     is_plain = type(value) is Tensor and not value.dim() and Tensor.backward is _torch_backward
     if is_plain and not torch._C._is_torch_function_mode_enabled():
-        _engine_run_backward((value,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        roots, seeds = zip((value, seed), *more, strict=True)
+        _engine_run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
-        value.backward(seed)
+        for root, gradient in ((value, seed), *more):
+            root.backward(gradient)

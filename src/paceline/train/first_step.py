@@ -10,12 +10,14 @@ from typing import Any
 from paceline.data.loader import Loader, MicroBatch
 from paceline.guard import forward_state, kept_state, loss_halves, preflight
 from paceline.guard.random_draws import describe_draws
+from paceline.parallel.replicas import Replicas
 from paceline.text import plural
 from paceline.train import factory, standstill
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.pipeline_step import PipelineStepper
 from paceline.train.recorder import Recorder
+from paceline.train.step import Stepper
 
 
 def checked_micros(
@@ -44,7 +46,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         _compare_halves(engine, micro, groups)
         return
     stepper.weigh(several=groups > 1)
-    weight, (own, counted) = preflight.check(
+    weight, depends, (own, counted) = preflight.check(
         engine.module,
         engine.wrapped,
         micro,
@@ -59,6 +61,10 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     engine.checked = True
     stepper.nominal = preflight.nominal(weight, groups)
     stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
+    replicas = engine.wrapped.forward
+    if depends and type(stepper) is Stepper and isinstance(replicas, Replicas) and replicas.carry_weight():
+        code = [engine.task.criterion, engine.task.loss_fn]
+        preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, code)
     _compare_halves(engine, micro, groups)
     _name_draws(engine, micro, engine.log.warning)
     several = groups > 1 or engine.mesh.degrees.pipeline > 1 or config.fixed_order

@@ -27,7 +27,9 @@ from paceline.data.loader import MicroBatch
 from paceline.guard.nonfinite import NonfiniteGuard
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule, changed_kind
+from paceline.parallel.carried_weight import CarriedWeight
 from paceline.parallel.compose import Wrapped
+from paceline.parallel.replicas import Replicas
 from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
@@ -51,6 +53,7 @@ class Stepper:
         self._module, self._draw = module, draw
         self._ranks, self._world, self._reports_loss = mesh.data_ranks, mesh.degrees.world, mesh.reports_loss
         self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
+        self._replicas = wrapped.forward if isinstance(wrapped.forward, Replicas) else None
         self._scaler = scaler if scaler.is_enabled() else None
         self.watch = watch  # checks `losses` after the last backward of a step
         self._always_weighs = mesh.data_ranks > 1 or wrapped.slices
@@ -71,6 +74,7 @@ class Stepper:
         self._total: Tensor | None = None
         self._mean_weight: Tensor | float | None = None  # the nominal weight of means in this step
         self._pending: torch_dist.Work | None = None
+        self._carried: CarriedWeight | None = None  # what reduces the weight of this step
 
     def weigh(self, *, several: bool) -> None:
         """Weight means by what they were divided by, if a step averages several of them."""
@@ -136,10 +140,21 @@ class Stepper:
             self.losses.append((loss, weight))
         if self._module.metrics is not None:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
+        if self._replicas is not None and self._replicas.expects_weight:
+            run_backward(value, seed, self._carry_weight(micro, self._replicas))
+            return loss
         if self.data_weighted and micro.last:
             self._start_weight_reduction(micro, value.device)
         run_backward(value, seed)
         return loss
+
+    def _carry_weight(self, micro: MicroBatch, replicas: Replicas) -> tuple[Tensor, Tensor]:
+        """The parameter that is reduced with the gradients of this backward, and its gradient: the weight so far."""
+        self._carried, replicas.expects_weight = replicas.carried, False
+        assert self._carried is not None
+        self._set_nominal(micro)
+        digits = self._carried.gradient(float(self._local_weight()), float(self._nominal))
+        return self._carried.slot, digits
 
     def note_kind(self, *, sums: bool) -> None:
         """Raise if losses of another kind were seen: in this step, or on several ranks in any."""
@@ -173,16 +188,25 @@ class Stepper:
             seed = self._seeds[kind] = torch.full_like(value.detach(), factor)
         return seed if self._scaler is None else self._scaler.scale(seed)
 
+    def _local_weight(self) -> Any:
+        return self.losses[0][1] if len(self.losses) == 1 else sum([weight for _, weight in self.losses])
+
+    def _set_nominal(self, micro: MicroBatch) -> None:
+        self._nominal: Tensor | float = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
+        if self._mean_weight is not None:
+            self._nominal = self._mean_weight
+
     def _start_weight_reduction(self, micro: MicroBatch, device: torch.device) -> None:
         """Start an asynchronous sum of the weights of all ranks; `factor` waits for it."""
-        weight = self.losses[0][1] if len(self.losses) == 1 else sum([weight for _, weight in self.losses])
+        self._set_nominal(micro)
+        self._reduce_weight(device)
+
+    def _reduce_weight(self, device: torch.device) -> None:
+        weight = self._local_weight()
         if isinstance(weight, Tensor):
             self._total = weight.detach().to(torch.float64, copy=True)
         else:
             self._total = torch.full((), weight, dtype=torch.float64, device=device)  # copies nothing to a GPU
-        self._nominal: Tensor | float = float(micro.step_samples if self.means else self.nominal or micro.step_samples)
-        if self._mean_weight is not None:
-            self._nominal = self._mean_weight
         if not self._reports_loss:  # another rank counts the same samples
             self._total.zero_()
         if self._world > 1:
@@ -190,12 +214,18 @@ class Stepper:
 
     def reduce_weight(self, micro: MicroBatch) -> None:
         """Reduce the weights after `micro` if `add` has not: the caller decided only now that it was the last."""
-        if self.data_weighted and self._total is None:
+        if self.data_weighted and self._total is None and self._carried is None:
             self._start_weight_reduction(micro, self.losses[0][0].device)
 
     def factor(self) -> Tensor | float:
         """The factor for the reduced gradients if weights depend on the data. Zero for a step of weight zero (only
         padding)."""
+        if self._carried is not None:
+            number = self._carried.total()
+            if number is not None:
+                return float(self._nominal) / number if number > 0 else 0.0
+            self._carried = None
+            self._reduce_weight(self.losses[0][0].device)
         total = self._total
         assert total is not None
         if isinstance(self._mean_weight, Tensor) and len(self.losses) == 1:
