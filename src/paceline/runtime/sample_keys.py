@@ -74,6 +74,7 @@ class SampleKeys:
         self.given: Tensor | None = None  # the rows of a step, which a captured one reads
         self.current, self.calls, self.samples = self.outside, 0, 0
         self.used: bool | None = None  # whether the model has dropout; None: not known yet
+        self.lazy = True  # whether rows are made only if there is dropout: compiled code can't make them later
         self.exact_attention = False  # whether attention on a GPU is computed without a fused kernel
         self.fused_attention = False  # whether it kept it
         self.kept: dict[str, tuple[int, ...]] = {}  # calls that were left to torch, with the shape of the first
@@ -139,7 +140,7 @@ class SampleKeys:
         """Call after the backward. Dropout outside of a step is torch's, as is that of a loss without a micro-batch."""
         if not self.samples:
             return
-        self.samples, self.used = 0, bool(self.used)
+        self.samples, self.used = 0, bool(self.used) if self.lazy else self.used
         if self.watches:
             self.watches, self.drawn = False, drawn_between(self._before, positions())
 

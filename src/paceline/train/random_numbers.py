@@ -28,6 +28,7 @@ def noise_context(
     keys = by_sample(model, blocks, config.seed, mesh.device)
     keys.exact_attention = config.dropout == "exact" or config.deterministic == "everywhere"
     keys.splits = loss_fn is None
+    keys.lazy = not any(module._compiled_call_impl is not None for module in model.modules())
     return NoiseContext(config.seed, keys=keys)
 
 

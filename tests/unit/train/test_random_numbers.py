@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,8 +75,15 @@ class Block(nn.Module):
         return self.drop(self.linear(inputs)) + inputs
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 3}, {"recompute": "full"}])
-def test_dropout_that_begins_later_is_by_sample_from_its_first_step(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 3}, {"recompute": "full"}, {"compile": True}])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_dropout_that_begins_later_is_by_sample_from_its_first_step(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled(*args, **{**options, "backend": "eager"}))
+
     def losses(**settings: Any) -> list[float]:
         torch.manual_seed(0)
         blocks = [Block() for _ in range(2)]
