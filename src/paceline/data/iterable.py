@@ -25,6 +25,7 @@ from paceline.data.same_reading import watch_stream
 from paceline.data.slicing import slices_of
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
+from paceline.plan.slow_input import InputSource
 
 # Of ready batches, the first ones are compared between ranks, and then some of them.
 _ALL, _SOME = 32, 8
@@ -51,7 +52,7 @@ class SampleStream:
         self._dataset, self._batch, self._seed = dataset, batch, seed
         self._reading, self._drop_last, self._compare = reading, drop_last, compare
         self._collate = reading.collate or default_collate
-
+        self.input = InputSource("stream", min(1, reading.workers))
         self._by_length = Slices(part, batch)
         self._reader = EpochReader(dataset, seed, random=RandomStream.of_worker)
 
@@ -125,6 +126,11 @@ def _is_sample(item: Any) -> bool:
     return isinstance(target, int) or (isinstance(target, torch.Tensor) and target.dim() == 0)
 
 
+def source_of_batches(source: Any) -> InputSource:
+    """A DataLoader of the user, which reads by itself, or an iterable."""
+    return InputSource("loader", source.num_workers) if isinstance(source, DataLoader) else InputSource("batches")
+
+
 class BatchStream:
     """Global batches, of which each rank takes its rows."""
 
@@ -133,6 +139,7 @@ class BatchStream:
         self._reader = EpochReader(source.source, seed)
         self.lengths = EpochLengths(source.source, lambda: length_of(source.source))
         self._by_length = Slices(part, batch)
+        self.input = source_of_batches(source.source)
 
     samples = None
 
@@ -174,6 +181,7 @@ class OwnBatches:
     def __init__(self, loader: DataLoader[Any], sampler: Any, batch: int, part: DataShard) -> None:
         self._loader, self._sampler, self._batch, self._part = loader, sampler, batch, part
         self.lengths = EpochLengths(sampler, lambda: len(loader))
+        self.input = source_of_batches(loader)
 
     samples = None
     repeatable = False

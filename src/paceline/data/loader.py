@@ -18,12 +18,14 @@ from torch.utils.data import DataLoader, default_collate
 from paceline.data.batches import apply
 from paceline.data.collate_hints import Collate, explain_pickling
 from paceline.data.epoch_lengths import EpochLengths, Place
+from paceline.data.read_clock import TimedReading
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededBatches, place_of_reading
 from paceline.data.slicing import BatchSlice, fixed_slices, slices_of
 from paceline.errors import DataError
 from paceline.log import rank_log
+from paceline.plan.slow_input import InputSource
 from paceline.runtime import collectives
 
 
@@ -78,6 +80,8 @@ class Slices(dict[int, list[BatchSlice]]):
 class Loader(Protocol):
     """Yields micro-batches from a given step on, epoch after epoch."""
 
+    input: InputSource
+
     @property
     def repeatable(self) -> bool:
         """Whether reading a step again yields the same samples."""
@@ -123,6 +127,9 @@ class IndexedLoader:
         self._batches = SeededBatches(dataset, seed, own or default, own_collate=own is not None)
         self._order, self._slices, self._reading = order, Slices(part, order.batch), reading
         self._dataset, self._seed = dataset, seed
+        self._timed = TimedReading(self._batches, reading.workers) if reading.workers else None
+        read = None if self._timed is None else self._timed.read
+        self.input = InputSource("loader" if reading.options else "dataset", reading.workers, read)
         self._first: Sequence[Any] = ()  # indices of the first step
         self._warned = self._watched = False
 
@@ -147,7 +154,7 @@ class IndexedLoader:
         watch = None if isinstance(self._order, FormulaOrder) else watch_order()
         self._watched = watch is not None
         loader = DataLoader(
-            self._batches,
+            self._timed or self._batches,
             batch_sampler=_Keys(self._plan(first_step, epochs), planned),
             num_workers=reading.workers,
             collate_fn=unchanged,

@@ -18,11 +18,13 @@ from torch.utils.data import default_collate, get_worker_info
 from paceline.data.batches import Kind, apply, layout_of, rows_of, samples_in, sketch
 from paceline.data.epoch_lengths import UNKNOWN
 from paceline.data.epoch_reader import EpochReader, lists_of
+from paceline.data.iterable import source_of_batches
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, no_samples
 from paceline.data.random_stream import RandomStream
 from paceline.data.slicing import slice_bounds
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
+from paceline.plan.slow_input import InputSource
 from paceline.runtime import collectives
 from paceline.runtime.objects import message_device
 
@@ -50,6 +52,8 @@ class Share:
 class Shares(Protocol):
     """The shares of this rank in an epoch."""
 
+    input: InputSource
+
     def begin(self, step: int) -> None: ...
 
     def epoch(self, epoch: int) -> Iterator[Share]: ...
@@ -64,7 +68,7 @@ class SampleShares:
         self._dataset, self._size, self._groups, self._seed = dataset, size, groups, seed
         self._reading, self._drop_last = reading, drop_last
         self._collate = reading.collate or default_collate
-
+        self.input = InputSource("loader" if reading.options else "dataset", reading.workers)
         self._reader = EpochReader(dataset, seed, random=RandomStream.of_worker)
         self.begin = self._reader.begin
 
@@ -104,7 +108,7 @@ class BatchShares:
 
     def __init__(self, source: Iterable[Any], groups: int, seed: int, kind: Kind | None) -> None:
         self._reader, self._groups, self._kind = EpochReader(source, seed), groups, kind
-        self.begin = self._reader.begin
+        self.begin, self.input = self._reader.begin, source_of_batches(source)
 
     def epoch(self, epoch: int) -> Iterator[Share]:
         for number, batch in enumerate(self._reader.epoch(epoch)):
@@ -128,6 +132,7 @@ class ShardedStream:
 
     def __init__(self, shares: Shares, part: DataShard, *, drop_last: bool = False) -> None:
         self._shares, self._part, self._drop_last = shares, part, drop_last
+        self.input = shares.input
         self._placeholder: Any = None
         self._compared = False
 

@@ -230,7 +230,7 @@ class Engine:
         user_code = [self.task.criterion, self.task.loss_fn]
         how = {"eager": not config.compile, "countable": not self.wrapped.slices}
         flops = ModelFlops(self.module, self.stepper, self.mesh, self.draw, user_code, **how)
-        self.rates = Rates(flops, self.mesh)
+        self.rates = Rates(flops, self.mesh, self.log.warning, self.world.rank_info.local_world)
         self._power_iterations = PowerIterations(self.model)
         if self._power_iterations:
             self.stepper.before_micro = self._before_micro

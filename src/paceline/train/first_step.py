@@ -30,7 +30,7 @@ def checked_micros(
         return micros
     check(engine, first, groups, loader.fingerprint)
     recorder.tokens_per_sample = factory.tokens_per_sample(first.batch)
-    recorder.begin()
+    recorder.begin(loader.input, groups)
     return chain([first], micros)
 
 

@@ -9,21 +9,16 @@ has no figures: wrong ones would be worse.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
-from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.data.batches import apply
 from paceline.data.loader import MicroBatch
-from paceline.guard import snapshot
+from paceline.guard.fake_run import count_on_fakes
 from paceline.models.loss_module import LossModule
 from paceline.monitor.flops import FlopCount
 from paceline.plan.device_peaks import peak_flops
@@ -35,7 +30,6 @@ from paceline.train.step import Stepper
 Add = Callable[[MicroBatch], Tensor]
 
 _log = logging.getLogger(__name__)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class ModelFlops:
@@ -90,7 +84,10 @@ class ModelFlops:
             self._take(count, micro.samples)
             return loss
         if not isinstance(self._module, PipelineLossModule):
-            self._count_on_fakes(micro)
+            try:
+                self._take(count_on_fakes(self._module, micro.batch, self._draw, self._code), micro.samples)
+            except Exception as error:  # a forward that depends on values
+                _log.debug("FLOPs are not known: %r", error)
         return add(micro)
 
     def _take(self, count: FlopCount, samples: int) -> None:
@@ -101,29 +98,6 @@ class ModelFlops:
             device = self._mesh.device
             if device.type == "cuda" and count.matmul_precision is not None:
                 self.peak = peak_flops(torch.cuda.get_device_name(device), count.matmul_precision)
-
-    def _count_on_fakes(self, micro: MicroBatch) -> None:
-        """Run the uncompiled model on tensors without data. Restores what its forward changes."""
-        module = self._module
-        try:
-            with (
-                snapshot.preserved(module, *self._code),
-                torch.compiler.set_stance("force_eager"),
-                self._draw.uninstalled(),
-                _without_hooks(module),
-                FakeTensorMode(allow_non_fake_inputs=True) as fake,
-            ):
-                for part in module.modules():
-                    if isinstance(part, _NormBase):
-                        part.training = False  # synchronized ones would communicate
-                module.weighs = False
-                batch = apply(micro.batch, fake.from_tensor)
-                with FlopCount() as count:
-                    value, _ = functional_call(module, _like_parameters(module), (batch,))
-                    value.backward()
-            self._take(count, micro.samples)
-        except Exception as error:  # a forward that depends on values
-            _log.debug("FLOPs are not known: %r", error)
 
 
 def _is_redundant(module: LossModule, mesh: Mesh) -> bool:
@@ -143,24 +117,3 @@ def _is_redundant(module: LossModule, mesh: Mesh) -> bool:
 def _is_sharded(weight: DTensor, axis: str) -> bool:
     names = weight.device_mesh.mesh_dim_names or (axis,)
     return any(place.is_shard() for name, place in zip(names, weight.placements, strict=True) if name == axis)
-
-
-def _like_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Full tensors without data, for parameters that may be sharded."""
-    return {
-        name: torch.empty(p.shape, dtype=p.dtype, device=p.device, requires_grad=p.requires_grad)
-        for name, p in module.named_parameters()
-    } | dict(module.named_buffers())
-
-
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """In which FSDP gathers parameters, and ranks compare the order of modules."""
-    kept = [(hooks, dict(hooks)) for part in module.modules() for name in _HOOKS if (hooks := getattr(part, name))]
-    for hooks, _ in kept:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, members in kept:
-            hooks.update(members)

@@ -22,11 +22,12 @@ from paceline.monitor.last_records import LastExchange
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import RankStats, process_memory
+from paceline.plan.slow_input import InputSource, Interval
 from paceline.run.history import History, Record, require_free_names
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
-from paceline.train.rates import Interval, Rates
+from paceline.train.rates import Rates
 
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
@@ -179,7 +180,7 @@ class Recorder:
         self._since, self.waited = now, 0.0
         self._history.steps.extend(records)
         last = records[-1]
-        rates = {} if self._rates is None else self._rates.combine(sums, rate)
+        rates = {} if self._rates is None else self._rates.combine(sums, rate, own)
         timed = {"time": round(time.time(), 3), "samples_per_second": round(rate, 2)}
         self._sinks.write([*records[:-1], last | rates | last | timed])  # the user may have logged an mfu
         memory = None
@@ -250,11 +251,11 @@ class Recorder:
         yield
         self._since += time.perf_counter() - began
 
-    def begin(self) -> None:
-        """Start measuring throughput."""
+    def begin(self, source: InputSource | None = None, groups: int = 1) -> None:
+        """Start measuring throughput. `source`: where batches, of `groups` micro-batches, come from."""
         self._since, self.waited = time.perf_counter(), 0.0
         if self._rates is not None:
-            self._rates.begin()
+            self._rates.begin(source, groups)
 
 
 def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:

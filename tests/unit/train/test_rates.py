@@ -1,28 +1,81 @@
 from __future__ import annotations
 
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from paceline.train.rates import Interval
+import paceline
+from paceline import Trainer, dist
+from paceline.plan import slow_input
 
 
-def test_on_a_cpu_all_of_the_time_at_the_loader_is_waiting() -> None:
-    assert Interval(seconds=10.0, steps=100, waited=2.5).data_wait == 0.25
-    assert Interval(seconds=0.0, steps=0, waited=0.0).data_wait == 0.0
+class Slow(Dataset[tuple[Tensor, Tensor]]):
+    draws_randomness = False
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.seconds)
+        return torch.ones(4), torch.ones(1)
 
 
-@pytest.mark.parametrize("host, device, reading", [(5, 50, 60), (5, 50, 20), (20, 10, 30), (1, 100, 99), (5, 50, 45)])
-@pytest.mark.parametrize("steps", [1, 10, 100])
-def test_a_gpu_waits_only_when_its_queue_is_empty(host: float, device: float, reading: float, steps: int) -> None:
-    """Simulated: the host reads a batch, then submits a step; the device begins with it at once, if it is idle."""
-    clock = free = busy = 0.0
-    for _ in range(steps):
-        clock += reading
-        begins = max(clock, free)
-        clock += host
-        free = max(begins + device, clock)
-        busy += max(device, host)
-    end = max(clock, free)
-    found = Interval(end, steps, waited=reading * steps, synchronized=end - clock).data_wait
-    idle = 1 - busy / end
-    assert found == pytest.approx(max(0.0, idle), abs=0.02 + 1 / steps * (steps > 1))
-    assert (found > 0.1) == (idle > 0.1)
+def train(data: Any, run: str | bool = False, steps: int = 30, **settings: Any) -> None:
+    model = nn.Linear(4, 1)
+    settings = {"batch": 4, "log_every": 5, "quiet": True, "run": run, "save_last": False, **settings}
+    Trainer(model, "sgd", criterion=nn.MSELoss(), device="cpu", **settings).train(data, max_steps=steps)
+
+
+def advised(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if "training waits for data" in line]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_input, "WINDOW", 0.05)
+
+
+@pytest.mark.usefixtures("soon")
+def test_slow_reading_is_reported_with_a_number_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(Slow(0.002), str(tmp_path / "run"))
+    line = advised(capsys)[0]
+    found = re.search(r"reading takes ([\d.]+) ms a step in the training process, .*; workers: (\d+) would", line)
+    assert found is not None and float(found[1]) >= 8 and int(found[2]) >= 1
+    records = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0.1 < records[-1]["data_wait"] <= 1
+
+
+@pytest.mark.usefixtures("soon")
+def test_workers_report_the_time_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    train(Slow(0.005), workers=1, steps=20, micro_batch=2)
+    found = re.search(r"reading takes ([\d.]+) ms a step in one worker", advised(capsys)[0])
+    assert found is not None and float(found[1]) >= 20
+
+
+def one_slow_rank() -> list[list[str]]:
+    """What each rank logs if the second one reads slowly."""
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    slow_input.WINDOW = 0.05
+    train(Slow(0.004 * dist.rank()), preflight=False)
+    return [[text for text in rank if "training waits for data" in text] for rank in dist.all_gather_object(seen)]
+
+
+def test_the_first_rank_reports_the_slowest_one() -> None:
+    first, second = paceline.launch(one_slow_rank, ranks=2)
+    found = re.search(r"reading takes ([\d.]+) ms", first[0])
+    assert found is not None and float(found[1]) >= 8
+    assert second == []
