@@ -100,7 +100,7 @@ def _no_set_epoch() -> None:
 def _repeated_samples() -> None:
     """Ranks evened out by repeating samples, as DistributedSampler does."""
     from paceline.data import loader
-    from paceline.data.slicing import BatchSlice
+    from paceline.plan.slicing import BatchSlice
 
     def share(indices: Sequence[Any], share: BatchSlice) -> Sequence[Any]:
         start, stop = share.rows

@@ -84,7 +84,7 @@ def test_messages_name_public_names_only() -> None:
     ("text", "found"),
     [
         ("Call `paceline.checkpoint.external.load`.", ["paceline.checkpoint.external.load"]),
-        ("from paceline.data.slicing import shares", ["paceline.data.slicing"]),
+        ("from paceline.plan.slicing import shares", ["paceline.plan.slicing"]),
         ("from paceline.train import trainer", ["paceline.train"]),
         ("paceline.testing.runner.ranks", ["paceline.testing.runner.ranks"]),
         ("paceline.Tranier(model)", ["paceline.Tranier"]),

@@ -34,8 +34,8 @@ from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
 from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
 from paceline.data.shard_claims import is_sharded, wrong_shard
 from paceline.data.sharded_stream import BatchShares, SampleShares, ShardedStream
-from paceline.data.slicing import slice_bounds
 from paceline.errors import DataError
+from paceline.plan.slicing import slice_bounds
 from paceline.runtime import collectives
 
 

@@ -22,9 +22,9 @@ from paceline.data.epoch_reader import EpochReader, length_of, lists_of, preserv
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, Slices, micro_of, no_samples, own_or_placeholder
 from paceline.data.random_stream import RandomStream
 from paceline.data.same_reading import watch_stream
-from paceline.data.slicing import slices_of
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
+from paceline.plan.slicing import slices_of
 from paceline.plan.slow_input import InputSource
 
 # Of ready batches, the first ones are compared between ranks, and then some of them.

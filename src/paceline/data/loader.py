@@ -22,9 +22,9 @@ from paceline.data.read_clock import TimedReading
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededBatches, place_of_reading
-from paceline.data.slicing import BatchSlice, fixed_slices, slices_of
 from paceline.errors import DataError
 from paceline.log import rank_log
+from paceline.plan.slicing import BatchSlice, fixed_slices, slices_of
 from paceline.plan.slow_input import InputSource
 from paceline.runtime import collectives
 

@@ -21,9 +21,9 @@ from paceline.data.epoch_reader import EpochReader, lists_of
 from paceline.data.iterable import source_of_batches
 from paceline.data.loader import DataShard, MicroBatch, ReadOptions, no_samples
 from paceline.data.random_stream import RandomStream
-from paceline.data.slicing import slice_bounds
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
+from paceline.plan.slicing import slice_bounds
 from paceline.plan.slow_input import InputSource
 from paceline.runtime import collectives
 from paceline.runtime.objects import message_device

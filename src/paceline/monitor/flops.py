@@ -19,9 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from paceline.data.batches import apply
+from paceline.models.loss_module import LossModule
 
 _ATEN = torch.ops.aten
 
@@ -142,3 +148,25 @@ def _precision_of(dtype: torch.dtype, *, convolves: bool) -> str:
         allowed = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
         return "tf32" if allowed else "float32"
     return str(dtype).removeprefix("torch.")
+
+
+def count_on_fakes(module: LossModule, batch: Any) -> FlopCount:
+    """Run a forward and backward, uncompiled, on tensors without data. Raises what the forward raises, such as where it
+    depends on values. The caller restores the module."""
+    for part in module.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            getattr(part, name).clear()  # FSDP gathers parameters in them, and ranks compare the order of modules
+        if isinstance(part, _NormBase):
+            part.training = False  # synchronized ones would communicate
+    module.weighs = False
+    count = FlopCount()
+    with torch.compiler.set_stance("force_eager"), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        full = {  # of sharded ones as well
+            name: torch.empty(p.shape, dtype=p.dtype, device=p.device, requires_grad=p.requires_grad)
+            for name, p in module.named_parameters()
+        }
+        with count:
+            members = {**full, **dict(module.named_buffers())}
+            value, _ = functional_call(module, members, (apply(batch, fake.from_tensor),))
+            value.backward()
+    return count

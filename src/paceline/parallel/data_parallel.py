@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from paceline.data.batches import apply, rows_of, samples_in
-from paceline.data.slicing import slice_bounds
 from paceline.models.divisor import Divisor
 from paceline.parallel.loss_parts import LossPart, combine_losses
+from paceline.plan.slicing import slice_bounds
 
 
 class DataParallel(nn.Module):

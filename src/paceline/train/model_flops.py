@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from paceline.data.loader import MicroBatch
-from paceline.guard.fake_run import count_on_fakes
+from paceline.guard import snapshot
 from paceline.models.loss_module import LossModule
-from paceline.monitor.flops import FlopCount
+from paceline.monitor.flops import FlopCount, count_on_fakes
 from paceline.plan.device_peaks import peak_flops
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
@@ -85,7 +85,9 @@ class ModelFlops:
             return loss
         if not isinstance(self._module, PipelineLossModule):
             try:
-                self._take(count_on_fakes(self._module, micro.batch, self._draw, self._code), micro.samples)
+                with snapshot.preserved(self._module, *self._code), self._draw.uninstalled():
+                    count = count_on_fakes(self._module, micro.batch)
+                self._take(count, micro.samples)
             except Exception as error:  # a forward that depends on values
                 _log.debug("FLOPs are not known: %r", error)
         return add(micro)
