@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 import tiny
-from paceline import Trainer, dist
+from paceline import Trainer
 
 MLP_FLOPS = 6 * (8 * 16 + 16 * 4) - 2 * 8 * 16
 STEPS = 6
@@ -39,9 +39,11 @@ def last_record(run: str | None) -> dict[str, Any]:
     return found
 
 
-def flops_per_sample(record: Mapping[str, Any], world: int = 1) -> float:
-    """To four digits, like the record."""
-    return float(record["tflops_per_device"] * 1e12 * world / record["samples_per_second"])
+def has_flops(record: Mapping[str, Any], expected: float, world: int = 1) -> bool:
+    """Up to the rounding of the record: four digits, and two decimals of samples per second."""
+    rounding = 1e-3 + 0.005 / record["samples_per_second"]
+    found = record["tflops_per_device"] * 1e12 * world / record["samples_per_second"]
+    return math.isclose(found, expected, rel_tol=rounding)
 
 
 def trained(folder: Path, model: nn.Module | None = None, **settings: Any) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def trained(folder: Path, model: nn.Module | None = None, **settings: Any) -> di
 @pytest.mark.parametrize("settings", [{}, {"micro_batch": 3}, {"recompute": "full", "blocks": ["0"]}])
 def test_flops_of_a_step_are_those_of_its_samples(settings: dict[str, Any], tmp_path: Path) -> None:
     record = trained(tmp_path, **settings)
-    assert math.isclose(flops_per_sample(record), MLP_FLOPS, rel_tol=1e-3)
+    assert has_flops(record, MLP_FLOPS)
     assert "mfu" not in record  # a CPU has no entry in the table
 
 
@@ -80,7 +82,7 @@ def test_a_compiled_model_is_counted_without_a_trace(tmp_path: Path) -> None:
     record = trained(tmp_path / "compiled", compiled)
     trained(tmp_path / "plain", plain)
     # With the gradient of the inputs of the first layer, for the norm before it.
-    assert math.isclose(flops_per_sample(record), MLP_FLOPS + 2 * 8 * 16, rel_tol=1e-3)
+    assert has_flops(record, MLP_FLOPS + 2 * 8 * 16)
     assert compiled.calls == plain.calls and len(hooked) >= compiled.calls - 1
     assert all(map(torch.equal, compiled.state_dict().values(), plain.state_dict().values()))
 
@@ -109,7 +111,7 @@ def test_a_function_that_the_user_compiled_stays_compiled(tmp_path: Path) -> Non
 
     model = Inner()
     record = trained(tmp_path, model)
-    assert math.isclose(flops_per_sample(record), MLP_FLOPS, rel_tol=1e-3)
+    assert has_flops(record, MLP_FLOPS)
     assert graphs and model.eager == 0
 
 
@@ -127,15 +129,15 @@ def test_a_model_that_cannot_be_counted_has_no_figures(tmp_path: Path) -> None:
     assert "tflops_per_device" not in trained(tmp_path, Recurrent())
 
 
-def on_ranks(folder: str, layouts: list[dict[str, Any]]) -> list[float]:
-    """FLOPs per sample of a small GPT in each layout."""
+def on_ranks(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last record of a small GPT in each layout."""
     found = []
     counters.clear()  # this process is a fork of one that may have compiled something
     for number, layout in enumerate(layouts):
         run = str(Path(folder) / str(number))
         recipe = tiny.recipe("gpt", batch=8, log_every=STEPS, run=run, device="cpu", **layout)
         history = tiny.trainer_of(recipe).train(max_steps=STEPS)
-        found.append(flops_per_sample(last_record(history.run), dist.world()))
+        found.append(last_record(history.run))
     return found
 
 
@@ -153,14 +155,14 @@ def test_flops_of_all_ranks_add_up_to_those_of_the_model(tmp_path: Path) -> None
     layers, width, vocabulary, tokens = 2, 32, 256, 16
     expected = tokens * (6 * (12 * layers * width**2 + width * vocabulary) + 12 * layers * width * tokens)
     found = paceline.launch(on_ranks, ranks=2, folder=str(tmp_path), layouts=LAYOUTS)
-    assert found == pytest.approx([expected] * len(LAYOUTS), rel=1e-3)
+    assert [has_flops(record, expected, world=2) for record in found] == [True] * len(LAYOUTS)
 
 
-def compiled_and_sharded(folder: str) -> float:
+def compiled_and_sharded(folder: str) -> dict[str, Any]:
     model = mlp()
     model[0].compile(backend="eager")
-    return flops_per_sample(trained(Path(folder), model, strategy="fsdp", blocks=["0"]), dist.world())
+    return trained(Path(folder), model, strategy="fsdp", blocks=["0"])
 
 
 def test_a_compiled_and_sharded_model_is_counted(tmp_path: Path) -> None:
-    assert paceline.launch(compiled_and_sharded, ranks=2, folder=str(tmp_path)) == pytest.approx(MLP_FLOPS, rel=1e-3)
+    assert has_flops(paceline.launch(compiled_and_sharded, ranks=2, folder=str(tmp_path)), MLP_FLOPS, world=2)
