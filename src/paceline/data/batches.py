@@ -38,7 +38,7 @@ Kind = Literal["parts", "lists", "items"]
 def samples_in(batch: Any, like: Kind | None = None) -> int:
     """The number of samples in a batch; the first dim of its first tensor if its parts disagree."""
     if _is_flat(batch):
-        return int(batch[0].shape[0])  # fast path for the common case
+        return int(batch[0].size(0))  # fast path for the common case
     known = layout_of(batch, like)
     if known is not None:
         return known[0]

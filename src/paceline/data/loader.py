@@ -235,18 +235,8 @@ def own_or_placeholder(indices: Sequence[Any], share: BatchSlice) -> Sequence[An
 def micro_of(
     batch: Any, share: BatchSlice, total: int, epoch: int, step: int, indices: Sequence[Any], content: int = 0
 ) -> MicroBatch:
-    return MicroBatch(
-        batch=batch,
-        samples=share.samples,
-        start=share.start,
-        step_samples=total,
-        group=share.group,
-        last=share.last,
-        epoch=epoch,
-        step=step,
-        indices=indices,
-        content=content,
-    )
+    group, last, start = share.group, share.last, share.start
+    return MicroBatch(batch, share.samples, start, total, group, last, epoch, step, indices, content)
 
 
 def no_samples() -> DataError:

@@ -94,10 +94,10 @@ class SeededBatches(Dataset[Any]):
         return result
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
-        samples: list[Any] = []
+        dataset, samples = self._dataset, []
         try:
             for index in indices:
-                samples.append(self._dataset[index])
+                samples.append(dataset[index])
         except Exception as error:
             length = ""
             if isinstance(error, LookupError) and self.count is not None:
