@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import dist
-from paceline.checkpoint import directory, host_copy, host_memory
+from paceline.checkpoint import directory, host_copy
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.testing import ranks
 from paceline.train import rank_poll
@@ -108,20 +108,6 @@ def test_a_save_whose_memory_is_not_allocated_yet_is_postponed(tmp_path: Path, m
     one = trainer(run=str(tmp_path / "r"), save_every=3, save_last=False, keep=None, callbacks=[held])
     one.train(points(), max_steps=20)
     assert 7 <= held.saved[0] < 12
-
-
-def test_the_first_save_on_a_cpu_does_not_wait_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, prepare = Held(until=3), host_memory.HostMemory.prepare
-
-    def late(self: host_memory.HostMemory) -> None:
-        held.wait()
-        prepare(self)
-
-    monkeypatch.setattr(host_memory.HostMemory, "prepare", late)
-    postponing(monkeypatch)
-    one = trainer(run=str(tmp_path / "r"), save_every=3, save_last=False, keep=None, callbacks=[held])
-    one.train(points(), max_steps=4)
-    assert held.saved == [3]
 
 
 def test_many_saves_use_the_memory_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

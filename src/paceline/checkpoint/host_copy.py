@@ -57,23 +57,20 @@ class HostCopy:
         return True
 
     def prepare(self) -> None:
-        """Start to allocate the memory, on a thread."""
-        if self._prepared is None:
+        """Start to allocate the memory for copies from a GPU, on a thread. Copies from a CPU allocate it themselves."""
+        if self._gpus and self._prepared is None:
             pool = ThreadPoolExecutor(1, "paceline-memory", initializer=lower_priority)
             self._prepared = pool.submit(self._memory.prepare)
             pool.shutdown(wait=False)
 
     @property
     def is_ready(self) -> bool:
-        return not self._gpus or self._prepared is None or self._prepared.done()
+        return self._prepared is None or self._prepared.done()
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
         """Copy each item from its tensor. Indices in `volatile` are copied before this returns."""
-        if self._gpus:
-            self.prepare()
-        else:
-            self._memory.stop()  # the copies allocate the other pages
+        self.prepare()
         if self._prepared is not None:
             self._prepared.result()
         devices = [tensor.device for tensor in tensors]

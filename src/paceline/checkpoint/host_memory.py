@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 PIECE = 512 << 20  # bytes that are page-locked at a time, in 11 ms; each waits for the driver's lock
-_BLOCK = 16 << 20
 _PORTABLE = 1  # a flag of cudaHostRegister: for every GPU of this process
 
 
@@ -33,14 +32,13 @@ class HostMemory:
         self.unlock.atexit = False
 
     def prepare(self) -> None:
-        """Let the system allocate the pages, which would delay the first copy, and lock them."""
+        """Let the system allocate the pages, and lock them."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # of this thread, which would use the first GPU otherwise
         for piece in self.bytes.split(PIECE):
-            for block in piece.split(_BLOCK):
-                if self._is_stopped:
-                    return
-                block.numpy().fill(0)  # on one thread, and without the GIL
+            if self._is_stopped:
+                return
+            piece.numpy().fill(0)  # on one thread, and without the GIL
             if self._gpu is not None and _lock(piece):
                 self._locked.append(piece.data_ptr())
 
