@@ -6,8 +6,9 @@
     count.total, count.matmul_precision
 
 It counts what a model needs, as MFU is defined: matrix products, convolutions and attention, but no activation that is
-computed a second time (checkpointing, the backward of fused attention). Operations run as they would without it. It
-differs from torch's FlopCounterMode in that, and in that it tells which operations it could not count.
+computed a second time (checkpointing, the backward of fused attention). Operations run as they would without it, except
+some backwards (`changes_backward`). It differs from torch's FlopCounterMode in that, and in that it tells which
+operations it could not count.
 """
 
 from __future__ import annotations
@@ -71,8 +72,15 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 }
 
 
+# In a dispatch mode, torch computes their backwards by a formula for tensor subclasses, with other rounding.
+_OTHER_BACKWARD = {_ATEN.prod, _ATEN.cumprod}
+
+
 class FlopCount(TorchDispatchMode):
-    """`total` is that of the operations on this rank; `uncounted` names those without a formula."""
+    """`total` is that of the operations on this rank; `uncounted` names those without a formula.
+
+    `changes_backward`: an operation was seen whose backward must run outside of this mode, for the same bits.
+    """
 
     supports_higher_order_operators = True
 
@@ -80,6 +88,7 @@ class FlopCount(TorchDispatchMode):
         super().__init__()
         self._by_precision: Counter[str] = Counter()
         self.uncounted: set[str] = set()
+        self.changes_backward = False
 
     @property
     def total(self) -> int:
@@ -91,8 +100,10 @@ class FlopCount(TorchDispatchMode):
         return max(self._by_precision, key=self._by_precision.__getitem__, default=None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a DTensor, a nested tensor
-            return NotImplemented  # the operations on the tensors in it arrive here as well
+        inner = [kind for kind in types if hasattr(kind, "__tensor_flatten__")]
+        if inner:  # the operations on the tensors in a DTensor arrive here as well, those in a nested tensor do not
+            self.uncounted |= {kind.__name__ for kind in inner if not kind.__module__.startswith("torch.distributed.")}
+            return NotImplemented
         kwargs = kwargs or {}
         if args and isinstance(
             args[0], (bool, int, float)
@@ -104,6 +115,9 @@ class FlopCount(TorchDispatchMode):
         if formula is not None:
             if not _recomputes():
                 self._count(packet, formula, args, kwargs, result)
+        elif packet in _OTHER_BACKWARD:
+            self.changes_backward = True
+            self.uncounted.add(str(packet))
         elif _is_uncounted(func):
             self.uncounted.add(str(packet))
         return result

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -79,8 +80,9 @@ class ModelFlops:
 
     def _add_counted(self, add: Add, micro: MicroBatch) -> Tensor:
         if self._eager and not counters["frames"]:
-            with FlopCount() as count:
-                loss = add(micro)
+            with ExitStack() as counting:
+                count = counting.enter_context(FlopCount())
+                loss = self._add_within(counting, count, add, micro)
             self._take(count, micro.samples)
             return loss
         if not isinstance(self._module, PipelineLossModule):
@@ -91,6 +93,21 @@ class ModelFlops:
             except Exception as error:  # a forward that depends on values
                 _log.debug("FLOPs are not known: %r", error)
         return add(micro)
+
+    def _add_within(self, counting: ExitStack, count: FlopCount, add: Add, micro: MicroBatch) -> Tensor:
+        """End the count before a backward that would have other bits in it."""
+        stepper, backward = vars(self._stepper), self._stepper.backward
+
+        def run_backward(*arguments: Any) -> Tensor:
+            if count.changes_backward:
+                counting.close()
+            return backward(*arguments)
+
+        stepper["backward"] = run_backward
+        try:
+            return add(micro)
+        finally:
+            del stepper["backward"]
 
     def _take(self, count: FlopCount, samples: int) -> None:
         if count.uncounted:

@@ -89,3 +89,11 @@ def test_operations_behave_as_without_a_count() -> None:
     with FlopCount():
         saved = quotient._saved_other.detach()  # type: ignore[attr-defined]
         assert (saved.dtype, saved.item(), (2.5 - mean).dtype) == (torch.float64, 2.5, torch.float32)
+
+
+def test_nested_tensors_are_named_instead_of_counted() -> None:
+    linear = nn.Linear(4, 4)
+    nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], layout=torch.jagged)
+    with FlopCount() as count:
+        linear(nested)
+    assert count.uncounted == {"NestedTensor"}

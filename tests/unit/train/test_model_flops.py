@@ -166,3 +166,30 @@ def compiled_and_sharded(folder: str) -> dict[str, Any]:
 
 def test_a_compiled_and_sharded_model_is_counted(tmp_path: Path) -> None:
     assert has_flops(paceline.launch(compiled_and_sharded, ranks=2, folder=str(tmp_path)), MLP_FLOPS, world=2)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(inputs)).mul(2).prod(-1)
+
+
+def test_a_model_with_a_product_has_the_bits_of_a_plain_loop() -> None:
+    """In a dispatch mode, torch computes the gradient of a product by another formula."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(8, 16, generator=generator), torch.rand(8, generator=generator)) for _ in range(6)]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Product())
+    settings: dict[str, Any] = {"criterion": nn.functional.mse_loss, "batch": 8, "quiet": True, "run": False}
+    paceline.Trainer(models[0], {"name": "sgd", "lr": 0.5}, device="cpu", **settings).train(data, max_steps=6)
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.5, fused=True)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(models[1](inputs), targets).backward()
+        optimizer.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
