@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -30,6 +31,7 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 def compile_model(model: nn.Module, mode: bool | str, names: list[str] | None = None) -> str:
     """Compile in place, on the first call. `mode` is `compile` in the recipe. Returns a summary for the log."""
     folder = set_cache_dir()
+    _leave_inherited_threads()
     blocks = [] if mode == "model" else find_blocks(model, names)
     if not blocks and names != []:
         if model._compiled_call_impl is None:  # the user may have compiled it
@@ -78,6 +80,14 @@ def require_compiler(device: torch.device) -> None:
             why="on a CPU, torch.compile generates C++",
             fix="install g++, or remove compile from the recipe",
         )
+
+
+def _leave_inherited_threads() -> None:
+    """A rank that is forked after its parent has compiled inherits torch's pool of compiler threads, but not the
+    threads: it would wait for them for ever. The next compilation creates another pool."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:
+        compiler.AsyncCompile.pool.cache_clear()
 
 
 def set_cache_dir() -> str:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
 from paceline.parallel.compile import compile_model, require_compiler, set_cache_dir
 from paceline.parallel.recompute import recompute
+from paceline.testing import run_on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +87,17 @@ def test_a_cache_that_others_may_write_to_or_that_cannot_be_created_is_not_used(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert set_cache_dir() == default_cache_dir()
+
+
+def test_a_rank_that_is_forked_after_its_parent_has_compiled_has_threads_of_its_own() -> None:
+    AsyncCompile.pool().submit(int).result(timeout=60)
+
+    def on_rank() -> None:
+        compile_model(nn.Linear(2, 2), "model")
+        assert AsyncCompile.pool().submit(int).result(timeout=60) == 0
+
+    try:
+        run_on_ranks(1, on_rank)
+    finally:
+        AsyncCompile.pool().shutdown()
+        AsyncCompile.pool.cache_clear()
