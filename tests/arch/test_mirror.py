@@ -36,6 +36,7 @@ ELSEWHERE = {
     "launcher/local/single_node": ["ranks/test_restarts_resume"],
     "launcher/local/status": ["ranks/test_launch_command", "ranks/test_restarts_resume"],
     "models/dropout/triton_kernel": ["gpu/test_dropout_on_gpu"],
+    "models/graph_constants": ["unit/train/test_graph_step"],
     "models/own_loss": ["ranks/test_own_loop_on_ranks"],
     "parallel/fsdp": ["ranks/test_fsdp"],
     "parallel/pipeline/schedule_runner": ["ranks/test_pipeline"],

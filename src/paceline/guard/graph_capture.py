@@ -1,4 +1,4 @@
-"""Captured steps: what is constant in a CUDA graph, and which operation of which module can't be captured."""
+"""Captured steps: which optimizers, and which operation of which module, can't be captured."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.data.batches import tensors_in
 from paceline.errors import TrainError
+from paceline.guard.nonfinite import is_fused
 from paceline.run.user_frame import find_user_frame
 
 _SIGNS = ("synchronizing CUDA operation", "captur")  # in torch's errors, and in CUDA's
 
 
-def constants_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """What a graph has as constants: settings, addresses, frozen parameters, and numbers such as the rate of a dropout.
-    Learning rates are compared in every step."""
-    changing = ("params", "param_names", "lr", "initial_lr")
-    settings = [
-        (name, id(value) if isinstance(value, Tensor) else value)
-        for group in optimizer.param_groups
-        for name, value in group.items()
-        if name not in changing
-    ]
-    groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-    parameters = [(parameter.data_ptr(), parameter.requires_grad) for parameter in model.parameters()]
-    kept = [*(tensor for held in optimizer.state.values() for tensor in tensors_in(held)), *model.buffers()]
-    plain = [value for each in model.modules() for value in vars(each).values() if isinstance(value, (int, float, str))]
-    return settings, groups, parameters, [tensor.data_ptr() for tensor in kept], plain
+def require_capturable(optimizer: torch.optim.Optimizer, *, waits: bool) -> None:
+    """Raise TrainError if the optimizer runs on the host in every step; `waits`: the code around it does."""
+    name = type(optimizer).__name__
+    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        why, fix = "the Trainer copies learning rates to the device itself", f"create {name} with a number as lr"
+    elif is_fused(optimizer):
+        return
+    elif waits or not all(group.get("capturable") for group in optimizer.param_groups):
+        why = "its step counts, reads or skips on the host, which a replayed graph does not"
+        fix = f"create {name} with fused=True (Adam, AdamW, SGD), or remove graph"
+    else:
+        return
+    raise TrainError("graph-and-optimizer", f"graph: true can't capture {name}.", why=why, fix=fix)
 
 
 def raise_if_waiting(error: RuntimeError, model: nn.Module, again: Callable[[], Any]) -> None:

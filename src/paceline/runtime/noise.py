@@ -162,10 +162,10 @@ def noise(like: Tensor) -> Tensor:
     number = context.next_draw()
     known = None if context.captured is None else context.captured.get((samples.start, number))
     if known is not None:
-        return known.rows
+        return known.rows.clone()  # code may change it, and a recomputed forward reads it again
     rows = _draw(like, context.seed_of(samples.step, number), samples.start, samples.step_samples)
     if context.captured is not None:
-        context.captured[samples.start, number] = Draw(rows, samples.start, samples.step_samples, number)
+        context.captured[samples.start, number] = Draw(rows.clone(), samples.start, samples.step_samples, number)
     return rows
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
-from paceline.guard.graph_capture import constants_of, raise_if_waiting
-from paceline.guard.nonfinite import is_fused
+from paceline.guard.graph_capture import raise_if_waiting, require_capturable
 from paceline.log import Log
+from paceline.models.graph_constants import Constants, changed, constants_of, settings_of, shape_of
 from paceline.models.loss_module import LossModule
 from paceline.models.losses import Loss
 from paceline.runtime.noise import Draw, NoiseContext
@@ -68,7 +68,7 @@ class GraphedStep:
     def __init__(self, module: LossModule, stepper: Stepper, updater: Updater, draw: NoiseContext, log: Log) -> None:
         self._module, self._stepper, self._updater, self._draw, self._log = module, stepper, updater, draw, log
         self._device = next(module.parameters()).device
-        require_capturable(updater)
+        _check(updater)
         self._graphs = cuda_graphs.CudaGraphs(self._device)
         self._groups = updater.optimizer.param_groups
         self.user_code_ran = False  # it may have changed what was captured
@@ -77,8 +77,9 @@ class GraphedStep:
 
     def __enter__(self) -> None:
         """At the beginning of `train()`."""
-        require_capturable(self._updater)
-        self._rates_on_device = self._updater.learning_rate is not None or self._updater.scheduler is not None
+        updater = self._updater
+        _check(updater)
+        self._rates_on_device = updater.learning_rate is not None or updater.scheduler is not None
 
     def __exit__(self, *exc: object) -> None:
         """Free the graphs and their memory."""
@@ -89,11 +90,15 @@ class GraphedStep:
         self._captured: dict[Hashable, _Captured] = {}
         self._graphs.release()
         self._seen: Counter[Hashable] = Counter()
-        self._steps = self._eager = self._rate_changes = 0
+        self._steps = self._rate_changes = 0
+        self._eager: Counter[str] = Counter()  # steps, by cause
         self._rates_on_device = False
         self._scalars: Tensor | None = None  # the weight of the average and the learning rates, in float64
         self._sent: list[float] = []
-        self._stamp: Any = None
+        self._stamp: Constants = {}
+        self._settings: Constants = {}  # of the optimizer, in the last step
+        self._changed: list[str] = []  # names of constants that did, the last time
+        self._other = ""  # a type in batches whose values can't be compared
         self._noise: dict[Hashable, dict[tuple[int, int], Draw]] = {}  # of the last warm-up, by shape
 
     def add(self, micro: MicroBatch) -> None:
@@ -107,7 +112,11 @@ class GraphedStep:
         if updater.before_change is not None:
             updater.before_change()
         inputs: list[Tensor] = []
-        shape = _shape_of(micros, inputs)
+        others: list[str] = []
+        parts = [(each.samples, each.step_samples, each.exact, shape_of(each.batch, inputs, others)) for each in micros]
+        shape: Hashable = tuple(parts)
+        if others:  # such steps are never captured
+            shape, self._other = None, others[0]
         captured = self._find(shape, micros)
         self._send(step)
         norm = self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros, inputs)
@@ -119,7 +128,7 @@ class GraphedStep:
     def _find(self, shape: Hashable, micros: list[MicroBatch]) -> _Captured | None:
         """The graph for micro-batches of this shape; None: run them eagerly."""
         self._steps += 1
-        if self.user_code_ran:
+        if self.user_code_ran or self._updater.scheduler is not None:
             self._drop_outdated()
         found = self._captured.get(shape)
         if found is not None and found.rates != self._constant_rates():
@@ -138,13 +147,26 @@ class GraphedStep:
     def _constant_rates(self) -> list[float]:
         return [] if self._rates_on_device else [group["lr"] for group in self._groups]
 
+    def _constants(self) -> Constants:
+        call = self._module.call
+        assert call is not None
+        loss = call.loss if call.criterion is None else call.criterion
+        return constants_of(self._module.model, loss, self._updater.optimizer)
+
     def _drop_outdated(self) -> None:
-        """User code may have changed the optimizer, frozen parameters, or replaced tensors that a graph reads."""
-        self.user_code_ran = False
-        self._groups = self._updater.optimizer.param_groups
-        if self._captured and constants_of(self._module.model, self._updater.optimizer) != self._stamp:
+        """User code may have changed what a graph has as a constant, or replaced tensors that it reads. Schedulers
+        change settings of the optimizer."""
+        optimizer = self._updater.optimizer
+        self._groups = optimizer.param_groups
+        settings = settings_of(optimizer)
+        names = changed(self._settings or settings, settings)
+        if not names and self.user_code_ran and self._captured:
+            names = changed(self._stamp, self._constants())
+        self._settings, self.user_code_ran = settings, False
+        if names:
             self._release()
             self._noise, self._seen = {}, Counter()  # an optimizer creates its state in a step that is not captured
+            self._changed = names
 
     def _send(self, step: int) -> None:
         """Copy the numbers of a step to the device, if they changed."""
@@ -161,27 +183,41 @@ class GraphedStep:
 
     def _run_eagerly(self, shape: Hashable, micros: list[MicroBatch]) -> Tensor | None:
         self._seen[shape] += 1
-        if self._seen[shape] > WARM_UP or len(self._seen) > _GRAPHS:
-            self._count_eager()
-        strict = self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS
+        if shape is None:
+            self._count_eager("others")
+        elif self._seen[shape] > WARM_UP or len(self._seen) > _GRAPHS:
+            self._count_eager("shapes")
+        elif self._changed:
+            self._count_eager("changes")
+        strict = shape is not None and self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS
         noise = self._noise.setdefault(shape, {}) if strict else None
         with self._graphs.warm_up(strict=strict), self._host_work_done(noise):
             try:
-                return self._step(micros)
+                norm = self._step(micros)
             except RuntimeError as error:
                 if strict:
                     raise_if_waiting(error, self._module.model, partial(self._add_all, micros))
                 raise
+        if self._captured:
+            self._stamp = self._constants()  # the code of the step may count
+        return norm
 
-    def _count_eager(self) -> None:
-        self._eager += 1
-        if self._eager >= _EAGER and 2 * self._eager > self._steps and not self._warned:
+    def _count_eager(self, cause: str) -> None:
+        self._eager[cause] += 1
+        count = self._eager.total()
+        if count >= _EAGER and 2 * count > self._steps and not self._warned:
             self._warned = True
-            self._log.warning(
-                f"graph: {self._eager} of {self._steps} steps ran eagerly, because batches have many shapes "
-                f"({len(self._seen)} so far, at most {_GRAPHS} are captured). Pad samples to a few lengths, drop the "
-                "last batch of an epoch, and keep text and numbers that differ out of batches"
-            )
+            cycles = not {"betas", "momentum"}.isdisjoint(self._changed)
+            because = {
+                "shapes": f"batches have many shapes ({len(self._seen)} so far, at most {_GRAPHS} are captured). Pad "
+                "samples to a few lengths, drop the last batch of an epoch, and keep text and numbers that differ out "
+                "of batches",
+                "others": f"batches contain {self._other}, which may differ between steps. Use tensors instead, or "
+                "leave it out",
+                "changes": f"{', '.join(self._changed[:3])} changed again and again, but a graph has constants. "
+                + ("Create OneCycleLR or CyclicLR with cycle_momentum=False" if cycles else "Change it less often"),
+            }[self._eager.most_common(1)[0][0]]
+            self._log.warning(f"graph: {count} of {self._steps} steps ran eagerly, because {because}")
 
     def _capture(self, shape: Hashable, micros: list[MicroBatch]) -> _Captured:
         fixed = [replace(micro, batch=apply(micro.batch, torch.clone)) for micro in micros]
@@ -213,7 +249,7 @@ class GraphedStep:
                 raise
         kind = self._stepper.means, self._stepper.data_weighted
         self._stepper.reset()
-        self._stamp = constants_of(self._module.model, self._updater.optimizer)
+        self._stamp = self._constants()
         inputs = [tensor for micro in fixed for tensor in tensors_in(micro.batch)]
         read = inputs, rows, list(noise.values()), self._constant_rates()
         return _Captured(replay, *read, values, *results, *kind)
@@ -290,26 +326,8 @@ def _set(kept: ExitStack, owner: dict[str, Any], **values: Any) -> None:
     owner.update(values)
 
 
-def _shape_of(micros: Sequence[MicroBatch], inputs: list[Tensor]) -> Hashable:
-    """Equal for steps that launch the same kernels. Appends the tensors in the batches to `inputs`."""
-    return tuple([(each.samples, each.step_samples, each.exact, _shape(each.batch, inputs)) for each in micros])
-
-
-def _shape(batch: Any, inputs: list[Tensor]) -> Hashable:
-    if isinstance(batch, Tensor):
-        inputs.append(batch)
-        return batch.shape, batch.dtype
-    if isinstance(batch, (list, tuple)):
-        return tuple([_shape(value, inputs) for value in batch])
-    if isinstance(batch, Mapping):
-        return tuple([(key, _shape(value, inputs)) for key, value in batch.items()])
-    return batch if isinstance(batch, (str, int, float, bytes)) else id(batch)  # the model may read it
-
-
-def require_capturable(updater: Updater) -> None:
+def _check(updater: Updater) -> None:
     """Raise TrainError if the optimizer or a callback runs on the host in every step."""
-    optimizer = updater.optimizer
-    name = type(optimizer).__name__
     if updater.on_gradients is not None:
         raise TrainError(
             "graph-and-callback",
@@ -317,13 +335,4 @@ def require_capturable(updater: Updater) -> None:
             why="a graph replays the whole step without Python, so there is no point between backward and update",
             fix="use clip_norm or clip_value, or hooks on parameters (captured like any operation), or remove graph",
         )
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        why, fix = "the Trainer copies learning rates to the device itself", f"create {name} with a number as lr"
-    elif is_fused(optimizer):
-        return
-    elif updater.waits or not all(group.get("capturable") for group in optimizer.param_groups):
-        why = "its step counts, reads or skips on the host, which a replayed graph does not"
-        fix = f"create {name} with fused=True (Adam, AdamW, SGD), or remove graph"
-    else:
-        return
-    raise TrainError("graph-and-optimizer", f"graph: true can't capture {name}.", why=why, fix=fix)
+    require_capturable(updater.optimizer, waits=updater.waits)

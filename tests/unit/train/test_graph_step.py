@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -196,6 +198,150 @@ def test_what_a_callback_changes_has_an_effect(captured: type[GraphsOnCpu], chan
     assert captured.captures == captures
     expected, expected_weights = train(False)
     assert losses == expected and torch.equal(weights, expected_weights)
+
+
+class Scaled(nn.Module):
+    """Multiplies by numbers that a dict and an object hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.table, self.config = tiny.classifier(), {"scale": 1.0}, SimpleNamespace(scale=1.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs) * self.table["scale"] * self.config.scale
+
+
+class WeightedLoss:
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.weight * nn.functional.cross_entropy(outputs, targets)
+
+    def of_batch(self, model: nn.Module, batch: Any) -> Tensor:
+        return self(model(batch[0]), batch[1])
+
+
+def set_scale(holder: str) -> Any:
+    def change(model: Any, loss: Any) -> None:
+        if holder == "table":
+            model.table["scale"] = 3.0
+        else:
+            model.config.scale = 3.0
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "setting", "change"),
+    [
+        (WeightedLoss, "criterion", lambda model, loss: setattr(loss, "weight", 0.25)),
+        (WeightedLoss, "loss_fn", lambda model, loss: setattr(loss, "weight", 0.25)),
+        (nn.CrossEntropyLoss, "criterion", lambda model, loss: setattr(loss, "label_smoothing", 0.5)),
+        (nn.CrossEntropyLoss, "criterion", set_scale("table")),
+        (nn.CrossEntropyLoss, "criterion", set_scale("config")),
+    ],
+    ids=["criterion", "owner-of-loss_fn", "module-as-criterion", "dict", "object"],
+)
+def test_numbers_of_the_loss_and_of_what_modules_hold_are_followed(
+    captured: type[GraphsOnCpu], make_loss: Any, setting: str, change: Any
+) -> None:
+    def train(graph: bool) -> list[float]:
+        loss, model = make_loss(), Scaled()
+        callback = AtStep(5, lambda trainer: change(model, loss))
+        given = {"criterion": loss, "loss_fn": None} if setting == "criterion" else {"loss_fn": loss.of_batch}
+        callback.trainer = tiny.classifier_trainer(model, graph=graph, callbacks=[callback], **given)
+        return callback.trainer.train(tiny.blobs(), epochs=4).losses
+
+    losses = train(True)
+    assert captured.captures == 2
+    assert losses == train(False)
+
+
+def test_a_forward_that_counts_is_not_captured_again_after_eager_steps(captured: type[GraphsOnCpu]) -> None:
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.calls += 1
+            return inputs
+
+    trained(True, samples=40, epochs=5, model=lambda: with_layer(Counts()), callbacks=[lambda record: None])
+    assert (captured.captures, captured.replays, captured.warm_ups) == (2, 9, 6)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 2.0**-5, total_steps=80)
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, 2.0**-6, 2.0**-3, step_size_up=8)
+
+
+@pytest.mark.parametrize(("kind", "schedules"), [("AdamW", one_cycle), ("SGD", one_cycle), ("SGD", cyclic)])
+def test_schedulers_that_change_momentum_have_an_effect_and_are_reported(
+    captured: type[GraphsOnCpu], kind: str, schedules: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    settings: dict[str, Any] = {
+        "optimize": lambda model: getattr(torch.optim, kind)(model.parameters(), lr=2.0**-7, fused=True, **more),
+        "schedules": schedules, "scheduler_interval": "step", "epochs": 18, "quiet": False,
+    }  # fmt: skip
+    losses, expected = (trained(graph, **settings)[1] for graph in (True, False))
+    assert losses == pytest.approx(expected, rel=1e-4)
+    said = "".join(capsys.readouterr())
+    name = "momentum" if kind == "SGD" else "betas"
+    assert captured.captures == 0 and f"steps ran eagerly, because {name} changed again and again" in said
+    assert "cycle_momentum=False" in said
+
+
+class Remark:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@pytest.mark.parametrize("kind", [np.float32, Remark])
+def test_batches_with_values_that_can_not_be_compared_run_eagerly(
+    captured: type[GraphsOnCpu], kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        inputs, factor = batch
+        return model(inputs).square().mean() * float(getattr(factor, "number", factor))
+
+    def train(graph: bool) -> list[float]:
+        batches = ((tiny.blobs(8)[:][0], kind(1 + step % 7)) for step in range(60))
+        trainer = tiny.classifier_trainer(graph=graph, loss_fn=loss_fn, batch=None, quiet=False)
+        return trainer.train(batches, max_steps=60).losses
+
+    losses = train(True)
+    assert captured.captures == 0
+    assert f"steps ran eagerly, because batches contain {kind.__name__}" in "".join(capsys.readouterr())
+    assert losses == train(False)
+
+
+def test_noise_that_a_recomputed_block_changes_in_place(captured: type[GraphsOnCpu]) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.linear(hidden) * (1 + paceline.noise(hidden).mul_(0.5))
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.blocks = nn.Linear(8, 16), nn.ModuleList([Block(), Block()])
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden
+
+    losses, expected = (trained(graph, model=Blocks, recompute="full")[1] for graph in (True, False))
+    assert losses == expected and captured.replays
 
 
 def test_learning_rates_that_change_all_the_time_are_read_from_the_device(captured: type[GraphsOnCpu]) -> None:
