@@ -5,7 +5,8 @@
 
 Everything is restored in place, so that references to it stay valid: buffers, parameters, gradients, hooks, training
 mode, extra state, plain attributes with the containers and small objects in them, variables of enclosing functions, and
-the random state. Objects of other libraries, locks, threads and open files are kept by reference; so are globals.
+the random state. Objects of other libraries, locks, threads and open files are kept by reference. Globals are bound
+again, and their containers have the same members, but what these contain is kept: it may be the data.
 """
 
 from __future__ import annotations
@@ -144,6 +145,8 @@ class _Recording:
             if id(owner) not in self._alive and self._is_users(owner.__module__):
                 self._alive[id(owner)] = owner
                 for name, value in list(vars(owner).items()):
+                    if isinstance(value, FunctionType):
+                        self._globals(value)
                     if not name.startswith("__") and isinstance(value, (int, float, list, dict, set, deque, Tensor)):
                         self.undo.append(partial(setattr, owner, name, value))
                         self._todo.append(value)
@@ -187,7 +190,7 @@ class _Recording:
         if type(mapping) not in (dict, OrderedDict):
             self._attributes(mapping)
 
-    def _collection(self, values: Any) -> None:
+    def _collection(self, values: Any, *, follow: bool = True) -> None:
         before = list(values)
 
         def restore() -> None:
@@ -196,7 +199,7 @@ class _Recording:
                 values.update(before) if isinstance(values, set) else values.extend(before)
 
         self.undo.append(restore)
-        if not isinstance(values, bytearray):
+        if follow and not isinstance(values, bytearray):
             self._todo.extend(before)
 
     def _function(self, function: FunctionType) -> None:
@@ -207,7 +210,20 @@ class _Recording:
             with suppress(ValueError):  # not assigned yet
                 self.undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
                 self._todo.append(cell.cell_contents)
+        self._globals(function)
         self._attributes(function)
+
+    def _globals(self, function: FunctionType) -> None:
+        """Global variables that the function names itself."""
+        members = function.__globals__
+        for name in function.__code__.co_names:
+            value = members.get(name)
+            if isinstance(value, (int, float, Tensor, list, deque, set, dict)):
+                self.undo.append(partial(members.__setitem__, name, value))
+                if isinstance(value, dict):
+                    self.undo.append(partial(_refill, value, dict(value)))
+                elif isinstance(value, (list, deque, set)):
+                    self._collection(value, follow=False)
 
     def _generator(self, value: Any) -> bool:
         """Record the state of a random number generator."""

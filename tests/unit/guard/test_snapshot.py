@@ -170,3 +170,23 @@ def test_a_failing_forward_leaves_nothing_behind() -> None:
     except ValueError:
         pass
     assert layer.num_batches_tracked == 0 and torch.equal(layer.running_mean, torch.zeros(2))
+
+
+SEEN: list[Tensor] = []
+AVERAGE = torch.ones(())
+
+
+class UsesGlobals(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        global AVERAGE
+        AVERAGE = AVERAGE * 0.9 + inputs.detach().mean() * 0.1
+        SEEN.append(inputs)
+        return inputs / AVERAGE
+
+
+def test_globals_that_a_forward_assigns_or_fills_are_restored() -> None:
+    model, before = UsesGlobals(), AVERAGE
+    with snapshot.preserved(model, lambda: SEEN.clear()):
+        model(torch.rand(3))
+        assert SEEN and AVERAGE is not before
+    assert not SEEN and AVERAGE is before
