@@ -104,18 +104,22 @@ def check(
         "changes": changes,
     }
     gathered = collectives.all_gather_object(facts)
-    if mesh.repeats_loss:
-        _require_one_loss([rank["loss"] for rank in gathered])
-    _require_one_kind([rank["kind"] for rank in gathered])
+    _require_agreement(gathered, repeats_loss=mesh.repeats_loss)
     if not all(rank["divides"] for rank in gathered):  # ranks must weight losses in the same way
         module.divides = False
+    buffers = forward_state.changed_buffers([rank["changes"] for rank in gathered], mesh)
+    depends = all(rank["depends"] and rank["divides"] for rank in gathered)
+    return sum(rank["weight"] for rank in gathered), depends, buffers
+
+
+def _require_agreement(gathered: Sequence[dict[str, Any]], *, repeats_loss: bool) -> None:
+    if repeats_loss:
+        _require_one_loss([rank["loss"] for rank in gathered])
+    _require_one_kind([rank["kind"] for rank in gathered])
     consistency.require_same_versions([rank["versions"] for rank in gathered])
     consistency.require_same_weights([rank["weights"] for rank in gathered])
     _require_same_data([rank["data"] for rank in gathered])
     _require_disjoint([rank["rows"] for rank in gathered])
-    buffers = forward_state.changed_buffers([rank["changes"] for rank in gathered], mesh)
-    depends = all(rank["depends"] and rank["divides"] for rank in gathered)
-    return sum(rank["weight"] for rank in gathered), depends, buffers
 
 
 def _run_backward(module: LossModule, value: Any, allow_unused: bool) -> None:

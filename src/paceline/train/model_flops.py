@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,8 @@ class ModelFlops:
         countable: bool,
     ) -> None:
         """`eager`: nothing is compiled; `countable`: all of it runs in the main thread."""
-        self._module, self._stepper, self._mesh, self._draw = module, stepper, mesh, draw
+        self._module, self._mesh, self._draw = module, mesh, draw
+        self._stepper = ref(stepper)  # the recorder of a custom loop, which has these figures, may outlive its Trainer
         self._code, self._eager, self._countable = code, eager, countable
         self.per_sample: float | None = None
         self.peak: float | None = None  # FLOP/s of this device
@@ -61,7 +63,9 @@ class ModelFlops:
 
     def _replace_add(self, counted: Callable[[Add, MicroBatch], Tensor]) -> None:
         """For one call of `Stepper.add`, so that others cost nothing."""
-        stepper, present = vars(self._stepper), self._stepper.add
+        owner = self._stepper()
+        assert owner is not None
+        stepper, present = vars(owner), owner.add
         replaced = "add" in stepper
 
         def add(micro: MicroBatch) -> Tensor:
@@ -96,7 +100,9 @@ class ModelFlops:
 
     def _add_within(self, counting: ExitStack, count: FlopCount, add: Add, micro: MicroBatch) -> Tensor:
         """End the count before a backward that would have other bits in it."""
-        stepper, backward = vars(self._stepper), self._stepper.backward
+        owner = self._stepper()
+        assert owner is not None
+        stepper, backward = vars(owner), owner.backward
 
         def run_backward(*arguments: Any) -> Tensor:
             if count.changes_backward:
