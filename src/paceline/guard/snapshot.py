@@ -184,7 +184,7 @@ class _Recording:
             self._todo.extend(array.flat)
 
     def _mapping(self, mapping: dict[Any, Any]) -> None:
-        before = dict(mapping)
+        before = dict(dict.items(mapping))  # a subclass may have a lookup of its own
         self.undo.append(lambda: _refill(mapping, before))
         self._follow(before)
         if type(mapping) not in (dict, OrderedDict):
@@ -218,11 +218,11 @@ class _Recording:
         members = function.__globals__
         for name in function.__code__.co_names:
             value = members.get(name)
-            if isinstance(value, (int, float, Tensor, list, deque, set, dict)):
+            if type(value) in (int, float, bool, Tensor, list, deque, set, dict):  # not a registry with its own lookup
                 self.undo.append(partial(members.__setitem__, name, value))
-                if isinstance(value, dict):
+                if type(value) is dict:
                     self.undo.append(partial(_refill, value, dict(value)))
-                elif isinstance(value, (list, deque, set)):
+                elif type(value) in (list, deque, set):
                     self._collection(value, follow=False)
 
     def _generator(self, value: Any) -> bool:
