@@ -64,7 +64,9 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     replicas = engine.wrapped.forward
     if depends and type(stepper) is Stepper and isinstance(replicas, Replicas) and replicas.carry_weight():
         code = [engine.task.criterion, engine.task.loss_fn]
+        engine.draw.begin(micro)
         preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, code)
+        engine.draw.end()
     _compare_halves(engine, micro, groups)
     _name_draws(engine, micro, engine.log.warning)
     several = groups > 1 or engine.mesh.degrees.pipeline > 1 or config.fixed_order
