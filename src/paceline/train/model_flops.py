@@ -56,7 +56,7 @@ class ModelFlops:
         self.peak: float | None = None  # FLOP/s of this device
 
     def begin(self) -> None:
-        """Count in the second of the following micro-batches: the first one compiles."""
+        """Count an eager model in the second of the following micro-batches: the first shows whether it is compiled."""
         self.per_sample = self.peak = None
         if self._countable and not _is_redundant(self._module, self._mesh):
             self._replace_add(self._add_first)
@@ -79,24 +79,27 @@ class ModelFlops:
 
     def _add_first(self, add: Add, micro: MicroBatch) -> Tensor:
         loss = add(micro)
-        self._replace_add(self._add_counted)
+        if self._eager and not counters["frames"]:
+            self._replace_add(self._add_counted)
+        elif not isinstance(self._module, PipelineLossModule):
+            self._count_on_fakes(micro)
         return loss
 
     def _add_counted(self, add: Add, micro: MicroBatch) -> Tensor:
-        if self._eager and not counters["frames"]:
-            with ExitStack() as counting:
-                count = counting.enter_context(FlopCount())
-                loss = self._add_within(counting, count, add, micro)
+        with ExitStack() as counting:
+            count = counting.enter_context(FlopCount())
+            loss = self._add_within(counting, count, add, micro)
+        self._take(count, micro.samples)
+        return loss
+
+    def _count_on_fakes(self, micro: MicroBatch) -> None:
+        """In the first step, which compiles, because restoring a model waits for the GPU."""
+        try:
+            with snapshot.preserved(self._module, *self._code), self._draw.uninstalled():
+                count = count_on_fakes(self._module, micro.batch)
             self._take(count, micro.samples)
-            return loss
-        if not isinstance(self._module, PipelineLossModule):
-            try:
-                with snapshot.preserved(self._module, *self._code), self._draw.uninstalled():
-                    count = count_on_fakes(self._module, micro.batch)
-                self._take(count, micro.samples)
-            except Exception as error:  # a forward that depends on values
-                _log.debug("FLOPs are not known: %r", error)
-        return add(micro)
+        except Exception as error:  # a forward that depends on values
+            _log.debug("FLOPs are not known: %r", error)
 
     def _add_within(self, counting: ExitStack, count: FlopCount, add: Add, micro: MicroBatch) -> Tensor:
         """End the count before a backward that would have other bits in it."""
