@@ -1,9 +1,10 @@
 """The FLOPs that this rank computes per sample, counted once per call of `train()`.
 
-An eager model is counted while it runs its second micro-batch, for the price of some Python calls. By then it is known
-whether anything is compiled: torch.compile runs eagerly inside a dispatch mode, with other rounding and more memory, so
-a compiled model is counted on fake tensors instead, uncompiled, which computes nothing. A model that cannot be counted
-has no figures: wrong ones would be worse.
+An eager model is counted while it runs its second micro-batch, for the price of some Python calls. The first one shows
+whether it is compiled: torch.compile runs eagerly inside a dispatch mode, with other rounding and more memory, so a
+compiled model is counted on fake tensors instead, uncompiled, which computes nothing. An eager model in a process that
+has compiled another one may contain compiled functions, and is not counted. A model that cannot be counted has no
+figures: wrong ones would be worse.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ModelFlops:
         """`eager`: nothing is compiled; `countable`: all of it runs in the main thread."""
         self._module, self._mesh, self._draw = module, mesh, draw
         self._stepper = ref(stepper)  # the recorder of a custom loop, which has these figures, may outlive its Trainer
-        self._code, self._eager, self._countable = code, eager, countable
+        self._code, self._compiles, self._countable = code, not eager, countable
         self.per_sample: float | None = None
         self.peak: float | None = None  # FLOP/s of this device
 
@@ -78,11 +79,15 @@ class ModelFlops:
         stepper["add"] = add
 
     def _add_first(self, add: Add, micro: MicroBatch) -> Tensor:
+        before = _compiled_frames()
         loss = add(micro)
-        if self._eager and not counters["frames"]:
+        is_compiled = any(part._compiled_call_impl is not None for part in self._module.modules())
+        self._compiles |= is_compiled or _compiled_frames() > before
+        if self._compiles:
+            if not isinstance(self._module, PipelineLossModule):
+                self._count_on_fakes(micro)
+        elif not _compiled_frames():  # otherwise a function in it may have been compiled before
             self._replace_add(self._add_counted)
-        elif not isinstance(self._module, PipelineLossModule):
-            self._count_on_fakes(micro)
         return loss
 
     def _add_counted(self, add: Add, micro: MicroBatch) -> Tensor:
@@ -126,6 +131,11 @@ class ModelFlops:
             device = self._mesh.device
             if device.type == "cuda" and count.matmul_precision is not None:
                 self.peak = peak_flops(torch.cuda.get_device_name(device), count.matmul_precision)
+
+
+def _compiled_frames() -> int:
+    """Frames that torch.compile has seen in this process."""
+    return sum(counters["frames"].values())
 
 
 def _is_redundant(module: LossModule, mesh: Mesh) -> bool:

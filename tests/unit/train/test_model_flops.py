@@ -22,6 +22,12 @@ MLP_FLOPS = 6 * (8 * 16 + 16 * 4) - 2 * 8 * 16
 STEPS = 6
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    """A process that has compiled something does not count eager models."""
+    counters.clear()
+
+
 def mlp(*between: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *between, nn.Linear(16, 4))
