@@ -175,12 +175,14 @@ def count_on_fakes(module: LossModule, batch: Any) -> FlopCount:
     module.weighs = False
     count = FlopCount()
     with torch.compiler.set_stance("force_eager"), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        full = {  # of sharded ones as well
-            name: torch.empty(p.shape, dtype=p.dtype, device=p.device, requires_grad=p.requires_grad)
-            for name, p in module.named_parameters()
-        }
+        full: dict[int, Tensor] = {}  # of sharded ones as well
+        members = {}
+        for prefix, part in module.named_modules():  # once, even if it is shared: a second name would keep its fakes
+            for name, p in part._parameters.items():
+                if p is not None:
+                    like = torch.empty(p.shape, dtype=p.dtype, device=p.device, requires_grad=p.requires_grad)
+                    members[f"{prefix}.{name}" if prefix else name] = full.setdefault(id(p), like)
         with count:
-            members = {**full, **dict(module.named_buffers())}
-            value, _ = functional_call(module, members, (apply(batch, fake.from_tensor),))
+            value, _ = functional_call(module, members, (apply(batch, fake.from_tensor),), tie_weights=False)
             value.backward()
     return count

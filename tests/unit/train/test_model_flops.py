@@ -199,3 +199,26 @@ def test_a_model_with_a_product_has_the_bits_of_a_plain_loop() -> None:
         nn.functional.mse_loss(models[1](inputs), targets).backward()
         optimizer.step()
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+class Shared(nn.Module):
+    """One module under two names, and a parameter in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.again = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.again(self.first(inputs)))
+        return outputs
+
+
+def test_a_compiled_model_with_shared_modules_keeps_its_parameters(tmp_path: Path) -> None:
+    model = Shared()
+    model.compile(backend="eager")
+    record = trained(tmp_path, model)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert model.last.weight is model.first.weight
+    assert has_flops(record, 3 * 6 * 64 - 2 * 64)  # without the gradient of the inputs
