@@ -53,7 +53,8 @@ def _map(size: int) -> mmap.mmap:
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    mapped.madvise(mmap.MADV_DONTFORK)  # the workers of a DataLoader would each get a copy of all locked pages
+    # Not MADV_DONTFORK, although workers of a DataLoader copy locked pages: it leaves a hole in a forked process, where
+    # the kernel places other mappings, which go when the process drops its reference to this one.
     return mapped
 
 
