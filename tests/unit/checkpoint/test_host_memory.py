@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 
 import pytest
@@ -28,3 +30,17 @@ def test_preparing_can_be_ended_early() -> None:
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_forked_process_that_drops_the_memory_keeps_its_own() -> None:
+    """With MADV_DONTFORK, mappings of the child are placed where the memory was, and removed with it."""
+    size = 1 << 24
+    kept = [host_memory._map(size) for _ in range(4)]
+    child = os.fork()
+    if not child:
+        own = [mmap.mmap(-1, size) for _ in range(8)]
+        kept.clear()
+        for each in own:
+            each[0] = 1  # a segmentation fault if it is gone
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
