@@ -12,11 +12,11 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 024).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 025).
 CEILINGS = {
     "": 480,
-    "config": 1_330,
-    "plan": 1_950,
+    "config": 1_400,
+    "plan": 2_250,
     "run": 1_250,
     "diagnose": 1_450,
     "watch": 1_500,
@@ -25,18 +25,18 @@ CEILINGS = {
     "models": 2_800,
     "data": 3_250,
     "precision": 400,
-    "parallel": 3_700,
-    "sync": 900,
+    "parallel": 3_850,
+    "sync": 1_300,
     "optim": 880,
     "checkpoint": 2_600,
-    "monitor": 1_230,
-    "guard": 2_850,
-    "train": 7_100,
+    "monitor": 1_280,
+    "guard": 2_950,
+    "train": 7_650,
     "doctor": 800,
-    "bench": 750,
+    "bench": 1_100,
     "search": 700,
     "testing": 630,
-    "cli": 1_530,
+    "cli": 1_720,
 }
 
 

@@ -41,6 +41,7 @@ from paceline.config.sections import (
     ScheduleSection,
     Section,
     SplitSection,
+    SyncSection,
     TensorSection,
     TrainSection,
     as_list,
@@ -77,6 +78,9 @@ class Config(Section):
     tensor: TensorSection = Field(TensorSection(), description="options of tensor parallelism")
     pipeline: PipelineSection = Field(PipelineSection(), description="options of pipeline parallelism")
     split: SplitSection = Field(SplitSection(), description="options of strategy: split")
+    sync: Annotated[SyncSection | None, short("sync")] = Field(
+        None, description="less communication between replicas: the name of a compression, or a section"
+    )
     scaler: ScalerSection = Field(ScalerSection(), description="loss scaling of fp16")
     ema: Annotated[EmaSection | None, short("ema")] = Field(
         None, description="exponential moving average of the parameters: a decay, or a section"

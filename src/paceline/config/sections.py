@@ -47,6 +47,7 @@ SHORTHANDS = {
     "save_best": "metric",
     "early_stop": "patience",
     "profile": "steps",
+    "sync": "compress",
 }
 
 
@@ -194,10 +195,37 @@ class ScalerSection(Section):
 
 
 class DdpSection(Section):
-    bucket_mb: PositiveFloat | None = Field(None, description="bucket size in MB; default: 25, and 1 for the first one")
+    bucket_mb: PositiveFloat | Literal["auto"] | None = Field(
+        None, description="bucket size in MB; auto: measured; default: 25, and 1 for the first one"
+    )
     static_graph: bool = Field(False, description="every step uses the same parameters in the same order")
     gradient_as_bucket_view: bool = Field(True, description="gradients are views of the buckets, which saves a copy")
     broadcast_buffers: bool = Field(True, description="broadcast the buffers of rank 0 before each forward")
+
+
+class OuterSection(Section):
+    name: Literal["average", "nesterov"] = Field("average", description="local SGD: average; DiLoCo: nesterov")
+    lr: PositiveFloat = Field(0.7, description="nesterov: learning rate of the outer step")
+    momentum: float = Field(0.9, ge=0.0, lt=1.0, description="nesterov: momentum of the outer step")
+
+
+def _outer_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class SyncSection(Section):
+    """Less communication between replicas: smaller messages, or fewer."""
+
+    compress: Literal["fp16", "bf16", "int8", "powersgd"] | None = Field(
+        None, description="format in which gradients are reduced; with every, the changes of a round"
+    )
+    rank: PositiveInt = Field(1, description="powersgd: rank of the approximation of a matrix")
+    start: NonNegativeInt = Field(0, description="powersgd: number of uncompressed steps at the beginning")
+    min_ratio: float = Field(2.0, ge=1.0, description="powersgd: compress matrices by at least this factor, or not")
+    warm_start: bool = Field(True, description="powersgd: start from the approximation of the previous step")
+    every: PositiveInt | None = Field(None, description="steps between two averages of the replicas' weights")
+    warmup: NonNegativeInt = Field(0, description="every: number of synchronous steps at the beginning")
+    outer: Annotated[OuterSection, BeforeValidator(_outer_name)] = Field(OuterSection(), description="every: the outer optimizer")
 
 
 Degree = PositiveInt | Literal["auto"]
