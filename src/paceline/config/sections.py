@@ -225,7 +225,9 @@ class SyncSection(Section):
     warm_start: bool = Field(True, description="powersgd: start from the approximation of the previous step")
     every: PositiveInt | None = Field(None, description="steps between two averages of the replicas' weights")
     warmup: NonNegativeInt = Field(0, description="every: number of synchronous steps at the beginning")
-    outer: Annotated[OuterSection, BeforeValidator(_outer_name)] = Field(OuterSection(), description="every: the outer optimizer")
+    outer: Annotated[OuterSection, BeforeValidator(_outer_name)] = Field(
+        OuterSection(), description="every: the outer optimizer"
+    )
 
 
 Degree = PositiveInt | Literal["auto"]

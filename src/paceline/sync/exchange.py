@@ -10,7 +10,8 @@ bytes over p ranks sends 2 n (p - 1) / p from each rank.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from typing import Any
 
 import torch.distributed as torch_dist
 from torch import Tensor
@@ -24,19 +25,19 @@ class Exchange:
     def __init__(self, group: Group = None) -> None:
         self.group = group
         self.ranks, self.rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
-        self.sent: Counter[str] = Counter()  # bytes by collective
+        self.sent: dict[str, float] = defaultdict(float)  # bytes by collective
 
-    def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> torch_dist.Work | None:
+    def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Any:
         """Sum in place."""
         self.count("all_reduce", 2 * tensor.nbytes * (self.ranks - 1) / self.ranks)
         return torch_dist.all_reduce(tensor, group=self.group, async_op=async_op)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> torch_dist.Work | None:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> Any:
         """Send an equal part of `sent` to every rank; parts of `received` are in the order of ranks."""
         self.count("all_to_all", sent.nbytes * (self.ranks - 1) / self.ranks)
         return torch_dist.all_to_all_single(received, sent, group=self.group, async_op=async_op)
 
-    def all_gather(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> torch_dist.Work | None:
+    def all_gather(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> Any:
         self.count("all_gather", sent.nbytes * (self.ranks - 1))
         return torch_dist.all_gather_into_tensor(received, sent, group=self.group, async_op=async_op)
 
