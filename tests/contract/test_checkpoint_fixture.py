@@ -70,8 +70,11 @@ def test_training_continues_from_it(checkpoint: Path, tmp_path: Path, strategy: 
     before = content(checkpoint)
     ranks, run = format2.LAYOUTS[strategy], tmp_path / "run"
     found = paceline.launch(resume, ranks=ranks, strategy=strategy, checkpoint=str(checkpoint), run=str(run))
-    # Rounding differs between processors: that of another training is thousands of times this.
-    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in EXPECTED[strategy].items()}
+    # Rounding differs between processors: that of another training is thousands of times this. Evaluations differ
+    # more: the gradient of the bias before the batch norm is nothing but rounding, which AdamW scales to its learning
+    # rate, and the running mean lags behind it. Noise of the size of rounding there changes them by 1e-4.
+    bounds = {"losses": 1e-5, "rates": 1e-5, "evaluations": 1e-3}
+    assert found == {name: pytest.approx(values, rel=bounds[name]) for name, values in EXPECTED[strategy].items()}
     assert content(checkpoint) == before
 
 
