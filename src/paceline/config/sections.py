@@ -25,7 +25,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
 
 from paceline.config import launch
 from paceline.config.components import OPTIMIZERS, SCHEDULES
@@ -228,6 +228,29 @@ class SyncSection(Section):
     outer: Annotated[OuterSection, BeforeValidator(_outer_name)] = Field(
         OuterSection(), description="every: the outer optimizer"
     )
+
+    @model_validator(mode="after")
+    def _effective(self) -> SyncSection:
+        """Refuse keys that have no effect. Defaults are in every effective recipe, so these are accepted."""
+        if self.compress is None and self.every is None:
+            raise ValueError("expected compress, every or both")
+        unused: list[tuple[tuple[str, ...], str]] = []
+        if self.compress != "powersgd":
+            unused += [((key,), "compress: powersgd") for key in ("rank", "start", "min_ratio", "warm_start")]
+        if self.every is None:
+            unused += [(("warmup",), "every"), (("outer",), "every")]
+        elif self.outer.name != "nesterov":
+            unused += [(("outer", key), "outer.name: nesterov") for key in ("lr", "momentum")]
+        errors = []
+        for path, needed in unused:
+            section: Section = self.outer if path[1:] else self
+            value = getattr(section, path[-1])
+            if value != type(section).model_fields[path[-1]].default:
+                kind = PydanticCustomError("no_effect", "has no effect without {needed}", {"needed": f"sync.{needed}"})
+                errors.append(InitErrorDetails(type=kind, loc=path, input=value))
+        if errors:
+            raise ValidationError.from_exception_data("sync", errors)
+        return self
 
 
 Degree = PositiveInt | Literal["auto"]

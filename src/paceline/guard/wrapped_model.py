@@ -3,7 +3,8 @@
 | wrapper                     | what happens                                                                         |
 |-----------------------------|--------------------------------------------------------------------------------------|
 | DataParallel                | removed; one process with `strategy: auto` uses the GPUs it asks for                 |
-| DistributedDataParallel     | removed; its arguments become settings, those without a setting are refused          |
+| DistributedDataParallel     | removed; its arguments become settings, those without a setting are refused, and its |
+|                             | communication hook is registered again                                               |
 | torch.compile               | removed, as it renames parameters; its graph is kept (`compile: model`)              |
 | FSDP, fully_shard, DTensors | refused: their parameters are already shards                                         |
 | an engine of DeepSpeed      | refused: it owns the optimizer and the backward                                      |
@@ -23,7 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
+from paceline.guard.hook_check import hook_of
 from paceline.log import Log
+from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.data_parallel import gpus
 
 _MB = 1 << 20
@@ -36,13 +39,14 @@ _SHARDING = {
 }
 
 
-def take_over(model: nn.Module, config: Config, ranks: int, log: Log) -> tuple[nn.Module, Config]:
-    """The model without its wrappers, and the recipe with what they ask for."""
+def take_over(model: nn.Module, config: Config, ranks: int, log: Log) -> tuple[nn.Module, Config, CommHook | None]:
+    """The model without its wrappers, the recipe with what they ask for, and the communication hook of DDP."""
+    hook: CommHook | None = None
     while isinstance(model, (nn.DataParallel, DistributedDataParallel, OptimizedModule)):
         name = type(model).__name__
         changes: dict[str, Any] = {}
         if isinstance(model, DistributedDataParallel):
-            changes = _ddp_settings(model, config)
+            changes, hook = _ddp_settings(model, config), hook_of(model)
             inner: nn.Module = model.module
         elif isinstance(model, nn.DataParallel):
             changes = _data_parallel_settings(model, config, ranks, log)
@@ -55,7 +59,7 @@ def take_over(model: nn.Module, config: Config, ranks: int, log: Log) -> tuple[n
         log.info(f"model: unwrapped from {name}; the Trainer wraps it itself if the layout requires it{taken}")
         model, config = inner, config.model_copy(update=changes)
     _require_plain(model, ranks)
-    return model, config
+    return model, config, hook
 
 
 def _compile_in_place(model: nn.Module, wrapper: OptimizedModule) -> None:
@@ -99,7 +103,6 @@ def _ddp_settings(ddp: DistributedDataParallel, config: Config) -> dict[str, Any
 def _require_supported(ddp: DistributedDataParallel) -> None:
     group = ddp.process_group
     found = {
-        "a communication hook": (ddp._comm_hooks, "remove it; gradients are reduced in their own dtype"),
         "mixed_precision": (ddp.mixed_precision, 'set precision="bf16" (or fp16) instead'),
         "ignored parameters": (ddp.parameters_to_ignore, "freeze them with requires_grad_(False)"),
         f"a process_group of {group.size()} of {torch_dist.get_world_size()} ranks": (

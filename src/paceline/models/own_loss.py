@@ -68,6 +68,15 @@ def mixed_error() -> TrainError:
     )
 
 
+def hook_error(name: str) -> TrainError:
+    return TrainError(
+        "comm-hook",
+        f"trainer.backward(loss, weight=…) was called, but {name} reduces the gradients.",
+        why="hooks are called by DDP, which reduces the gradients of trainer.forward(batch) only",
+        fix="compute the loss from trainer.forward(batch), with loss_fn=… or criterion=…; or leave out the hook",
+    )
+
+
 @torch.no_grad()
 def average_gradients(module: nn.Module, device: torch.device, group: Group) -> None:
     """Average the gradients over the ranks of a group. Collective."""

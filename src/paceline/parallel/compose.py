@@ -21,6 +21,7 @@ from paceline.log import Log
 from paceline.models.blocks import find_blocks
 from paceline.models.memory_format import convert_weights
 from paceline.parallel.agreement import Agreement
+from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.compile import compile_model, require_compiler
 from paceline.parallel.data_parallel import DataParallel, gpus
 from paceline.parallel.ddp import replicate
@@ -55,6 +56,7 @@ class Composition:
     autocast: Callable[[torch.device], ForwardContext | None]  # the context of a forward on that device
     gather_dtype: torch.dtype | None  # dtype in which FSDP2 gathers parameters; None: unchanged
     build_step: Callable[[Subject, ForwardContext | None], nn.Module]  # the module that computes the loss
+    comm_hook: CommHook | None = None  # reduces the gradients of DDP
 
 
 @dataclass
@@ -260,8 +262,9 @@ def _ddp(subject: Subject, context: Composition) -> None:
         mesh.device,
         config.ddp,
         allow_unused=config.unused_parameters == "allow",
+        hook=context.comm_hook,
     )
-    replicas = Replicas(subject.step, build, context.log, Agreement(config.timeout))
+    replicas = Replicas(subject.step, build, context.log, Agreement(config.timeout), context.comm_hook)
     subject.forward, subject.no_sync = replicas, replicas.no_sync
 
 

@@ -13,12 +13,19 @@ from paceline.config.sections import DdpSection
 from paceline.errors import LayoutError
 from paceline.models.usage_errors import require_trainable
 from paceline.models.weight_bits import as_moved
+from paceline.parallel.comm_hook import CommHook
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first
 
 
 def replicate(
-    step: nn.Module, device: torch.device, settings: DdpSection, *, allow_unused: bool = False, again: bool = False
+    step: nn.Module,
+    device: torch.device,
+    settings: DdpSection,
+    *,
+    allow_unused: bool = False,
+    hook: CommHook | None = None,
+    again: bool = False,
 ) -> DistributedDataParallel:
     """Wrap the step in DDP, which broadcasts the weights of rank 0 unless it is built `again`."""
     types = sorted({parameter.device.type for parameter in step.parameters()})
@@ -41,7 +48,7 @@ def replicate(
         new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         options["forward_sync_buffers" if new else "broadcast_buffers"] = False
     _exclude_unmovable(step, broadcast=not again)
-    return DistributedDataParallel(
+    ddp = DistributedDataParallel(
         step,
         static_graph=settings.static_graph,
         gradient_as_bucket_view=settings.gradient_as_bucket_view,
@@ -49,6 +56,9 @@ def replicate(
         init_sync=not again,
         **options,
     )
+    if hook is not None:
+        hook.register(ddp)
+    return ddp
 
 
 def _exclude_unmovable(step: nn.Module, *, broadcast: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from paceline.errors import TrainError
 from paceline.log import Log
 from paceline.parallel.agreement import Agreement
 from paceline.parallel.carried_weight import CarriedWeight
+from paceline.parallel.comm_hook import CommHook
 from paceline.runtime import collectives
 from paceline.text import plural
 
@@ -35,8 +36,11 @@ class Build(Protocol):
 class Replicas:
     """Calls the DDP wrapper of `step` for the parameters that currently require gradients."""
 
-    def __init__(self, step: nn.Module, build: Build, log: Log, agreement: Agreement) -> None:
-        self._build, self._log, self._step = build, log, step
+    def __init__(
+        self, step: nn.Module, build: Build, log: Log, agreement: Agreement, hook: CommHook | None = None
+    ) -> None:
+        """`hook`: what `build` registers on each wrapper."""
+        self._build, self._log, self._step, self.hook = build, log, step, hook
         self.carried: CarriedWeight | None = None
         self.expects_weight = False  # the backward of the last forward reduces `carried` as well
         self._names = [name.removeprefix("model.") for name, _ in step.named_parameters()]
@@ -71,6 +75,8 @@ class Replicas:
         built again; it may be that nothing can carry the weight."""
         if self._ddp.find_unused_parameters or self._ddp.static_graph:
             return False  # they search the graph of the loss, to which the weight does not belong
+        if self.hook is not None:
+            return False  # the sum must be exact
         self.carried = CarriedWeight.for_buckets_of(self._parameters, collectives.world())
         if self.carried is None:
             return False
@@ -128,7 +134,12 @@ class Replicas:
         self._log.info(f"ddp: rebuilt, because requires_grad changed: {'; '.join(parts)}")
         self._rebuild()
         if self.warm_up is not None:
-            self.warm_up(self.trial, batch)
+            with self.without_hook():
+                self.warm_up(self.trial, batch)
+
+    def without_hook(self) -> AbstractContextManager[None]:
+        """For backwards that are not part of a training step."""
+        return nullcontext() if self.hook is None else self.hook.suspended()
 
     def _require_reduced(self, changed: list[int]) -> None:
         if self._unreduced and any(parameter.grad is not None for parameter in self._parameters):

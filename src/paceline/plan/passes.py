@@ -41,6 +41,11 @@ def _splits(config: Config, degrees: Degrees) -> bool:
     return config.strategy == "split" and not is_sharded(config, degrees)
 
 
+def _compresses(config: Config) -> bool:
+    """Whether the gradients of every step are compressed; with `every`, it is what a round sends."""
+    return config.sync is not None and config.sync.compress is not None and config.sync.every is None
+
+
 # In the order in which `parallel/compose.py` executes them.
 PASSES = (
     Pass(
@@ -231,6 +236,38 @@ INCOMPATIBLE = (
         lambda config, degrees: config.fixed_order and bool(config.compile),
         "kernels are compiled for the shapes that a rank has seen, which differ with the number of ranks",
         "remove compile",
+    ),
+    Incompatible(
+        "sync.compress with a sharded or split model",
+        "compress-and-layout",
+        lambda config, degrees: (
+            _compresses(config) and (is_sharded(config, degrees) or config.strategy in ("dp", "split"))
+        ),
+        "only DDP, where every rank holds the full model, reduces gradients with a hook that can compress them",
+        'use strategy="ddp"; or, with FSDP, remove sync.compress and set fsdp.reduce_dtype: bf16',
+    ),
+    Incompatible(
+        "sync.compress with deterministic: everywhere",
+        "compress-and-everywhere",
+        lambda config, degrees: _compresses(config) and config.fixed_order,
+        "what compression loses depends on how a batch is distributed over ranks",
+        "remove sync, or use deterministic: true, which gives the same bits on the same layout",
+    ),
+    Incompatible(
+        "sync.compress with graph",
+        "compress-and-graph",
+        lambda config, degrees: _compresses(config) and config.graph,
+        "only the step of a single GPU is captured, which reduces no gradients",
+        "remove sync or graph",
+    ),
+    Incompatible(
+        "sync.every with sync.compress: powersgd",
+        "every-and-powersgd",
+        lambda config, degrees: (
+            config.sync is not None and config.sync.every is not None and config.sync.compress == "powersgd"
+        ),
+        "a round sends changes of weights, which are not approximated by matrices of a low rank",
+        "use sync.compress: int8, bf16 or fp16",
     ),
     Incompatible(
         "graph with several ranks, with a sharded model or on several devices",

@@ -217,6 +217,8 @@ class CustomLoop:
                 )
                 counted = known
         own = self._current is None and isinstance(self.engine.wrapped.forward, Replicas)
+        if own and self.engine.comm_hook is not None:
+            raise own_loss.hook_error(self.engine.comm_hook.name)
         if self._added is not None and own is not self._own:
             raise own_loss.mixed_error()
         self._own, self._current, self._added, self._synced = own, None, micro, own or self._syncing

@@ -17,7 +17,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import odd_parameters, own_step, preflight, same_model
+from paceline.guard import hook_check, odd_parameters, own_step, preflight, same_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
@@ -34,6 +34,7 @@ from paceline.models.power_iteration import PowerIterations
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
+from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.fsdp import track_used
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
@@ -70,6 +71,7 @@ class UserObjects:
     criterion: Callable[..., Any] | None = None
     scheduler: Any = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    comm_hook: CommHook | None = None
 
 
 DeviceLike = str | int | torch.device | None
@@ -89,8 +91,8 @@ class Engine:
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
         standstill.watch(self.world.size)
         self.telemetry.joined(self.world)
-        self.model, config = take_over(model, config, self.world.size, self.log)
-        self.config = config
+        self.model, config, hook = take_over(model, config, self.world.size, self.log)
+        self.config, self.comm_hook = config, hook_check.choose_hook(task.comm_hook, hook, config)
         odd_parameters.require_initialized(self.model)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
@@ -98,10 +100,13 @@ class Engine:
             check_plan(self.model, config.tensor, plan.degrees.tensor)
         if plan.degrees.pipeline > 1:
             partition_model(self.model, config.pipeline, plan.degrees.pipeline)
-        consistency.require_same_recipe(collectives.all_gather_object(config.to_dict()))
+        hook_name = {} if self.comm_hook is None else {"comm_hook": self.comm_hook.name}
+        consistency.require_same_recipe(collectives.all_gather_object({**config.to_dict(), **hook_name}))
         same_model.require_same_model(self.model, task.optimizer, task.criterion)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
         odd_parameters.require_supported(self.model, config, self.layout.degrees)
+        if self.comm_hook is not None:
+            hook_check.require_ddp(self.comm_hook, config, self.layout.degrees, self.log)
         factory.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
         self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)
@@ -140,6 +145,7 @@ class Engine:
             autocast=partial(policies.forward_context, config.precision),
             gather_dtype=policies.half_dtype(config.precision),
             build_step=build_loss_module,
+            comm_hook=self.comm_hook,
         )
         self._subject = compose.Subject(self.model, config.blocks)
         self.wrapped = compose.compose(self._subject, self._composition)

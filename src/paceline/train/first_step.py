@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -46,22 +47,23 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         _compare_halves(engine, micro, groups)
         return
     stepper.weigh(several=groups > 1)
-    weight, depends, (own, counted) = preflight.check(
-        engine.module,
-        engine.wrapped,
-        micro,
-        engine.mesh,
-        engine.draw,
-        fingerprint=fingerprint(),
-        allow_unused=config.unused_parameters == "allow",
-        user_code=[engine.task.criterion, engine.task.loss_fn],
-        compiled=bool(config.compile),
-        run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStepper) else None,
-    )
+    replicas = engine.wrapped.forward
+    with replicas.without_hook() if isinstance(replicas, Replicas) else nullcontext():
+        weight, depends, (own, counted) = preflight.check(
+            engine.module,
+            engine.wrapped,
+            micro,
+            engine.mesh,
+            engine.draw,
+            fingerprint=fingerprint(),
+            allow_unused=config.unused_parameters == "allow",
+            user_code=[engine.task.criterion, engine.task.loss_fn],
+            compiled=bool(config.compile),
+            run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStepper) else None,
+        )
     engine.checked = True
     stepper.nominal = preflight.nominal(weight, groups)
     stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
-    replicas = engine.wrapped.forward
     if depends and type(stepper) is Stepper and isinstance(replicas, Replicas) and replicas.carry_weight():
         code = [engine.task.criterion, engine.task.loss_fn]
         engine.draw.begin(micro)

@@ -25,9 +25,11 @@ from paceline.data.input_dtypes import explain_dtypes
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import nonfinite, preflight
+from paceline.guard.hook_check import check_comm_hook
 from paceline.models.losses import Loss
 from paceline.models.usage_errors import explain_no_gradient
 from paceline.monitor.progress_bar import Display, choose_display
+from paceline.parallel.comm_hook import Reduce
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.plan.schedule import derive_schedule
@@ -58,7 +60,8 @@ from paceline.train.trainer_kwargs import TrainerKwargs, check_arguments
 class Trainer(MethodHints):
     """Trains a model with the same result on any number of ranks.
 
-    `settings` are the top-level keys of a recipe (`batch=512`, `precision="bf16"`); sections are dicts.
+    `settings` are the top-level keys of a recipe (`batch=512`, `precision="bf16"`); sections are dicts. `comm_hook` is
+    called as `comm_hook(comm_state, bucket)`, like a hook of DDP, and returns a future of the mean over ranks.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class Trainer(MethodHints):
         metrics: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] = (),
         device: str | int | torch.device | None = None,
+        comm_hook: Reduce | None = None,
+        comm_state: Any = None,
         **settings: Unpack[TrainerKwargs],
     ) -> None:
         values: dict[str, Any] = dict(settings)
@@ -80,7 +85,8 @@ class Trainer(MethodHints):
         check_arguments(model, optimizer, loss_fn, criterion, scheduler)
         config = Config.from_dict(values, origin=KEYWORDS)
         require_free_names(metrics or {}, "metrics")
-        task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {})
+        hook = check_comm_hook(comm_hook, comm_state)
+        task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {}, hook)
         self._set_up(config, model, task, callbacks, device)
 
     @classmethod

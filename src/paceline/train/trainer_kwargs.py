@@ -19,6 +19,7 @@ class TrainerKwargs(TypedDict, total=False):
     tensor: dict[str, Any]
     pipeline: dict[str, Any]
     split: dict[str, Any]
+    sync: str | dict[str, Any] | None
     scaler: dict[str, Any]
     checkpoint: dict[str, Any]
     ema: float | bool | dict[str, Any] | None

@@ -74,3 +74,36 @@ def test_each_of_several_findings_has_its_own_fix() -> None:
     assert message_of({"bach": 8, "seeed": 1}).endswith(
         "fix: bach: did you mean 'batch'?\n    seeed: did you mean 'seed'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({}, "'sync' is {}"),
+        ({"rank": 2}, "'sync' is {'rank': 2}"),
+        ({"compress": "gzip"}, "'sync.compress' is 'gzip'"),
+        (
+            {"compress": "int8", "rank": 2},
+            "'sync.rank' is 2 (the caller): has no effect without sync.compress: powersgd",
+        ),
+        ({"compress": "int8", "warm_start": False}, "remove sync.warm_start"),
+        ({"compress": "int8", "warmup": 5}, "'sync.warmup' is 5 (the caller): has no effect without sync.every"),
+        ({"compress": "int8", "outer": "nesterov"}, "has no effect without sync.every"),
+        (
+            {"every": 4, "outer": {"lr": 0.5}},
+            "'sync.outer.lr' is 0.5 (the caller): has no effect without sync.outer.name",
+        ),
+    ],
+)
+def test_a_key_of_sync_without_effect_is_refused(section: dict[str, object], said: str) -> None:
+    assert said in message_of({"sync": section})
+
+
+def test_an_effective_recipe_with_sync_is_valid_again() -> None:
+    for section in (
+        "int8",
+        {"compress": "powersgd", "rank": 4},
+        {"every": 4, "outer": {"name": "nesterov", "lr": 0.5}},
+    ):
+        config = Config.from_dict({"sync": section})
+        assert Config.from_dict(config.to_dict()).sync == config.sync

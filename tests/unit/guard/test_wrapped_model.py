@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import tiny
 from paceline.config.recipe import Config
-from paceline.errors import LayoutError
+from paceline.errors import LayoutError, TrainError
 from paceline.guard import wrapped_model
+from paceline.guard.hook_check import hook_of
 from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
 
@@ -84,11 +86,30 @@ def test_arguments_of_ddp_become_settings() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_the_communication_hook_of_ddp_is_taken_along() -> None:
+    state = {"a": 1}
+    wrapped = DistributedDataParallel(tiny.classifier())
+    assert hook_of(wrapped) is None
+    wrapped.register_comm_hook(state, fp16_compress_hook)
+    hook = take_over(wrapped, Config.from_dict({}), 1, rank_log(0, quiet=True))[2]
+    assert hook is not None and (hook.reduce, hook.state) == (fp16_compress_hook, state)
+    for built_in, function in [("ALLREDUCE", allreduce_hook), ("FP16_COMPRESS", fp16_compress_hook)]:
+        wrapped = DistributedDataParallel(tiny.classifier())
+        wrapped._register_builtin_comm_hook(getattr(torch_dist.BuiltinCommHookType, built_in))
+        hook = hook_of(wrapped)
+        assert hook is not None and hook.reduce is function
+
+
+@pytest.mark.usefixtures("group")
 def test_what_ddp_has_no_setting_for_is_refused() -> None:
-    hooked = DistributedDataParallel(tiny.classifier())
-    hooked.register_comm_hook(None, fp16_compress_hook)
-    with pytest.raises(LayoutError, match=r"(?s)layout\.wrapped-model.*communication hook.*without the wrapper"):
-        taken(hooked)
+    model = tiny.classifier()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    with pytest.raises(LayoutError, match=r"(?s)layout\.wrapped-model.*ignored parameters.*without the wrapper"):
+        taken(DistributedDataParallel(model))
+    stepping = DistributedDataParallel(tiny.classifier())
+    stepping.register_comm_hook(None, _apply_optim_in_backward_hook(gradient_is_bucket_view=True))
+    with pytest.raises(TrainError, match=r"(?s)train\.comm-hook\].*steps an optimizer inside the backward"):
+        taken(stepping)
     part = nn.Sequential(DistributedDataParallel(tiny.classifier()))
     with pytest.raises(LayoutError, match=r"module 0 is in DistributedDataParallel"):
         take_over(part, Config.from_dict({}), 2, rank_log(0))

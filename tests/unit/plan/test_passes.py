@@ -27,6 +27,13 @@ from paceline.plan.passes import INCOMPATIBLE, PASSES, passes_for, require_allow
         ({"deterministic": "everywhere", "micro_batch": "auto"}, "layout.everywhere-and-finder"),
         ({"deterministic": "everywhere", "compile": True}, "layout.everywhere-and-compile"),
         ({"deterministic": "everywhere", "dropout": "per-rank"}, "layout.everywhere-and-dropout"),
+        *(
+            ({"sync": "int8", **keys}, "layout.compress-and-layout")
+            for keys in ({"strategy": "fsdp"}, {"strategy": "hsdp"}, {"strategy": "tp"}, {"strategy": "pp"})
+        ),
+        ({"sync": "int8", "fsdp": {"offload": True}}, "layout.compress-and-layout"),
+        ({"sync": "bf16", "deterministic": "everywhere"}, "layout.compress-and-everywhere"),
+        ({"sync": {"every": 8, "compress": "powersgd"}}, "layout.every-and-powersgd"),
         (
             {"strategy": "pp", "compile": True, "pipeline": {"schedule": "zero-bubble"}},
             "layout.zero-bubble-and-compile",
@@ -79,6 +86,20 @@ def test_several_devices_of_one_process_are_refused_everywhere(strategy: str) ->
     with pytest.raises(LayoutError) as caught:
         require_allowed(config, derive_layout(config, 1))
     assert caught.value.code == "layout.everywhere-and-layout"
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        ({"strategy": "dp"}, "compress-and-layout"),
+        ({"strategy": "split"}, "compress-and-layout"),
+        ({"graph": True}, "compress-and-graph"),
+    ],
+)
+def test_compression_is_refused_where_one_process_reduces_nothing(keys: dict[str, Any], code: str) -> None:
+    config = Config.from_dict({"sync": "int8", **keys})
+    with pytest.raises(LayoutError, match=rf"layout\.{code}"):
+        require_allowed(config, derive_layout(config, 1))
 
 
 def test_everywhere_needs_no_wrapper() -> None:
