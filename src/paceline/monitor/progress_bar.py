@@ -36,6 +36,7 @@ class LogPoint:
     extras: Mapping[str, float] = field(default_factory=dict)
     tflops: float | None = None  # per second and device
     mfu: float | None = None
+    sent_mb: float | None = None  # per step and rank
 
 
 class Display(Protocol):
@@ -109,7 +110,7 @@ class Bar:
     REFRESHES = 4.0  # per second
     WIDEST, NARROWEST = 30, 8
     # In the order of removal; logged values are removed before these, steps and loss never.
-    DISPENSABLE = ("flops", "memory", "lr", "epoch", "wait", "bar", "rate", "left")
+    DISPENSABLE = ("flops", "memory", "lr", "epoch", "sent", "wait", "bar", "rate", "left")
 
     def __init__(self, total: int | None, done: int, console: Console | None = None) -> None:
         self.completed = done
@@ -192,6 +193,8 @@ def _facts(point: LogPoint) -> dict[str, str]:
     }
     if point.tflops is not None:
         facts["flops"] = f"{format_rate(point.tflops * 1e12)}FLOP/s" if point.mfu is None else f"MFU {point.mfu:.1%}"
+    if point.sent_mb is not None:
+        facts["sent"] = f"sent {_number(point.sent_mb)} MB/step"
     if point.memory is not None:
         facts["memory"] = format_bytes(point.memory)
     return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in point.extras.items()}

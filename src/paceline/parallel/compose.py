@@ -38,6 +38,7 @@ from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, s
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, synchronize_instance_norms, unconverted
 from paceline.parallel.tensor.apply import apply_tensor_parallel
 from paceline.plan.passes import Pass, is_sharded, passes_for
+from paceline.plan.traffic import Traffic
 from paceline.runtime.mesh import Mesh
 from paceline.text import plural
 
@@ -57,6 +58,7 @@ class Composition:
     gather_dtype: torch.dtype | None  # dtype in which FSDP2 gathers parameters; None: unchanged
     build_step: Callable[[Subject, ForwardContext | None], nn.Module]  # the module that computes the loss
     comm_hook: CommHook | None = None  # reduces the gradients of DDP
+    traffic: Traffic | None = None  # counts the bytes that are sent in a step; None: they are not counted
 
 
 @dataclass
@@ -182,7 +184,7 @@ def _pipeline(subject: Subject, context: Composition) -> str:
 
 
 def _sync_batchnorm(subject: Subject, context: Composition) -> str | None:
-    changed = convert_sync_batchnorm(subject.model, context.mesh.data_group)
+    changed = convert_sync_batchnorm(subject.model, context.mesh.data_group, context.traffic)
     changed += synchronize_instance_norms(subject.model, context.mesh.data_group)
     others = unconverted(subject.model)
     if others:
@@ -264,7 +266,9 @@ def _ddp(subject: Subject, context: Composition) -> None:
         allow_unused=config.unused_parameters == "allow",
         hook=context.comm_hook,
     )
-    replicas = Replicas(subject.step, build, context.log, Agreement(config.timeout), context.comm_hook)
+    size = None if config.ddp.bucket_mb == "auto" else config.ddp.bucket_mb
+    replicas = Replicas(subject.step, build, context.log, Agreement(config.timeout), size, context.comm_hook)
+    replicas.traffic = context.traffic
     subject.forward, subject.no_sync = replicas, replicas.no_sync
 
 

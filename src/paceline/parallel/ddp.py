@@ -25,9 +25,11 @@ def replicate(
     *,
     allow_unused: bool = False,
     hook: CommHook | None = None,
+    bucket_mb: float | None = None,
     again: bool = False,
 ) -> DistributedDataParallel:
-    """Wrap the step in DDP, which broadcasts the weights of rank 0 unless it is built `again`."""
+    """Wrap the step in DDP, which broadcasts the weights of rank 0 unless it is built `again`. `bucket_mb`: instead of
+    that in the settings, which may be `auto`."""
     types = sorted({parameter.device.type for parameter in step.parameters()})
     if len(types) > 1:
         raise LayoutError(
@@ -40,9 +42,9 @@ def replicate(
     # device_ids must be omitted for a model on several GPUs.
     one_device = len({parameter.device for parameter in step.parameters()}) == 1
     options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" and one_device else {}
-    if settings.bucket_mb is not None:
+    if bucket_mb is not None:
         # An explicit size also applies to the first bucket, which torch keeps small to start the reduction early.
-        options["bucket_cap_mb"] = settings.bucket_mb
+        options["bucket_cap_mb"] = bucket_mb
     if not settings.broadcast_buffers:
         # Renamed in torch 2.13; the old name is deprecated.
         new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

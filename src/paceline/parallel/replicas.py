@@ -20,6 +20,7 @@ from paceline.log import Log
 from paceline.parallel.agreement import Agreement
 from paceline.parallel.carried_weight import CarriedWeight
 from paceline.parallel.comm_hook import CommHook
+from paceline.plan.traffic import Traffic
 from paceline.runtime import collectives
 from paceline.text import plural
 
@@ -30,28 +31,36 @@ Forward = Callable[[Any], Any]
 
 
 class Build(Protocol):
-    def __call__(self, *, again: bool) -> DistributedDataParallel: ...
+    def __call__(self, *, again: bool, bucket_mb: float | None) -> DistributedDataParallel: ...
 
 
 class Replicas:
     """Calls the DDP wrapper of `step` for the parameters that currently require gradients."""
 
     def __init__(
-        self, step: nn.Module, build: Build, log: Log, agreement: Agreement, hook: CommHook | None = None
+        self,
+        step: nn.Module,
+        build: Build,
+        log: Log,
+        agreement: Agreement,
+        bucket_mb: float | None = None,
+        hook: CommHook | None = None,
     ) -> None:
         """`hook`: what `build` registers on each wrapper."""
-        self._build, self._log, self._step, self.hook = build, log, step, hook
+        self._build, self._log, self._step, self._bucket_mb, self.hook = build, log, step, bucket_mb, hook
         self.carried: CarriedWeight | None = None
         self.expects_weight = False  # the backward of the last forward reduces `carried` as well
         self._names = [name.removeprefix("model.") for name, _ in step.named_parameters()]
         self._parameters = list(step.parameters())
         self._agreement = agreement
         self._flags = [parameter.requires_grad for parameter in self._parameters]
-        self._ddp = build(again=False)
+        self._ddp = build(again=False, bucket_mb=bucket_mb)
         self._built: Counter[Flags] = Counter([tuple(self._flags)])
         self._kept: dict[Flags, DistributedDataParallel] = {}
         self._sync, self._unreduced = True, False
         self._before: list[tuple[int, int] | None] | None = None
+        self.traffic: Traffic | None = None  # counts what DDP sends
+        self._counted: tuple[DistributedDataParallel, int, int] | None = None  # bytes of its gradients and buffers
         # Called with a new wrapper and the next batch. A first backward makes DDP rebuild its buckets.
         self.warm_up: Callable[[Forward, Any], None] | None = None
 
@@ -68,7 +77,23 @@ class Replicas:
             ddp.require_backward_grad_sync = self._sync
         self._unreduced = not self._sync
         self.expects_weight = self._sync and self.carried is not None
+        if self.traffic is not None:
+            self._count(self.traffic)
         return ddp(batch)
+
+    def _count(self, traffic: Traffic) -> None:
+        """Count what DDP sends in the next forward and its backward. A hook counts the gradients that it reduces."""
+        ddp, ranks = self._ddp, collectives.world()
+        if self._counted is None or self._counted[0] is not ddp:
+            gradients = sum(p.nbytes for p in ddp._module_parameters if p.requires_grad)
+            self._counted = (ddp, gradients, sum(buffer.nbytes for buffer in ddp.modules_buffers))
+        _, gradients, buffers = self._counted
+        if ddp.will_sync_module_buffers():
+            traffic.broadcast(buffers, ranks, collectives.rank())
+        if self._sync and self.hook is None:
+            traffic.all_reduce(gradients, ranks)
+        if self._sync and ddp.find_unused_parameters:
+            traffic.all_reduce(4 * len(ddp._module_parameters), ranks)  # which of them were used
 
     def carry_weight(self) -> bool:
         """Reduce the weight of each following step together with its gradients. Collective. Returns whether DDP was
@@ -80,15 +105,25 @@ class Replicas:
         self.carried = CarriedWeight.for_buckets_of(self._parameters, collectives.world())
         if self.carried is None:
             return False
+        self._replace_all()
+        return True
+
+    def resize(self, bucket_mb: float) -> None:
+        """Build DDP again with buckets of this size. Collective."""
+        self._bucket_mb = bucket_mb
+        self._replace_all()
+
+    def _replace_all(self) -> None:
         for wrapper in (self._ddp, *self._kept.values()):
             wrapper._remove_autograd_hooks()
         self._kept.clear()
+        self._counted = None
+        del self._ddp, wrapper  # frees its buckets
         self._rebuild()
-        return True
 
     def _rebuild(self) -> None:
         with nullcontext() if self.carried is None else self.carried.attached(self._step):
-            self._ddp = self._build(again=True)
+            self._ddp = self._build(again=True, bucket_mb=self._bucket_mb)
 
     def trial(self, batch: Any) -> Any:
         """Like `__call__`, for a backward that starts from the loss only."""

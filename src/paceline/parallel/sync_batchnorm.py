@@ -28,12 +28,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from paceline.errors import TrainError
+from paceline.plan.traffic import Traffic
 from paceline.runtime import collectives, noise
 
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def convert_sync_batchnorm(model: nn.Module, group: collectives.Group = None) -> list[str]:
+def convert_sync_batchnorm(
+    model: nn.Module, group: collectives.Group = None, traffic: Traffic | None = None
+) -> list[str]:
     """Synchronize the batch norms of the model over the group. Returns the names of the converted layers.
 
     Only the class of a layer changes: parameters, hooks, state_dict names and isinstance checks stay. Subclasses with a
@@ -49,6 +52,8 @@ def convert_sync_batchnorm(model: nn.Module, group: collectives.Group = None) ->
             module.__class__ = synchronized
             if group is not None:
                 module.process_group = group
+            if traffic is not None:
+                module.traffic = traffic
             changed.append(name)
     return changed
 
@@ -91,6 +96,8 @@ def _is_plain_subclass(module: nn.Module) -> bool:
 class SynchronizedNorm(_BatchNorm):
     """Mixin for torch's batch norms that replaces the computation of batch statistics."""
 
+    traffic: Traffic | None = None  # counts the bytes that this rank sends
+
     def forward(self, input: Tensor) -> Tensor:
         group = getattr(self, "process_group", None)
         samples = noise.local_samples()
@@ -101,10 +108,20 @@ class SynchronizedNorm(_BatchNorm):
         rows = _dense(input)
         counts = samples != 0 and rows.numel() > 0
         statistics = _statistics(rows.detach(), counts, self.eps, group)
+        if self.traffic is not None:
+            self._count(self.traffic, rows, _size(group))
         if self.training and self.track_running_stats and statistics.count is not None:
             self._track(statistics.mean, statistics.var, statistics.count)
         output: Tensor = _Normalize.apply(rows, self.weight, self.bias, statistics, counts, group)
         return output
+
+    @staticmethod
+    def _count(traffic: Traffic, rows: Tensor, ranks: int) -> None:
+        """Two numbers per channel and a count in the forward, two per channel in the backward, in float64."""
+        channels = rows.shape[1]
+        traffic.all_gather(8 * (2 * channels + 1), ranks)
+        if rows.requires_grad and torch.is_grad_enabled():
+            traffic.all_gather(8 * 2 * channels, ranks)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:

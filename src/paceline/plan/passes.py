@@ -169,6 +169,13 @@ INCOMPATIBLE = (
         "set micro_batch to a number",
     ),
     Incompatible(
+        "ddp.bucket_mb: auto with preflight: false",
+        "bucket-size-and-preflight",
+        lambda config, degrees: config.ddp.bucket_mb == "auto" and not config.preflight,
+        "sizes are measured in the pre-flight, in steps of weight zero",
+        "set ddp.bucket_mb to a number, or remove preflight: false",
+    ),
+    Incompatible(
         "pipeline.schedule: zero-bubble with compile",
         "zero-bubble-and-compile",
         lambda config, degrees: (

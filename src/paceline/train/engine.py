@@ -44,6 +44,7 @@ from paceline.parallel.split import devices_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.layout import AXIS_NAMES, derive_layout
 from paceline.plan.passes import is_sharded, require_allowed
+from paceline.plan.traffic import Traffic
 from paceline.precision import policies
 from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives, consistency, process_group
@@ -113,6 +114,7 @@ class Engine:
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
         self._block_names = [name for name, _ in find_blocks(self.model)]  # those of the recipe may differ by layout
+        self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
         self._compose()
         self._build_optimizer()
         self._build_step()
@@ -146,6 +148,7 @@ class Engine:
             gather_dtype=policies.half_dtype(config.precision),
             build_step=build_loss_module,
             comm_hook=self.comm_hook,
+            traffic=self.traffic,
         )
         self._subject = compose.Subject(self.model, config.blocks)
         self.wrapped = compose.compose(self._subject, self._composition)
@@ -233,10 +236,11 @@ class Engine:
         if isinstance(self.module, PipelineLossModule):
             kind, parts = PipelineStepper, {**parts, "settings": config.pipeline, "log": self.log.info}
         self.stepper = kind(self.module, self.wrapped, **parts)
+        self.stepper.traffic = self.traffic
         user_code = [self.task.criterion, self.task.loss_fn]
         how = {"eager": not config.compile, "countable": not self.wrapped.slices}
         flops = ModelFlops(self.module, self.stepper, self.mesh, self.draw, user_code, **how)
-        self.rates = Rates(flops, self.mesh, self.log.warning, self.world.rank_info.local_world)
+        self.rates = Rates(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
         self._power_iterations = PowerIterations(self.model)
         if self._power_iterations:
             self.stepper.before_micro = self._before_micro

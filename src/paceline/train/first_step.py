@@ -13,7 +13,7 @@ from paceline.guard import forward_state, kept_state, loss_halves, preflight
 from paceline.guard.random_draws import describe_draws
 from paceline.parallel.replicas import Replicas
 from paceline.text import plural
-from paceline.train import factory, standstill
+from paceline.train import bucket_size, factory, standstill
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.pipeline_step import PipelineStepper
@@ -43,6 +43,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     if groups > 1 or engine.updater.gradient_hooks is not None:
         engine.defer_hooks()
     if engine.world.size == 1:
+        bucket_size.choose(engine, micro)
         _check_in_first_step(engine, micro, groups)
         _compare_halves(engine, micro, groups)
         return
@@ -69,11 +70,14 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         engine.draw.begin(micro)
         preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, code)
         engine.draw.end()
+    bucket_size.choose(engine, micro)
     _compare_halves(engine, micro, groups)
     _name_draws(engine, micro, engine.log.warning)
     several = groups > 1 or engine.mesh.degrees.pipeline > 1 or config.fixed_order
     forward_state.warn_of_buffers(own, counted, engine.warn, several=several)
     standstill.shorten_timeout(config.timeout)  # compilation is done
+    if engine.traffic is not None:
+        engine.traffic.take()  # only bytes of steps are recorded
     engine.log.info(f"pre-flight passed on {plural(engine.world.size, 'rank')}")
 
 

@@ -1,7 +1,9 @@
-"""How fast training is: FLOP/s, MFU, and the share of the time that it waits for data. Written at log points.
+"""How fast training is: FLOP/s, MFU, and the share of the time that it waits for data; and with `sync`, how much it
+sends. Written at log points.
 
-Each rank adds its numbers to the reduction of the log point: its FLOPs, which are added up over ranks, and how long it
-waited for data, in a place of its own, because the slowest rank determines the speed of all.
+Each rank adds its numbers to the reduction of the log point: its FLOPs and the bytes that it sent, which are added up
+over ranks; and how long it waited for data, in a place of its own, because the slowest rank determines the speed of
+all.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paceline.plan.slow_input import InputSource, InputWatch, Interval, ReadTime
+from paceline.plan.traffic import COLLECTIVES, Traffic
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.train.model_flops import ModelFlops
@@ -19,8 +22,15 @@ from paceline.train.model_flops import ModelFlops
 class Rates:
     """Combines the numbers of all ranks."""
 
-    def __init__(self, flops: ModelFlops, mesh: Mesh, warn: Callable[[str], None], local_ranks: int) -> None:
-        self._flops, self._mesh, self._warn = flops, mesh, warn
+    def __init__(
+        self,
+        flops: ModelFlops,
+        mesh: Mesh,
+        warn: Callable[[str], None],
+        local_ranks: int,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self._flops, self._mesh, self._warn, self.traffic = flops, mesh, warn, traffic
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._cores = cores // local_ranks
         self._rank, self._ranks = collectives.rank(), collectives.world()
@@ -29,6 +39,8 @@ class Rates:
     def begin(self, source: InputSource | None, groups: int) -> None:
         """Call before the first step of a loop, with what its batches come from."""
         self._flops.begin()
+        if self.traffic is not None:
+            self.traffic.take()  # what was sent before the first step
         self._reading = None if source is None else (ReadTime(source, groups), InputWatch(source, self._cores))
 
     def own(self, interval: Interval) -> list[float]:
@@ -37,7 +49,8 @@ class Rates:
         if self._reading is not None:
             waits[self._rank] = interval.data_wait
             waits[self._ranks + self._rank] = self._reading[0](interval)
-        return [self._flops.per_sample or 0.0, float(known), *waits]
+        sent = [] if self.traffic is None else self.traffic.take()
+        return [self._flops.per_sample or 0.0, float(known), *waits, *sent]
 
     def combine(self, sums: Sequence[float], samples_per_second: float, interval: Interval) -> dict[str, float]:
         """The values of a log point, from the sums over all ranks."""
@@ -56,3 +69,11 @@ class Rates:
             if self._flops.peak is not None:
                 values["mfu"] = round(each / self._flops.peak, 4)
         return values
+
+    def sent(self, sums: Sequence[float], steps: int) -> dict[str, float]:
+        """MB (10⁶ bytes) that a rank sent in a step, on average, and by collective; from the sums over all ranks."""
+        if self.traffic is None:
+            return {}
+        each = [number / self._ranks / steps / 1e6 for number in sums[2 + 2 * self._ranks :]]
+        by_collective = {f"sent_mb/{name}": number for name, number in zip(COLLECTIVES, each, strict=True) if number}
+        return {name: float(f"{number:.4g}") for name, number in {"sent_mb": sum(each), **by_collective}.items()}

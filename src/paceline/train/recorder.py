@@ -91,6 +91,7 @@ class Recorder:
         self._history, self._sinks, self.display, self._device = history, sinks, display, device
         self._callbacks, self._is_bad, self._log, self._replicas = callbacks, is_bad, log, replicas
         self._rates = rates
+        self._traffic = None if rates is None else rates.traffic
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
@@ -134,6 +135,8 @@ class Recorder:
                 values += replicas.shares(digest)
             numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
             collectives.all_reduce(numbers)
+            if self._traffic is not None:
+                self._traffic.all_reduce(numbers.nbytes, self._ranks)
             values = numbers.tolist()
         extras = weighted_means(self._logged_sums()) if values[4 * count] else {}
         del self.pending[:count]  # now that all ranks have them: if one has died, `flush_last` writes them
@@ -180,6 +183,9 @@ class Recorder:
         self._since, self.waited = now, 0.0
         self._history.steps.extend(records)
         last = records[-1]
+        sent = {} if self._traffic is None or self._rates is None else self._rates.sent(sums, own.steps)
+        if sent:
+            last.update({name: value for name, value in sent.items() if name not in last})
         rates = {} if self._rates is None else self._rates.combine(sums, rate, own)
         timed = {"time": round(time.time(), 3), "samples_per_second": round(rate, 2)}
         self._sinks.write([*records[:-1], last | rates | last | timed])  # the user may have logged an mfu
@@ -191,9 +197,9 @@ class Recorder:
             self._sinks.events.log_point(last["step"], rate, own.data_wait, memory, peak)
         tokens = None if self.tokens_per_sample is None else rate * self.tokens_per_sample
         speed = (rate, tokens, rates.get("data_wait", own.data_wait))
-        flops = (rates.get("tflops_per_device"), rates.get("mfu"))
+        shown = (rates.get("tflops_per_device"), rates.get("mfu"), sent.get("sent_mb"))
         self.display.show(
-            LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], *speed, memory, extras, *flops)
+            LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], *speed, memory, extras, *shown)
         )
         self._callbacks.call("on_log", last)
 

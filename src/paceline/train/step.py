@@ -30,6 +30,7 @@ from paceline.models.loss_module import LossModule, changed_kind
 from paceline.parallel.carried_weight import CarriedWeight
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.replicas import Replicas
+from paceline.plan.traffic import Traffic
 from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
@@ -62,6 +63,7 @@ class Stepper:
         self.per_sample = 1.0  # a power of two near the weight of a sample, for means
         self.before_micro: Callable[[bool], None] | None = None  # called with whether it is the first one of a step
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
+        self.traffic: Traffic | None = None  # counts the bytes that this rank sends
         self._sums: bool | None = None  # whether losses are sums with weights; None: not known yet
         self.reset()
 
@@ -211,6 +213,8 @@ class Stepper:
             self._total.zero_()
         if self._world > 1:
             self._pending = torch_dist.all_reduce(self._total, async_op=True)
+            if self.traffic is not None:
+                self.traffic.all_reduce(self._total.nbytes, self._world)
 
     def reduce_weight(self, micro: MicroBatch) -> None:
         """Reduce the weights after `micro` if `add` has not: the caller decided only now that it was the last."""

@@ -55,6 +55,11 @@ def test_flops_are_shown_where_the_peak_of_the_device_is_not_known() -> None:
     assert "FLOP/s" not in last_line(played(200, point=replace(LOG_POINT, tflops=None, mfu=None)))
 
 
+def test_bytes_are_shown_where_they_are_counted() -> None:
+    assert "sent 1.2500 MB/step" in last_line(played(200, point=replace(LOG_POINT, sent_mb=1.25)))
+    assert "sent" not in last_line(played(200))
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 132])
 def test_a_bar_stays_on_one_line(width: int) -> None:
     output = played(width)

@@ -17,6 +17,7 @@ from paceline.plan.passes import INCOMPATIBLE, PASSES, passes_for, require_allow
     ("keys", "code"),
     [
         ({"strategy": "fsdp", "micro_batch": "auto"}, "layout.finder-and-layout"),
+        ({"ddp": {"bucket_mb": "auto"}, "preflight": False}, "layout.bucket-size-and-preflight"),
         ({"strategy": "pp", "compile": "model"}, "layout.pipeline-and-compile"),
         ({"strategy": "pp", "channels_last": True}, "layout.channels-last-and-pipeline"),
         *(

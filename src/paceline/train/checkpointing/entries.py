@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.checkpoint.export import PretrainedFiles, is_pretrained
 from paceline.checkpoint.state import StateEntry, Stateful, TrainingState
 from paceline.runtime import rng
+from paceline.train.bucket_size import BucketSizeState
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.model_state import EmaState, ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
@@ -47,6 +48,8 @@ def training_state(
         StateEntry(COMM_STATE, HookState(engine)),
         StateEntry("random", RandomState(engine), per_rank=True),
     ]
+    if engine.config.ddp.bucket_mb == "auto":
+        entries.append(StateEntry("bucket_mb", BucketSizeState(engine), if_absent="keep"))
     if is_pretrained(engine.model):
         entries.append(StateEntry("huggingface", PretrainedFiles(engine.model), if_absent="keep"))
     return TrainingState(entries, rank=engine.world.rank_info.rank, layout=engine.layout_facts())
