@@ -13,6 +13,9 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 
 # Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
 ELSEWHERE = {
+    "bench/collective_times": ["ranks/test_bench_comm"],
+    "bench/comm_rank": ["ranks/test_bench_comm"],
+    "cli/bench": ["ranks/test_bench_comm"],
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
     "data/gathered_rows": ["ranks/test_evaluation"],
     "data/predictions": ["ranks/test_evaluation"],

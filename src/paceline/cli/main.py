@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import checkpoint, config, explain, launch, node, options, parity, train
+from paceline.cli import bench, checkpoint, config, explain, launch, node, options, parity, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ app.command("parity", context_settings=parity.CONTEXT, epilog=parity.EXAMPLES)(p
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -74,7 +74,8 @@ def script_workload(target: Target) -> Workload:
         if target.kind == "script" and _imports_paceline(Path(target.name)):
             import paceline.train.trainer  # noqa: F401
 
-    return Workload(target.run, preload, target=target, name=Path(target.name).name)
+    own = len(target.args) + 1
+    return Workload(target.run, preload, target=target, name=Path(target.name).name, script_arguments=own)
 
 
 def warn_misplaced_options(target: Target) -> None:

@@ -117,7 +117,7 @@ class LaunchOptions:
     # fmt: off
     ranks: int | None = option(
         None, "-n", "--ranks", "--nproc-per-node", "--nproc_per_node", gt=0,
-        help="number of ranks per node; default: one per GPU; without GPUs, 1 (launch) or 2 (train)",
+        help="number of ranks per node; default: one per GPU; without GPUs, 1 (launch) or 2 (train, bench)",
     )
     nodes: NodeRange | None = option(  # noqa: RUF009
         None, "--nodes", "--nnodes", parse=NodeRange.parse, panel=MANUAL_NODES, metavar="N | MIN:MAX",

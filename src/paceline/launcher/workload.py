@@ -84,11 +84,7 @@ class Workload:
     target: Target | None = None
     recipe: Mapping[str, Any] | None = None  # of `paceline train`
     name: str = ""  # in process titles
-
-    @property
-    def script_arguments(self) -> int:
-        """How many of the last command-line arguments belong to the script."""
-        return 0 if self.target is None else len(self.target.args) + 1
+    script_arguments: int = 0  # how many of the last command-line arguments belong to the user's script
 
     @property
     def script(self) -> Path | None:

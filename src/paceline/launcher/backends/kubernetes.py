@@ -41,9 +41,8 @@ def manifests(text: str | None, command: Sequence[str], own: int, *, run: str, n
         raise invalid("Unknown number of ranks per pod.", "pass -n 4, or --k8s-with gpus=4")
     name = re.sub(r"[^a-z0-9-]+", "-", Path(run).name.lower()).strip("-") or "paceline"
     defaults: dict[str, Any] = {"kind": kind or "jobset", "name": name, "image": "paceline:latest"}
-    verb: Literal["launch", "train"] = "train" if command[0] == "train" else "launch"
     request = ManifestOptions(
-        **(defaults | settings), nodes=nodes, ranks=ranks, arguments=_for_pods(command[1:], own), verb=verb
+        **(defaults | settings), nodes=nodes, ranks=ranks, arguments=_for_pods(command[1:], own), verb=command[0]
     )
     if kind is not None:
         if kind not in _KINDS:

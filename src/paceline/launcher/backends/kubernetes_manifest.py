@@ -45,7 +45,7 @@ class ManifestOptions:
     nodes: int
     ranks: int  # per node
     arguments: Sequence[str]
-    verb: Literal["launch", "train"] = "launch"
+    verb: str = "launch"
     namespace: str | None = None  # None: the current namespace of kubectl
     gpus: int = 0  # per node
     cpu: str | None = None  # e.g. 8 or 500m

@@ -1,0 +1,139 @@
+"""Measures collectives of the default process group.
+
+A round is a barrier and a number of calls, so that small messages take longer than the ranks need to leave the barrier.
+The time of a call is that of the slowest rank, and of several rounds the median. Warm-up calls are not counted: the
+first one of a size connects ranks and allocates buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as torch_dist
+
+from paceline.bench.comm_request import format_size
+from paceline.plan.network_model import COLLECTIVES
+
+# Named anew in torch 2.13; the old names warn there.
+_all_gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+_reduce_scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+
+_ROUNDS = 5
+_WARMUP_CALLS = 2
+_ROUND_SECONDS = 0.02  # for which calls are repeated
+_MAX_CALLS = 100  # of a round
+_VALUE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median time of a collective of `size` bytes, with the bandwidths as nccl-tests defines them."""
+
+    size: int
+    seconds: float
+    ranks: int
+    collective: str
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes per second, from the size of the message."""
+        return self.size / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second that each rank sends, which can be compared with the speed of its link."""
+        return self.algorithm_bandwidth * COLLECTIVES[self.collective].parts(self.ranks)
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """`note`: why sizes are missing; empty if none is."""
+
+    collective: str
+    timings: Sequence[Timing]
+    note: str = ""
+
+
+def measure(collective: str, sizes: Sequence[int], device: torch.device, seconds: float) -> CollectiveTimes:
+    """Measure ascending sizes until `seconds` would be exceeded. Collective: must be called on every rank."""
+    timings: list[Timing] = []
+    spent, ranks = 0.0, torch_dist.get_world_size()
+    for wanted in sizes:
+        if timings:
+            last = timings[-1]
+            expected = last.seconds * wanted / last.size * (_ROUNDS + _WARMUP_CALLS)
+            if spent + expected > seconds:  # equal on every rank
+                note = (
+                    f"stopped at {format_size(last.size)}: {format_size(wanted)} would exceed {seconds:g} s (--seconds)"
+                )
+                return CollectiveTimes(collective, timings, note)
+        size = max(1, wanted // (_VALUE_BYTES * ranks)) * _VALUE_BYTES * ranks  # equal parts of whole values
+        each, took = _time(_prepare(collective, size, device), device)
+        timings.append(Timing(size, each, ranks, collective))
+        spent += took
+    return CollectiveTimes(collective, timings)
+
+
+def _prepare(collective: str, size: int, device: torch.device) -> Callable[[int], object]:
+    """A function that runs the collective once, given the number of the call."""
+    ranks, rank = torch_dist.get_world_size(), torch_dist.get_rank()
+    whole = torch.zeros(size // _VALUE_BYTES, dtype=torch.float32, device=device)
+    part = whole[: whole.numel() // ranks].clone()
+
+    received = torch.empty_like(whole) if collective == "all_to_all" else whole
+
+    def point_to_point(number: int) -> None:
+        """To and fro between the first and the last rank, which are on different nodes if there are several."""
+        sender, receiver = (0, ranks - 1) if number % 2 == 0 else (ranks - 1, 0)
+        if rank == sender:
+            torch_dist.send(whole, receiver)
+        elif rank == receiver:
+            torch_dist.recv(whole, sender)
+
+    calls: dict[str, Callable[[int], object]] = {
+        "all_reduce": lambda number: torch_dist.all_reduce(whole),
+        "all_gather": lambda number: _all_gather(whole, part),
+        "reduce_scatter": lambda number: _reduce_scatter(part, whole),
+        "all_to_all": lambda number: torch_dist.all_to_all_single(received, whole),
+        # A sender does not wait for receivers: with the same root, the next message would start before this one ends.
+        "broadcast": lambda number: torch_dist.broadcast(whole, number % ranks),
+        "point_to_point": point_to_point,
+    }
+    return calls[collective]
+
+
+def _time(call: Callable[[int], object], device: torch.device) -> tuple[float, float]:
+    """Seconds of a call, and those that were spent; equal on every rank."""
+    call(0)
+    [estimate] = _slowest([_round(call, 1, device)], device)
+    calls = min(_MAX_CALLS, max(1, int(_ROUND_SECONDS / estimate)))
+    rounds = _slowest([_round(call, calls, device) for _ in range(_ROUNDS)], device)
+    return median(rounds), _WARMUP_CALLS * estimate + calls * sum(rounds)
+
+
+def _round(call: Callable[[int], object], calls: int, device: torch.device) -> float:
+    """Seconds per call."""
+    torch_dist.barrier()
+    _synchronize(device)
+    began = perf_counter()
+    for number in range(calls):
+        call(number)
+    _synchronize(device)
+    return (perf_counter() - began) / calls
+
+
+def _slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """The maximum over ranks."""
+    tensor = torch.tensor(seconds, dtype=torch.float64, device=device)
+    torch_dist.all_reduce(tensor, torch_dist.ReduceOp.MAX)
+    slowest: list[float] = tensor.tolist()
+    return slowest
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,117 @@
+"""The network between ranks as two numbers, latency and bandwidth, and the time of collectives and steps on it.
+
+    link = LinkModel.fit("all_reduce", ranks=2, points=[(1024, 90e-6), (1 << 20, 42e-3), …])     # bytes, seconds
+    link.all_reduce_time(100e6, ranks=8)
+    link.step_time(0.120, backward_share=0.6, gradient_bytes=100e6, ranks=8, bucket_bytes=25 << 20)
+
+A message of n bytes takes latency + n / bandwidth. A collective over p ranks is a number of rounds, in which each rank
+sends a part of n, as in a ring. nccl-tests defines bus bandwidth by the same parts:
+
+    collective                          rounds          bytes per rank
+    all_reduce                          2 (p - 1)       2 n (p - 1) / p
+    all_gather, reduce_scatter          p - 1           n (p - 1) / p         n: the whole, not the part of a rank
+    all_to_all                          p - 1           n (p - 1) / p
+    broadcast                           log2 p          n
+    point_to_point                      1               n
+
+`paceline bench comm` measures the points. Each collective has a fit of its own, because backends implement them
+differently: the numbers of one predict it for other sizes and other numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import NamedTuple
+
+
+class Collective(NamedTuple):
+    """`rounds` and `parts` of n bytes that each rank sends, given the number of ranks."""
+
+    rounds: Callable[[int], float]
+    parts: Callable[[int], float]
+
+
+COLLECTIVES = {
+    "all_reduce": Collective(lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p),
+    "all_gather": Collective(lambda p: p - 1, lambda p: (p - 1) / p),
+    "reduce_scatter": Collective(lambda p: p - 1, lambda p: (p - 1) / p),
+    "all_to_all": Collective(lambda p: p - 1, lambda p: (p - 1) / p),
+    "broadcast": Collective(lambda p: ceil(log2(p)), lambda p: 1.0),
+    "point_to_point": Collective(lambda p: 1, lambda p: 1.0),
+}
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """`latency` of a round in seconds, `bandwidth` in bytes per second. `worst_error` is the largest relative error of
+    the fit."""
+
+    latency: float
+    bandwidth: float
+    worst_error: float = 0.0
+
+    @classmethod
+    def fit(cls, collective: str, ranks: int, points: Iterable[tuple[float, float]]) -> LinkModel:
+        """Least squares of the relative error over (bytes, seconds), so that small messages count as much as large
+        ones. At least two different sizes are needed."""
+        known = list(points)
+        if len({size for size, _ in known}) < 2:
+            raise ValueError("a fit needs at least two sizes")
+        kind = COLLECTIVES[collective]
+        # The unknowns a and b of a·rounds + b·bytes, each equation divided by its measured time.
+        rows = [(kind.rounds(ranks) / seconds, kind.parts(ranks) * size / seconds) for size, seconds in known]
+        aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+        a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        determinant = aa * bb - ab * ab
+        latency, inverse = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if latency < 0:  # noise: then the bandwidth alone
+            latency, inverse = 0.0, b / bb
+        elif inverse <= 0:  # latency alone: no size was large enough to show the bandwidth
+            latency, inverse = a / aa, 0.0
+        bandwidth = 1 / inverse if inverse else float("inf")
+        worst = max(abs(row[0] * latency + row[1] * inverse - 1) for row in rows)
+        return cls(latency, bandwidth, worst)
+
+    def time(self, collective: str, size: float, ranks: int) -> float:
+        """Seconds of a collective of `size` bytes; 0 on one rank, which does not communicate."""
+        if ranks == 1:
+            return 0.0
+        kind = COLLECTIVES[collective]
+        return kind.rounds(ranks) * self.latency + kind.parts(ranks) * size / self.bandwidth
+
+    def all_reduce_time(self, size: float, ranks: int) -> float:
+        return self.time("all_reduce", size, ranks)
+
+    def all_gather_time(self, size: float, ranks: int) -> float:
+        """`size`: of the result."""
+        return self.time("all_gather", size, ranks)
+
+    def reduce_scatter_time(self, size: float, ranks: int) -> float:
+        """`size`: of the input."""
+        return self.time("reduce_scatter", size, ranks)
+
+    def step_time(
+        self, compute: float, *, backward_share: float, gradient_bytes: float, ranks: int, bucket_bytes: float
+    ) -> float:
+        """Seconds of a step whose gradients are reduced in buckets while the backward runs. `compute`: seconds of the
+        step on one rank, of which the backward takes `backward_share`."""
+        buckets = bucket_sizes(gradient_bytes, bucket_bytes)
+        times = [self.all_reduce_time(size, ranks) for size in buckets]
+        return compute + exposed_time(compute * backward_share, times)
+
+
+def bucket_sizes(gradient_bytes: float, bucket_bytes: float) -> list[float]:
+    """Bytes of the buckets in the order of their reduction, the last of which holds the rest."""
+    full, rest = divmod(gradient_bytes, bucket_bytes)
+    return [float(bucket_bytes)] * int(full) + ([float(rest)] if rest else [])
+
+
+def exposed_time(backward: float, times: Sequence[float]) -> float:
+    """Seconds between the end of a backward and the end of its last reduction. `times` are those of the buckets, which
+    become ready at equal intervals and are reduced one after the other."""
+    end = 0.0
+    for number, seconds in enumerate(times, start=1):
+        end = max(end, backward * number / len(times)) + seconds
+    return max(0.0, end - backward)

@@ -1,0 +1,62 @@
+"""`paceline bench comm` between real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+import forked
+from paceline.plan.network_model import COLLECTIVES
+
+
+def test_every_collective_is_measured_between_two_ranks(tmp_path: Path) -> None:
+    done = forked.paceline(
+        "bench", "comm", "-n", "2", "--cpu", "--sizes", "1KiB,64KiB", "--json", "out.json", "--html", "out.html",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["version"], report["ranks"], report["backend"], report["device"]) == (1, 2, "gloo", "cpu")
+    assert list(report["collectives"]) == list(COLLECTIVES)
+    for name, entry in report["collectives"].items():
+        assert [point["bytes"] for point in entry["points"]] == [1024, 65536], entry["note"]
+        assert all(1e-7 < point["seconds"] < 1 for point in entry["points"])
+        assert name in done.stdout and name in (tmp_path / "out.html").read_text()
+    assert done.stdout.count("fitted:") == len(COLLECTIVES)
+    assert "written: out.json" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_larger_messages_than_the_time_allows_are_omitted_aloud(tmp_path: Path) -> None:
+    options = ("--collectives", "all-reduce,broadcast", "--sizes", "1KiB,1MiB,256MiB", "--seconds", "0.1")
+    done = forked.paceline("bench", "comm", "-n", "2", "--cpu", *options, "--json", "-", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert list(report["collectives"]) == ["all_reduce", "broadcast"]
+    for entry in report["collectives"].values():
+        assert entry["points"][-1]["bytes"] < 1 << 28
+        assert entry["note"].endswith("256 MiB would exceed 0.1 s (--seconds)") or "1 MiB would" in entry["note"]
+
+
+def test_a_single_rank_is_refused_before_it_starts(tmp_path: Path) -> None:
+    done = forked.paceline("bench", "comm", "-n", "1", "--cpu", cwd=tmp_path)
+    assert done.returncode == 2 and "[launch.one-rank]" in done.stderr and "-n 2" in done.stderr
+
+
+def test_invalid_options_are_refused_before_ranks_start(tmp_path: Path) -> None:
+    for options, said in {
+        ("--sizes", "1KB"): "Invalid size in --sizes: '1KB'",
+        ("--collectives", "allreduce"): "did you mean 'all_reduce'?",
+        ("--json", "no/such/folder.json"): "No such folder: no/such",
+    }.items():
+        done = forked.paceline("bench", "comm", *options, cwd=tmp_path)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_pods_of_kubernetes_measure_with_the_same_options(tmp_path: Path) -> None:
+    options = ("--sizes", "1MiB", "-n", "4", "--nodes", "2", "--k8s-with", "kind=trainjob")
+    done = forked.paceline("bench", "comm", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    trainer = yaml.safe_load(done.stdout)["spec"]["trainer"]
+    assert (trainer["command"], trainer["args"]) == (["paceline", "bench"], ["comm", "--sizes", "1MiB"])

@@ -1,0 +1,65 @@
+"""What `paceline bench comm` shows, from times that are given."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from paceline.bench import comm_report
+from paceline.bench.collective_times import CollectiveTimes, Timing
+from paceline.plan.network_model import LinkModel
+
+LINK = LinkModel(50e-6, 25e6)
+SIZES = [1024 * 4**power for power in range(8)]
+
+
+def measured(collective: str, ranks: int, sizes: list[int] = SIZES, note: str = "") -> CollectiveTimes:
+    timings = [Timing(size, LINK.time(collective, size, ranks), ranks, collective) for size in sizes]
+    return CollectiveTimes(collective, timings, note)
+
+
+def report(*found: CollectiveTimes) -> dict[str, Any]:
+    entries = {each.collective: comm_report.entry(each) for each in found}
+    return {"ranks": 4, "setting": "4 ranks on 2 nodes, gloo, cpu", "collectives": entries}
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("broadcast", 1)]
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(collective: str, factor: float) -> None:
+    [point] = comm_report.entry(CollectiveTimes(collective, [Timing(1 << 20, 0.5, 4, collective)]))["points"]
+    assert point["algorithm_bandwidth"] == (1 << 20) / 0.5
+    assert point["bus_bandwidth"] == factor * point["algorithm_bandwidth"]
+
+
+def test_an_entry_is_plain_and_holds_the_fit() -> None:
+    entry = json.loads(json.dumps(comm_report.entry(measured("all_reduce", 4))))
+    assert entry["model"]["bandwidth"] == pytest.approx(25e6) and entry["model"]["latency"] == pytest.approx(50e-6)
+    assert [point["bytes"] for point in entry["points"]] == SIZES
+
+
+def test_one_size_has_no_fit() -> None:
+    entry = comm_report.entry(measured("all_reduce", 4, sizes=[1024]))
+    assert entry["model"] is None and comm_report.describe_fit(entry) == ""
+    assert "1 KiB" in comm_report.describe("all_reduce", entry)
+
+
+def test_the_table_shows_sizes_times_bandwidths_the_fit_and_why_it_ends() -> None:
+    said = comm_report.describe("all_reduce", comm_report.entry(measured("all_reduce", 4, note="stopped at 16 MiB")))
+    assert re.search(r"size +latency +algorithm +bus", said)
+    assert re.search(r"16 MiB +1,006,933 µs +16.7MB/s +25.0MB/s", said)
+    assert "fitted: 50 µs per round, 25.0MB/s; within 0 % of every size" in said
+    assert said.endswith("stopped at 16 MiB")
+
+
+def test_the_page_has_dots_for_measurements_and_a_dashed_line_for_each_fit() -> None:
+    made = comm_report.html(
+        report(measured("all_reduce", 4), measured("broadcast", 4), CollectiveTimes("all_gather", []))
+    )
+    assert made.count("<svg") == 2 and made.count("stroke-dasharray") == 2
+    assert made.count("<circle") == 2 * 2 * len(SIZES)
+    assert "4 ranks on 2 nodes" in made and "fitted: 50 µs" in made
+    assert {"1 KiB", "16 MiB", "1 ms", "1 s"} <= set(re.findall(r"<text[^>]*>([^<]*)<", made))

@@ -1,0 +1,84 @@
+"""Latency and bandwidth of a link, fitted to measured times."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from paceline.plan.network_model import COLLECTIVES, LinkModel, bucket_sizes, exposed_time
+
+SIZES = [1024 * 4**power for power in range(10)]
+LINK = LinkModel(latency=50e-6, bandwidth=25e6)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_latency_and_bandwidth_are_recovered_from_noisy_times(collective: str, ranks: int) -> None:
+    noise = random.Random(0)
+    points = [(size, LINK.time(collective, size, ranks) * noise.uniform(0.95, 1.05)) for size in SIZES]
+    found = LinkModel.fit(collective, ranks, points)
+    assert found.latency == pytest.approx(LINK.latency, rel=0.1)
+    assert found.bandwidth == pytest.approx(LINK.bandwidth, rel=0.03)
+    assert 0.01 < found.worst_error < 0.08
+
+
+def test_exact_times_have_no_error() -> None:
+    found = LinkModel.fit("all_reduce", 4, [(size, LINK.all_reduce_time(size, 4)) for size in SIZES])
+    assert found.worst_error == pytest.approx(0, abs=1e-6)
+
+
+def test_the_error_is_that_of_the_worst_point() -> None:
+    points = [(size, LINK.all_reduce_time(size, 2)) for size in SIZES]
+    size, seconds = points[5]
+    found = LinkModel.fit("all_reduce", 2, [*points[:5], (size, 2 * seconds), *points[6:]])
+    assert 0.3 < found.worst_error < 0.6
+    assert found.bandwidth == pytest.approx(LINK.bandwidth, rel=0.15)
+
+
+def test_a_fit_never_predicts_a_negative_latency_or_bandwidth() -> None:
+    falling = LinkModel.fit("all_reduce", 2, [(1024, 3e-3), (4096, 2e-3), (16384, 1e-3)])
+    assert falling.latency > 0 and falling.all_reduce_time(1 << 30, 2) == falling.all_reduce_time(1, 2)
+    faster_than_linear = LinkModel.fit("all_reduce", 2, [(1024, 1e-6), (4096, 1e-4), (16384, 1e-2)])
+    assert faster_than_linear.latency == 0 and faster_than_linear.bandwidth > 0
+
+
+def test_one_size_can_not_be_fitted() -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        LinkModel.fit("all_reduce", 2, [(1024, 1e-3), (1024, 2e-3)])
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_more_bytes_take_longer_and_one_rank_takes_no_time(collective: str) -> None:
+    times = [LINK.time(collective, size, 4) for size in SIZES]
+    assert all(shorter < longer for shorter, longer in pairwise(times))
+    assert LINK.time(collective, 1 << 30, 1) == 0
+
+
+def test_more_ranks_take_longer() -> None:
+    times = [LINK.all_reduce_time(1 << 20, ranks) for ranks in (1, 2, 4, 8, 64)]
+    assert all(fewer < more for fewer, more in pairwise(times))
+    assert times[-1] < 2 * times[1] + 2 * 64 * LINK.latency  # a ring sends less than twice the bytes on any number
+
+
+def test_communication_hides_behind_the_backward_except_for_the_last_bucket() -> None:
+    assert exposed_time(1.0, [0.1] * 10) == pytest.approx(0.1)
+    assert exposed_time(1.0, [0.5] * 10) == pytest.approx(10 * 0.5 - 0.9)  # the link is busy from the first bucket on
+    assert exposed_time(1.0, [3.0]) == pytest.approx(3.0)  # one bucket: ready at the end
+    assert exposed_time(1.0, []) == 0
+
+
+def test_a_step_is_compute_and_what_the_backward_does_not_hide() -> None:
+    link = LinkModel(latency=0.0, bandwidth=25e6)
+    slow = link.step_time(1.0, backward_share=0.6, gradient_bytes=100e6, ranks=2, bucket_bytes=25e6)
+    assert slow == pytest.approx(1.0 + 4 * 1.0 - 0.6 * 3 / 4)
+    fast = LinkModel(latency=0.0, bandwidth=1e12)
+    assert fast.step_time(1.0, backward_share=0.6, gradient_bytes=100e6, ranks=2, bucket_bytes=25e6) < 1.001
+    assert link.step_time(1.0, backward_share=0.6, gradient_bytes=100e6, ranks=1, bucket_bytes=25e6) == 1.0
+
+
+def test_buckets_add_up_to_the_gradients() -> None:
+    assert bucket_sizes(60, 25) == [25, 25, 10]
+    assert bucket_sizes(50, 25) == [25, 25]
+    assert bucket_sizes(10, 25) == [10]

@@ -1,0 +1,56 @@
+"""Advice on `sync:` for a model on a measured network."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.plan.network_model import LinkModel
+from paceline.plan.sync_advice import EVERY, MethodCost, compare, sentence
+
+MLP = [(2048, 2048)] * 4  # 64 MiB of gradients
+DENSE = 4 * 4 * 2048**2
+
+
+def at(bandwidth: float, compute: float = 0.1) -> tuple[dict[str, MethodCost], str]:
+    link = LinkModel(100e-6, bandwidth)
+    costs = compare(MLP, compute=compute, backward=0.6 * compute, links={"all_reduce": link}, ranks=2)
+    return {cost.name: cost for cost in costs}, sentence(costs, link)
+
+
+def test_a_slow_network_needs_powersgd() -> None:
+    costs, advice = at(25e6)
+    assert costs["uncompressed gradients"].waits > 0.9 and costs["int8"].waits > 0.7
+    assert advice.startswith("at 0.2 Gb/s this model waits 96 % of each step; powersgd rank 4 brings that to ")
+    assert advice.endswith("(sync: {compress: powersgd, rank: 4})")
+
+
+def test_the_method_that_changes_least_is_chosen_among_those_that_suffice() -> None:
+    costs, advice = at(25e6, compute=3.5)
+    assert costs["fp16"].waits < 0.15 < costs["uncompressed gradients"].waits
+    assert "; fp16 brings that to " in advice and costs["powersgd rank 1"].waits < costs["fp16"].waits
+
+
+def test_a_fast_network_needs_nothing() -> None:
+    _, advice = at(10e9)
+    assert "this model waits 2 % of each step, which leaves little to gain" in advice and "sync: {" not in advice
+
+
+def test_where_nothing_suffices_the_best_method_is_named() -> None:
+    costs, advice = at(25e3)
+    assert min(costs.values(), key=lambda cost: cost.waits).name in advice and "brings that only to" in advice
+
+
+def test_bytes_sent_follow_from_the_shapes() -> None:
+    costs, _ = at(25e6)
+    assert costs["uncompressed gradients"].sent == DENSE  # on two ranks
+    assert costs["fp16"].sent == DENSE / 2
+    assert costs["int8"].sent == pytest.approx(DENSE / 4, rel=0.02)
+    assert costs["powersgd rank 1"].sent == pytest.approx(DENSE / 1024)
+    assert costs[f"a round every {EVERY} steps"].sent == pytest.approx(DENSE / 4 / EVERY, rel=0.02)
+
+
+def test_each_message_takes_the_time_of_its_own_collective() -> None:
+    slow, fast = LinkModel(0.0, 1e6), LinkModel(0.0, 1e12)
+    links = {"all_reduce": slow, "all_to_all": fast, "all_gather": fast}
+    costs = {cost.name: cost for cost in compare(MLP, compute=1.0, backward=0.6, links=links, ranks=2)}
+    assert costs["fp16"].seconds < 0.001 < costs["powersgd rank 1"].seconds
