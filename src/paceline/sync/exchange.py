@@ -17,6 +17,9 @@ from torch import Tensor
 from paceline.plan.traffic import Traffic
 from paceline.runtime.collectives import Group
 
+# Renamed in torch 2.13; the old name is deprecated.
+_all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+
 
 class Exchange:
     """`group`: the replicas that this rank reduces with; None: all ranks. `traffic`: where bytes are counted, together
@@ -43,7 +46,7 @@ class Exchange:
 
     def all_gather(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> Any:
         self.traffic.all_gather(sent.nbytes, self.ranks)
-        return torch_dist.all_gather_into_tensor(received, sent, group=self.group, async_op=async_op)
+        return _all_gather_single(received, sent, group=self.group, async_op=async_op)
 
     def count(self, collective: str, sent: float) -> None:
         """Count bytes that are sent without this class."""
