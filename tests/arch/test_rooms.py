@@ -33,7 +33,7 @@ CEILINGS = {
     "guard": 2_950,
     "train": 7_650,
     "doctor": 800,
-    "bench": 1_100,
+    "bench": 1_450,
     "search": 700,
     "testing": 630,
     "cli": 1_720,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, checkpoint, config, explain, launch, node, options, parity, train
+from paceline.cli import bench, bench_recipes, checkpoint, config, explain, launch, node, options, parity, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -43,6 +43,9 @@ app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
+_BENCH: dict[str, Any] = {"cls": options.HintedCommand, "context_settings": bench.CONTEXT}
+bench.app.command("step", epilog=bench_recipes.STEP_EXAMPLES, **_BENCH)(bench_recipes.step)
+bench.app.command("scaling", epilog=bench_recipes.SCALING_EXAMPLES, **_BENCH)(bench_recipes.scaling)
 
 
 def main() -> None:

@@ -78,6 +78,7 @@ def _parameters(without: Collection[str]) -> list[inspect.Parameter]:
             annotation=_annotation(option, kind, without),
         )
         for name, (option, kind) in options_of(LaunchSpec).items()
+        if not set(option.flags) <= set(without)
     ]
 
 

@@ -111,6 +111,7 @@ class ModelFlops:
         owner = self._stepper()
         assert owner is not None
         stepper, backward = vars(owner), owner.backward
+        replaced = "backward" in stepper
 
         def run_backward(*arguments: Any) -> Tensor:
             if count.changes_backward:
@@ -121,7 +122,10 @@ class ModelFlops:
         try:
             return add(micro)
         finally:
-            del stepper["backward"]
+            if replaced:
+                stepper["backward"] = backward
+            else:
+                del stepper["backward"]
 
     def _take(self, count: FlopCount, samples: int) -> None:
         if count.uncounted:
