@@ -38,6 +38,11 @@ class Scaler(torch.amp.GradScaler):
         self.overflowed: Tensor | None = None
         self._reduce_max = reduce_max
 
+    def current(self) -> Tensor:
+        """The current loss scale, on the device."""
+        assert self._scale is not None
+        return self._scale
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
         if self._reduce_max is not None and self.is_enabled():

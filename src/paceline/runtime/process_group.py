@@ -214,13 +214,26 @@ def shorten_timeout(seconds: float) -> None:
 
 
 def share_timeout() -> None:
-    """Give the timeout of the world's group to the groups of device meshes, which torch creates with its default."""
+    """Give the timeout of the world's group to device meshes and `new_group`, which torch creates with its default."""
     world: Any = torch_dist.group.WORLD
     device = torch.device("cuda" if torch_dist.get_backend() == "nccl" else "cpu")
     options: Any = getattr(world._get_backend(device), "options", None)  # MPI has none, and no timeout
     for group in torch_dist.distributed_c10d._world.pg_map if options else ():
-        if group.group_desc.startswith("mesh_"):
+        if group.group_desc.startswith(("mesh_", _OWN)):
             _set_timeout(options._timeout, group)
+
+
+_OWN = "paceline_"
+
+
+def new_group(purpose: str) -> torch_dist.ProcessGroup:
+    """A group of all ranks, for collectives that overlap with those of the world's group.
+
+    Collective: must be called on every rank.
+    """
+    group: torch_dist.ProcessGroup = torch_dist.new_group(group_desc=_OWN + purpose)
+    share_timeout()
+    return group
 
 
 def new_cpu_group(timeout: float) -> torch_dist.ProcessGroup | None:

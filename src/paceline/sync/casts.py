@@ -34,6 +34,9 @@ class CastCompression(Compression):
         yield from average_cast(bucket.flat, self._dtype, self.exchange)
         write_back()
 
+    def sent_bytes(self, parameter: Tensor) -> float:
+        return parameter.numel() * min(parameter.element_size(), self._dtype.itemsize)
+
 
 def cast_mean(flat: Tensor, dtype: torch.dtype, exchange: Exchange) -> Tensor:
     """The mean over replicas of a 1-D tensor that is sent as `dtype`. Collective."""

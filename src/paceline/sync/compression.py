@@ -95,6 +95,10 @@ class Compression(ABC):
     def _prepare(self, bucket: BucketSlices) -> Callable[[], Collectives[None]]:
         """A function that is called in every step, for collectives that replace `bucket.flat` by its mean."""
 
+    @abstractmethod
+    def sent_bytes(self, parameter: Tensor) -> float:
+        """The size of what is reduced for the gradient of a parameter in a step: `parameter.nbytes` uncompressed."""
+
     def replicated_state(self) -> dict[str, Tensor]:
         """State that is equal on all replicas. Valid until the next step: copy what is kept longer."""
         return {}
@@ -105,7 +109,7 @@ class Compression(ABC):
         return {}
 
     def load(self, replicated: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> None:
-        """Restore what `replicated_state` and `local_state` returned."""
+        """Restore what `replicated_state` and `local_state` returned; what is missing starts anew."""
         self._buckets.clear()
 
 

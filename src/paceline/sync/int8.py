@@ -50,6 +50,9 @@ class Int8Compression(Compression):
         write_back()
         self._step_end.add(bucket.is_first, bucket.is_last, finite, error)
 
+    def sent_bytes(self, parameter: Tensor) -> float:
+        return parameter.numel() * (1 + 4 / BLOCK)
+
     def local_state(self) -> dict[str, Tensor]:
         return self._errors.state()
 

@@ -109,6 +109,12 @@ class PowerSGD(Compression):
         bucket = factored.bucket
         self._step_end.add(bucket.is_first, bucket.is_last, finite, factored.error, factored.q)
 
+    def sent_bytes(self, parameter: Tensor) -> float:
+        slot = Slot("", parameter.size(), parameter.stride(), 0)
+        if not self.compresses(slot):
+            return parameter.nbytes
+        return sum(_matrix_size(slot)) * self.rank * max(parameter.element_size(), 4)
+
     def replicated_state(self) -> dict[str, Tensor]:
         factors = self._factors.state() if self.warm_start else {}
         return {_STEPS: torch.tensor(self._steps), **{_Q + name: q for name, q in factors.items()}}
@@ -118,8 +124,9 @@ class PowerSGD(Compression):
 
     def load(self, replicated: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> None:
         super().load(replicated, local)
-        self._steps = int(replicated[_STEPS])
-        self._factors.load({name.removeprefix(_Q): q for name, q in replicated.items() if name != _STEPS})
+        self._steps = int(replicated.get(_STEPS, 0))
+        factors = {name.removeprefix(_Q): q for name, q in replicated.items() if name != _STEPS}
+        self._factors.load({name: q for name, q in factors.items() if len(q) == self.rank})  # of another rank otherwise
         self._errors.load(local)
 
 

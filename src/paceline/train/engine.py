@@ -49,7 +49,7 @@ from paceline.precision import policies
 from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives, consistency, process_group
 from paceline.runtime.mesh import Mesh
-from paceline.train import factory, resolve_layout, standstill
+from paceline.train import compressed_gradients, factory, resolve_layout, standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.graph_step import GraphedStep
 from paceline.train.model_flops import ModelFlops
@@ -115,6 +115,9 @@ class Engine:
             self._report_untrained(task.optimizer)
         self._block_names = [name for name, _ in find_blocks(self.model)]  # those of the recipe may differ by layout
         self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
+        self.compression = compressed_gradients.compression_for(config, self.layout.degrees, self.traffic, self.log)
+        if self.compression is not None:
+            self.comm_hook = compressed_gradients.hook_for(self.compression, config)
         self._compose()
         self._build_optimizer()
         self._build_step()
@@ -157,11 +160,19 @@ class Engine:
         assert isinstance(self._subject.step, LossModule)
         self.module = self._subject.step
         self.module.proportions.warn = self.log.warning
+        if self.compression is not None:
+            compressed_gradients.begin(self.compression, self.module, config, self.log)
         watch_order(self.module, self.mesh, config)
         partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
         # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank.
         self.tied_copies: Mapping[str, str] = {} if partition is None else partition.copies_on(rank)
         self._aliases: Mapping[str, str] = {} if partition is None else partition.aliases_on(rank)
+
+    @property
+    def ranks_have_state(self) -> bool:
+        """Whether what reduces the gradients has a state of its own on each rank."""
+        hook = self.comm_hook if self.world.size > 1 else None
+        return hook is not None and (self.compression is not None or hook_check.is_saved(hook))
 
     def seed_drawing(self, step: int) -> None:
         seed_generators(self.config, self.model, self.mesh, step)
@@ -204,6 +215,8 @@ class Engine:
             enabled=PRECISIONS.facts(config.precision).loss_scaling,
             reduce_max=None if self.sharded is None else partial(collectives.all_reduce, op="max"),
         )
+        if self.compression is not None and self.scaler.is_enabled():
+            self.compression.scale = self.scaler.current
 
     def _registered_facts(self) -> OptimizerFacts | None:
         return OPTIMIZERS.facts(self.config.optimizer.name) if self.owns_optimizer else None

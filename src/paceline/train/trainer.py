@@ -308,8 +308,9 @@ class Trainer(MethodHints):
         *,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint. It is complete when this returns. Collective if parameters are sharded: must be called on
-        every rank. Otherwise rank 0 writes, and calling it on rank 0 only is sufficient."""
+        """Write a checkpoint. It is complete when this returns. Collective if parameters are sharded or gradients are
+        compressed (`sync.compress`, a `comm_state` that is saved): must be called on every rank. Otherwise rank 0
+        writes, and calling it on rank 0 only is sufficient."""
         self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
 
     def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:

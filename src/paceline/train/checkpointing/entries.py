@@ -4,7 +4,7 @@
     ema/<name>                       EMA weights
     optimizer/<name>/<key>           optimizer state of a parameter: tensors
     optimizer-values/<name>/<key>    and plain numbers
-    comm-state/rank-<r>/…            what reduces gradients (reduction_state.py)
+    compression/…, comm-state/…      what reduces gradients (reduction_state.py)
     random/rank-<r>/<generator>      random state of each rank
 
 To checkpoint another part, add a `StateEntry` to `training_state`.
@@ -25,7 +25,7 @@ from paceline.train.bucket_size import BucketSizeState
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.model_state import EmaState, ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
-from paceline.train.checkpointing.reduction_state import COMM_STATE, HookState
+from paceline.train.checkpointing.reduction_state import COMM_STATE, COMPRESSION, CompressionState, HookState
 from paceline.train.engine import Engine
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.lr import LearningRate
@@ -45,6 +45,7 @@ def training_state(
         StateEntry("position", engine.position),
         StateEntry("outcome", policy),
         StateEntry("callbacks", callbacks),
+        StateEntry(COMPRESSION, CompressionState(engine)),
         StateEntry(COMM_STATE, HookState(engine)),
         StateEntry("random", RandomState(engine), per_rank=True),
     ]

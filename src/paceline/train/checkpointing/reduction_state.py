@@ -1,8 +1,12 @@
-"""The state of what reduces gradients, as a part of a checkpoint.
+"""The state of what reduces gradients, as parts of a checkpoint.
 
+    compression/replicated/<name>    what all ranks have in common: the factors of PowerSGD
+    compression/rank-<r>/<name>      error feedback of each rank, by parameter
     comm-state/rank-<r>/<path>       the `comm_state` of the user's hook: its tensors, and `values`, JSON as bytes
 
-A `comm_state` is loaded on the same number of ranks only.
+On the ranks that saved it, a run continues with the same bits. On another number of ranks, each takes the mean of the
+saved error feedback: its share in the mean over ranks, which is what remains to be applied, is the same. So do all
+ranks if rank 0 saved alone, before it exited with an error. A `comm_state` is loaded on the same number of ranks only.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.checkpoint.manifest import Manifest
@@ -22,8 +27,71 @@ from paceline.guard.hook_check import is_saved
 from paceline.runtime.serialization import from_json, to_json
 from paceline.train.engine import Engine
 
-COMM_STATE = "comm-state"
+COMPRESSION, COMM_STATE = "compression", "comm-state"
 _VALUES = "values"
+
+
+class CompressionState(ShardedStateful):
+    """The state of `sync.compress`. A checkpoint without it leaves no error feedback."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def sharded_state(self) -> ShardedState:
+        compression, state = self._engine.compression, ShardedState()
+        if compression is not None:
+            common = {f"{COMPRESSION}/replicated/{name}": each for name, each in compression.replicated_state().items()}
+            own = {self._own_prefix + name: each for name, each in compression.local_state().items()}
+            state.tensors = {path: LocalShard(tensor) for path, tensor in {**common, **own}.items()}
+        return state
+
+    @property
+    def _own_prefix(self) -> str:
+        return _prefix(COMPRESSION, self._engine.world.rank_info.rank)
+
+    def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+        manifest, rank, ranks = checkpoint.manifest, self._engine.world.rank_info.rank, self._engine.world.size
+        if self._engine.compression is None:
+            return {}
+        saved = _saved_ranks(manifest, COMPRESSION)
+        # On another number of ranks, each reads the state of some, and their sums are added up.
+        read = [rank] if _fits(manifest, saved, ranks) else saved[rank::ranks]
+        targets = targets_below(manifest, f"{COMPRESSION}/replicated")
+        for each in read:
+            targets |= targets_below(manifest, _prefix(COMPRESSION, each)[:-1])
+        return targets
+
+    def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
+        engine, manifest = self._engine, checkpoint.manifest
+        saved = _saved_ranks(manifest, COMPRESSION)
+        if engine.compression is None:
+            if saved and engine.world.size > 1:
+                engine.log.info("sync: not set, so the error feedback in this checkpoint is discarded")
+            return
+        if _fits(manifest, saved, engine.world.size):
+            local = _below(tensors, self._own_prefix)
+        else:
+            local = self._mean(manifest, tensors, saved)
+            if saved:
+                engine.log.info(f"sync: error feedback is the mean of {len(saved)} saved by other ranks")
+        engine.compression.load(_below(tensors, f"{COMPRESSION}/replicated/"), local)
+
+    def _mean(self, manifest: Manifest, tensors: Mapping[str, Tensor], saved: list[int]) -> dict[str, Tensor]:
+        """The mean of what all ranks have read. Collective."""
+        if not saved:
+            return {}
+        rank, ranks, device = self._engine.world.rank_info.rank, self._engine.world.size, self._engine.world.device
+        mean = {}
+        for path in sorted(targets_below(manifest, _prefix(COMPRESSION, saved[0])[:-1])):
+            name = path.removeprefix(_prefix(COMPRESSION, saved[0]))
+            parts = [tensors[_prefix(COMPRESSION, each) + name] for each in saved[rank::ranks]]
+            entry = manifest.tensors[path]
+            total = torch.zeros(entry.shape, dtype=torch.promote_types(entry.torch_dtype, torch.float32), device=device)
+            for part in parts:
+                total += part.to(device)
+            torch_dist.all_reduce(total)
+            mean[name] = total / len(saved)
+        return mean
 
 
 class HookState(ShardedStateful):
@@ -77,3 +145,7 @@ def _saved_ranks(manifest: Manifest, key: str) -> list[int]:
 
 def _fits(manifest: Manifest, saved: list[int], ranks: int) -> bool:
     return manifest.layout.get("ranks") == ranks and saved == list(range(ranks))
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {path.removeprefix(prefix): each for path, each in tensors.items() if path.startswith(prefix)}

@@ -149,6 +149,8 @@ class Restorer:
         """Start at step 0 with the loaded weights."""
         reset_state(self._engine.optimizer)
         self._engine.position.reset()
+        if self._engine.compression is not None:
+            self._engine.compression.load({}, {})
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load weights saved by another program, and start at step 0."""

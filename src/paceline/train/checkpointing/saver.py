@@ -45,7 +45,9 @@ class Saver:
         self._failures = 0
         self.last_cost: SaveResult | None = None
         self._final = Agreement(2 * _ON_ERROR_SECONDS)
-        if engine.sharded is not None:  # otherwise created by the first scheduled save, which is collective
+        # Whether no rank has all of the state: its parameters are sharded, or what reduces gradients has its own.
+        self._together = engine.sharded is not None or engine.ranks_have_state
+        if self._together:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
 
     def group(self) -> Any:
@@ -212,17 +214,19 @@ class Saver:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         recorded: bool = True,
+        alone: bool = False,
         after: Callable[[Path], None] | None = None,
     ) -> None:
-        """Save synchronously. Collective if parameters are sharded; otherwise only rank 0 saves."""
-        engine = self._engine
+        """Save synchronously. Collective if parameters are sharded or ranks have a state of their own; otherwise, and
+        `alone`, only rank 0 saves."""
+        engine, together = self._engine, self._together and not alone
         require_own_weights(engine)
-        if engine.sharded is None and not engine.world.is_main:
+        if not together and not engine.world.is_main:
             return
-        if engine.sharded is not None:
+        if together:
             meet(self._config.checkpoint.wait)
             self.finish()  # concurrent saves would mix up their messages
-        writer = Writer(self._group if engine.sharded is not None else None)
+        writer = Writer(self._group if together else None)
         with engine.telemetry.saving():
             self._run.before_save()
             snapshot = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
@@ -239,7 +243,8 @@ class Saver:
 
     def save_on_error(self, error: BaseException, *, recorded: bool = True) -> str | None:
         """Save before an exception propagates, if the weights are consistent: between optimizer steps, and without a
-        pending non-finite step. If parameters are sharded, waits briefly for the other ranks. Returns a message.
+        pending non-finite step. If no rank has all of the state, waits briefly for the other ranks; without them,
+        nothing is saved if parameters are sharded, and otherwise rank 0 saves alone. Returns a message.
 
         If the last steps are not `recorded` with the losses of all ranks, the run resumes from its last scheduled
         checkpoint and records them again, provided that this costs only a few steps."""
@@ -254,18 +259,21 @@ class Saver:
         if self._pending is not None:  # even of an earlier step: concurrent saves would interfere
             begun = self._pending_step
             outcome = self._attempt(lambda: self.finish(tolerate_failure=False), begun)
-            if begun == step and (self._saved == step or engine.sharded is not None):
+            if begun == step and (self._saved == step or self._together):
                 return outcome
-        if self._saved == step or (engine.sharded is None and not engine.world.is_main):
+        if self._saved == step or (not self._together and not engine.world.is_main):
             return None
-        shared = engine.sharded is not None and engine.world.size > 1
-        if shared and self._final.reached_by(str(step)) < engine.world.size:
+        shared = self._together and engine.world.size > 1
+        alone = shared and self._final.reached_by(str(step)) < engine.world.size
+        if alone and engine.sharded is not None:
             return f"step {step} was not saved: parameters are sharded, and not all ranks reached the save"
+        if alone and not engine.world.is_main:
+            return None
         target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
         since = step - (self._run.began_at if last is None else last)
         spare = not recorded and self._run.parent is not None and since <= few_steps(self._config)
         after = None if spare else partial(self._committed, best=False)
-        message = self._attempt(lambda: self.write(target, recorded=recorded, after=after), step)
+        message = self._attempt(lambda: self.write(target, recorded=recorded, alone=alone, after=after), step)
         if spare:
             return f"{message}, but the run resumes from {self._run.parent}: other ranks died with their last losses"
         only = "the last recorded losses are those of this rank only (of_rank)"

@@ -1,0 +1,132 @@
+"""`sync: {compress: …}` through the Trainer: with what else a step does, and across checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tiny
+from paceline import Loss, Trainer, dist
+from paceline.testing import ranks, run_on_ranks
+
+POWERSGD = {"compress": "powersgd", "rank": 1}
+METHODS: list[Any] = ["fp16", "bf16", "int8", POWERSGD]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+
+
+def trainer(sync: Any, **settings: Any) -> Trainer:
+    return tiny.classifier_trainer(settings.pop("model", None) or model(), sync=sync, strategy="ddp", **settings)
+
+
+def counts_targets(model: nn.Module, batch: Any) -> Loss:
+    """The weight depends on the data."""
+    counted = batch[1] > 0
+    losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return Loss(sum=(losses * (1 + counted)).sum(), weight=(1 + counted).sum())
+
+
+class Alternating:
+    """Trains one layer in odd steps, and the others in even ones."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.model = model
+
+    def on_step(self, record: Any) -> None:
+        for number in (0, 2, 4):
+            self.model[number].requires_grad_(record.step % 2 == (number == 2))
+
+
+def feedback(trainer: Trainer) -> dict[str, Tensor]:
+    assert trainer._engine.compression is not None
+    return trainer._engine.compression.local_state()
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=["fp16", "bf16", "int8", "powersgd"])
+@ranks(2)
+def test_a_compressed_run_follows_the_uncompressed_one(sync: Any) -> None:
+    cases: list[dict[str, Any]] = [
+        {"accumulate": 2, "clip_norm": 0.5, "ema": 0.9},
+        {"loss_fn": counts_targets, "precision": "bf16", "ddp": {"bucket_mb": 0.002}},
+        {"precision": "fp16", "scaler": {"initial": 2.0**40, "backoff": 0.001}, "unused_parameters": "allow"},
+    ]
+    for settings in cases:
+        plain, compressed = trainer(None, **settings), trainer(sync, **settings)
+        expected, losses = (each.train(tiny.blobs(), max_steps=30).losses for each in (plain, compressed))
+        assert losses != expected, settings
+        assert sum(losses[-6:]) / 6 == pytest.approx(sum(expected[-6:]) / 6, abs=0.03 * expected[0]), settings
+        assert expected[-1] < 0.6 * expected[0], settings
+        assert all(error.isfinite().all() for error in feedback(compressed).values())
+
+
+@ranks(2)
+def test_what_was_not_sent_waits_for_frozen_layers_and_survives_a_skipped_step() -> None:
+    net = model()
+    run = trainer("int8", model=net, callbacks=[Alternating(net)], nonfinite="skip", optimizer="sgd")
+    data = tiny.blobs()
+    run.train(data, max_steps=8)
+    before = {name: error.clone() for name, error in feedback(run).items()}
+    assert set(before) == {name for name, _ in net.named_parameters()} and all(map(torch.any, before.values()))
+    inputs, targets = data[:8]
+    run.training_step((inputs if dist.rank() else inputs / 0.0, targets))
+    after = feedback(run)
+    assert all(torch.equal(after[name], error) for name, error in before.items())
+    run.training_step((inputs, targets))
+    changed = {name for name, error in feedback(run).items() if not torch.equal(error, before[name])}
+    assert changed == {"2.weight", "2.bias"} or changed == {"0.weight", "0.bias", "4.weight", "4.bias"}
+
+
+@pytest.mark.parametrize("sync", ["int8", POWERSGD], ids=["int8", "powersgd"])
+@ranks(2)
+def test_a_resumed_run_has_the_same_bits(sync: Any, tmp_path: Path) -> None:
+    settings = {"precision": "fp16", "accumulate": 2, "ema": 0.9, "clip_norm": 1.0}
+    whole, first, second = (trainer(sync, **settings) for _ in range(3))
+    whole.train(tiny.blobs(), max_steps=14)
+    first.train(tiny.blobs(), max_steps=6)
+    first.save_checkpoint(tmp_path / "c")
+    second.load_checkpoint(tmp_path / "c")
+    second.train(tiny.blobs(), max_steps=14)
+    expected = whole.model.state_dict()
+    assert [name for name, each in second.model.state_dict().items() if not torch.equal(each, expected[name])] == []
+    expected = feedback(whole)
+    assert [name for name, each in feedback(second).items() if not torch.equal(each, expected[name])] == []
+
+
+def test_other_ranks_take_the_mean_and_checkpoints_are_loaded_with_and_without_sync(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def save() -> None:
+        run = trainer(POWERSGD, run=str(folder), log_every=3)
+        run.train(tiny.blobs(), max_steps=6)
+        torch.save(feedback(run), tmp_path / f"{dist.rank()}.pt")
+        plain = trainer(None)
+        plain.load_checkpoint(folder)
+        plain.train(tiny.blobs(), max_steps=8)
+        plain.save_checkpoint(tmp_path / "plain")
+        dist.barrier()
+        run.load_checkpoint(tmp_path / "plain")
+        assert not any(map(torch.any, feedback(run).values()))
+        run.train(tiny.blobs(), max_steps=10)
+        run.load_checkpoint(folder, weights_only=True)
+        assert not any(map(torch.any, feedback(run).values())) and run.step_count == 0
+
+    def load() -> None:
+        run = trainer(POWERSGD)
+        run.load_checkpoint(folder / "checkpoints" / "step-000006")
+        saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+        assert feedback(run).keys() == saved[0].keys() != set()
+        for name, error in feedback(run).items():
+            torch.testing.assert_close(error, (saved[0][name] + saved[1][name]) / 2)
+        losses = run.train(tiny.blobs(), max_steps=12).losses
+        assert len(losses) == 6
+
+    run_on_ranks(2, save)
+    run_on_ranks(3, load)
