@@ -100,6 +100,45 @@ def test_a_resumed_run_has_the_same_bits(sync: Any, tmp_path: Path) -> None:
     assert [name for name, each in feedback(second).items() if not torch.equal(each, expected[name])] == []
 
 
+class Raises:
+    """After step 5, on some ranks."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def on_step(self, record: Any) -> None:
+        if record.step == 5 and dist.rank() in self.ranks:
+            raise ZeroDivisionError
+
+
+def saved_before_exit(folder: Path, *where: int) -> None:
+    """Leaves a run that failed on these ranks, and the error feedback of each rank."""
+
+    def fail() -> None:
+        run = trainer("int8", run=str(folder / "run"), callbacks=[Raises(*where)])
+        with pytest.raises(ZeroDivisionError if dist.rank() in where else RuntimeError):
+            run.train(tiny.blobs(), max_steps=9)
+        torch.save(feedback(run), folder / f"{dist.rank()}.pt")
+
+    run_on_ranks(2, fail)
+
+
+def test_a_failed_run_is_saved_by_all_ranks_or_by_rank_0_for_all(tmp_path: Path) -> None:
+    def resume() -> None:
+        for name, source in (("both", dist.rank()), ("first", 0)):
+            run = trainer("int8")
+            run.load_checkpoint(tmp_path / name / "run")
+            expected = torch.load(tmp_path / name / f"{source}.pt")
+            assert run.step_count == 5
+            assert all(torch.equal(error, expected[name]) for name, error in feedback(run).items())
+        assert feedback(run)
+
+    for name, where in (("both", (0, 1)), ("first", (0,))):
+        (tmp_path / name).mkdir()
+        saved_before_exit(tmp_path / name, *where)
+    run_on_ranks(2, resume)
+
+
 def test_other_ranks_take_the_mean_and_checkpoints_are_loaded_with_and_without_sync(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 

@@ -44,9 +44,9 @@ class Saver:
         self._saved: int | None = None  # the last step saved or being saved
         self._failures = 0
         self.last_cost: SaveResult | None = None
-        self._final = Agreement(2 * _ON_ERROR_SECONDS)
         # Whether no rank has all of the state: its parameters are sharded, or what reduces gradients has its own.
         self._together = engine.sharded is not None or engine.ranks_have_state
+        self._final = Agreement(2 * (_ON_ERROR_SECONDS if engine.sharded is not None else _OR_ALONE_SECONDS))
         if self._together:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
 
@@ -299,6 +299,7 @@ class Saver:
 
 
 _ON_ERROR_SECONDS = 5.0
+_OR_ALONE_SECONDS = 1.0  # if rank 0 saves alone otherwise: the launcher ends it soon after another rank has died
 UNRECORDED = {"records": "of one rank"}  # among the data of a manifest: the last steps lack the losses of other ranks
 
 
