@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.recipe import Config
@@ -44,8 +44,9 @@ def watch_order(step: nn.Module, mesh: Mesh, config: Config) -> None:
     shards = [each for each in modules if isinstance(each[1], FSDPModule)]
     if shards or norms:
         names = {module: name.removeprefix("model.") for name, module in [*norms, *shards]}
-        agreement = Agreement(config.timeout)
-        ModuleOrder(step, names, agreement, mesh.device, norms=len(norms), compiled=bool(config.compile))
+        number = mesh.coords["replicate"] if mesh.local_replicas > 1 else 0
+        agreement = Agreement(config.timeout, (mesh.degrees.world // mesh.local_replicas, f"/{number}"))
+        ModuleOrder(step, names, agreement, mesh, norms=len(norms), compiled=bool(config.compile))
 
 
 class ModuleOrder:
@@ -60,12 +61,12 @@ class ModuleOrder:
         root: nn.Module,
         modules: Mapping[nn.Module, str],
         agreement: Agreement,
-        device: torch.device,
+        mesh: Mesh,
         *,
         norms: int,
         compiled: bool,
     ) -> None:
-        self._names, self._agreement, self._device, self._norms = [*modules.values()], agreement, device, norms
+        self._names, self._agreement, self._mesh, self._norms = [*modules.values()], agreement, mesh, norms
         self._known: dict[tuple[bool, bool, str], list[int]] = {}  # the order of each kind of forward
         self._kind = (True, True, "")
         self._expected: list[int] = []
@@ -113,24 +114,25 @@ class ModuleOrder:
 
     def _compare(self, number: int) -> None:
         """Compare with the other ranks, which are all about to do the same."""
-        pair: Tensor = torch.tensor([number, -number], device=self._device)
-        torch_dist.all_reduce(pair, op=torch_dist.ReduceOp.MAX)
+        pair, group = torch.tensor([number, -number], device=self._mesh.device), self._mesh.step_group
+        torch_dist.all_reduce(pair, op=torch_dist.ReduceOp.MAX, group=group)
         highest, lowest = pair.tolist()
         if highest != -lowest:
-            calls = collectives.all_gather_object(self._name(number))
-            raise _error(f"In the same place of the forward, ranks called different modules:\n{by_rank(calls)}")
+            calls = collectives.all_gather_object(self._name(number), group)
+            table = by_rank(calls, ranks=torch_dist.get_process_group_ranks(group))
+            raise _error(f"In the same place of the forward, ranks called different modules:\n{table}")
         if number != _END:
             self._seen.append(number)
 
     def _depart(self, number: int) -> None:
         """Ask the other ranks whether they depart from the order as well; they may wait in the usual collective."""
-        agreed, world = self._agreement.reached_by(f"{self._position}/{number}"), collectives.world()
-        if agreed < world:
+        agreed, ranks = self._agreement.reached_by(f"{self._position}/{number}"), self._agreement.ranks
+        if agreed < ranks:
             place = self._position
             usual = self._name(self._expected[place] if place < len(self._expected) else _END)
             raise _error(
                 f"This rank called {self._name(number)} after {place} other modules, where the first forward called "
-                f"{usual}; {agreed} of {world} ranks did the same."
+                f"{usual}; {agreed} of {ranks} ranks did the same."
             )
         self._compares = True
 

@@ -64,6 +64,7 @@ def check(
     allow_unused: bool,
     user_code: Sequence[Any] = (),
     compiled: bool = False,
+    same_weights: bool = True,
     run_zero_weight: Callable[[MicroBatch], Any] | None = None,
 ) -> tuple[float, bool, tuple[list[str], list[str]]]:
     """Return the weight of one micro-batch summed over ranks, whether it depends on the data, and the buffers that the
@@ -90,7 +91,7 @@ def check(
         raise unused_parameters_error(module.model, unused)
     counts = micro.samples > 0 and mesh.reports_loss
     kind, number = _read_weight(weight, micro.samples)
-    compare = ranks > 1 and mesh.degrees.is_replicated  # sharded weights are broadcast from rank 0
+    compare = ranks > 1 and mesh.degrees.is_replicated and same_weights  # sharded ones are broadcast from rank 0
     facts = {
         "weight": number if counts else 0.0,
         "divides": module.divides is not False,

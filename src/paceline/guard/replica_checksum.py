@@ -3,14 +3,15 @@
 Only gradients are reduced, so replicas that differ once stay different, and the loss hardly shows it. A digest of the
 weights' bits rides in the reduction of a log point: with x the digest of each of n ranks, n·Σx² = (Σx)² only if all are
 equal. Its cost is bounded: a check covers a limited number of bytes, the next one continues after them, and rank 0
-asks for the next one when a hundred times the duration of the last has passed.
+asks for the next one when a hundred times the duration of the last has passed. With local steps, in which replicas
+have the same weights after a round only, the digest is taken then.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ Part = tuple[Tensor, int, int]  # a range of elements
 
 
 class ReplicaCheck:
-    """`exempt`: parameters that may differ between replicas."""
+    """`may_differ`: whether replicas may have different weights now."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, exempt: frozenset[str] = frozenset()) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if name not in exempt}
+    def __init__(self, model: nn.Module, mesh: Mesh, may_differ: Callable[[], bool]) -> None:
+        self._parameters, self._may_differ = dict(model.named_parameters()), may_differ
+        self._after_round: Tensor | None = None  # the digest then
         self._mesh, self._replicas = mesh, mesh.degrees.replicate
         # If every rank is a replica, the reduction of the log point compares them all.
         self._group: Any = None if mesh.degrees.is_replicated else mesh.group("replicate")
@@ -46,7 +48,16 @@ class ReplicaCheck:
 
     def digest(self) -> Tensor | None:
         """The digest of the next weights if a check is due. Stays on the device."""
-        return self._digest(self._windows[self._window]) if self._due else None
+        digest, self._after_round = self._after_round, None
+        if digest is None and self._due and not self._may_differ():
+            digest = self._digest(self._windows[self._window])
+        self._taken = digest is not None
+        return digest
+
+    def after_round(self) -> None:
+        """Take the digest for the next log point, at which replicas may have other weights again."""
+        if self._due and self._after_round is None:
+            self._after_round = self._digest(self._windows[self._window])
 
     def shares(self, digest: Tensor | None) -> list[float]:
         """This rank's numbers in a sum over all ranks: digest, its square, whether replicas differ, and the wish for
@@ -69,8 +80,8 @@ class ReplicaCheck:
     def finish(self, sums: Sequence[float], step: int, *, finite: bool) -> None:
         """Take the sums of all ranks after `step`. Raises if replicas differ, unless the step is not `finite`, which
         ranks may have handled differently."""
-        checked, self._due = self._due, sums[3] > 0
-        if not checked:
+        self._due = sums[3] > 0 or (self._due and not self._taken)
+        if not self._taken:
             return
         if finite:
             if sums[2] or not _equal(sums[:2], self._replicas if self._group is None else 1):
@@ -80,7 +91,7 @@ class ReplicaCheck:
 
     def check_all(self, step: int) -> None:
         """Check all weights after the last step, or as many as a moment allows. Collective."""
-        if not self._windows or all(good == step for good in self._good):
+        if self._may_differ() or not self._windows or all(good == step for good in self._good):
             return
         order = [(self._window + index) % len(self._windows) for index in range(len(self._windows))][:_AT_THE_END]
         shares = self.shares(self._digest([part for window in order for part in self._windows[window]]))
@@ -106,6 +117,13 @@ class ReplicaCheck:
         return digest
 
     def _raise_first_difference(self, step: int) -> None:
+        if self._may_differ():  # by now, rightly so
+            raise TrainError(
+                "replicas-differ",
+                f"After the last round before step {step}, replicas had different weights.",
+                why="a round gives them the same bits, except for frozen parameters that are changed through .data",
+                fix="change frozen parameters under torch.no_grad(); preflight=False disables this check",
+            )
         own = {name: _checksum_if_finite(parameter) for name, parameter in self._parameters.items()}
         place = {axis: coord for axis, coord in self._mesh.coords.items() if axis != "replicate"}
         groups: dict[str, dict[int, dict[str, str | None]]] = {}

@@ -1,4 +1,4 @@
-"""Agreement of all ranks over the store of the process group.
+"""Agreement of all ranks, or of those of a replica, over the store of the process group.
 
 For a rank that is about to leave the common sequence of collectives: the others may already wait for it in a
 collective of that sequence, so it can't ask them with another one.
@@ -19,24 +19,26 @@ _LOOK_EVERY, _LOOKS = 200, 4  # polls; looks in a row with the same result, beca
 
 
 class Agreement:
-    """Collective: must be created on every rank."""
+    """Collective: must be created on every rank. `part`: the ranks that agree, and a name for them; default: all."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, part: tuple[int, str] | None = None) -> None:
         self._seconds = timeout / 2  # before a collective that waits for this rank times out
-        self._name = collectives.broadcast_object(secrets.token_hex(4))  # separates this training from others
+        self.ranks, name = part or (collectives.world(), "")
+        # Separates this training from others.
+        self._name = f"{collectives.broadcast_object(secrets.token_hex(4))}{name}"
         self._number = 0
 
     def reached_by(self, value: str) -> int:
-        """Wait until every rank has passed the same value. Returns the number of ranks that did in time."""
+        """Wait until each of the ranks has passed the same value. Returns the number of ranks that did in time."""
         # There is no public way to it, and the user may have initialized the group.
         store = torch_dist.distributed_c10d._get_default_store()
         key = f"paceline/{self._name}/{self._number}/{hashlib.sha256(value.encode()).hexdigest()[:16]}"
         self._number += 1
-        world, deadline, polls, looks = torch_dist.get_world_size(), time.monotonic() + self._seconds, 0, 0
+        deadline, polls, looks = time.monotonic() + self._seconds, 0, 0
         try:
-            if store.add(key, 1) == world:
+            if store.add(key, 1) == self.ranks:
                 store.set(f"{key}/all", "")
-                return world
+                return self.ranks
             # A blocking wait would hold the lock of the store's client, which background threads use as well.
             while not store.check([f"{key}/all"]):
                 polls += 1
@@ -47,7 +49,7 @@ class Agreement:
                 time.sleep(_SHORT if polls < _POLLS_AT_FIRST else _LONG)
         except RuntimeError:  # the rank that hosts the store has exited
             return 0
-        return world
+        return self.ranks
 
 
 def _all_others_wait() -> bool:

@@ -178,7 +178,7 @@ def _pipeline(subject: Subject, context: Composition) -> str:
     # Blocks must be found before: on this rank, the list of layers may have a single member left.
     subject.blocks = [name for name in blocks if name in here] if blocks else None
     subject.partition = partition
-    if not is_meta(model) and mesh.data_ranks == 1 and not config.fsdp.offload:
+    if not is_meta(model) and mesh.data_ranks == mesh.local_replicas and not config.fsdp.offload:
         model.to(mesh.device)  # otherwise FSDP moves it, block by block
     return f"pipeline: {len(partition.stages)} stages, layers: {partition}"
 
@@ -193,7 +193,8 @@ def _sync_batchnorm(subject: Subject, context: Composition) -> str | None:
         )
     if not changed:
         return None
-    return f"sync_batchnorm: {plural(len(changed), 'layer')}, statistics over all ranks"
+    ranks = "the ranks of a replica" if context.mesh.local_replicas > 1 else "all ranks"
+    return f"sync_batchnorm: {plural(len(changed), 'layer')}, statistics over {ranks}"
 
 
 def _tensor(subject: Subject, context: Composition) -> str:
@@ -226,7 +227,7 @@ def _fsdp(subject: Subject, context: Composition) -> str | None:
         else:
             shard(subject.step, blocks, mesh, config.fsdp, context.gather_dtype)
     subject.forward = subject.step
-    if mesh.degrees.replicate > 1:
+    if mesh.degrees.replicate > mesh.local_replicas:
         subject.no_sync = partial(_without_all_reduce, roots)
     return line
 

@@ -75,7 +75,7 @@ def _exclude_unmovable(step: nn.Module, *, broadcast: bool) -> None:
 
 def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
     """Broadcast buffers (running statistics) over the data ranks. DDP does so before each forward but not after the
-    last one, and all ranks must evaluate the same model."""
-    if mesh.data_ranks > 1:
+    last one, and all ranks must evaluate the same model. With local steps: over those of this replica."""
+    if mesh.data_ranks > mesh.local_replicas:
         for buffer in model.buffers():
             broadcast_from_first(as_moved(buffer), mesh.data_group)

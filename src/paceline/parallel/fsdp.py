@@ -52,7 +52,7 @@ def shard(
             parameter.data = parameter.data.contiguous()
     blocks = _self_contained(root, blocks)
     _require_one_dtype(root, blocks)
-    axes = ("replicate", "shard") if mesh.degrees.replicate > 1 else ("shard",)
+    axes = ("replicate", "shard") if mesh.degrees.replicate > mesh.local_replicas else ("shard",)
     param = DTYPES[settings.param_dtype] if settings.param_dtype else gather_dtype
     reduce = DTYPES[settings.reduce_dtype] if settings.reduce_dtype else (torch.float32 if param else None)
     options: dict[str, Any] = {

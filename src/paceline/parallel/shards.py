@@ -28,8 +28,11 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
-    """Whether this rank contributes its shard to a sum over all ranks: of several replicas, only the first does."""
+    """Whether this rank contributes its shard to a sum over all ranks of a step: of several replicas, only the first
+    does."""
     place = mesh.coords_in_stage
+    if mesh.local_replicas > 1:
+        del place["replicate"]
     if isinstance(parameter, DTensor):
         for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if not placement.is_replicate():

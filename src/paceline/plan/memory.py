@@ -1,6 +1,6 @@
 """Estimate of a model's memory per rank under a layout, from which `strategy: auto` chooses one.
 
-    parameters + gradients + optimizer state + EMA                   sharded over shard, tensor and pipeline
+    parameters + gradients + optimizer state + EMA + outer state     sharded over shard, tensor and pipeline
     + gathered parameters of two blocks and gradients of one block   with FSDP
     ≤ 70% of the memory; the rest is for activations, whose size depends on the batch
 
@@ -51,13 +51,15 @@ class BytesPerParam:
     gradient: int
     optimizer: int
     ema: int
+    outer: int = 0  # of local steps: weights of the last round, momentum, error feedback
 
     @property
     def total(self) -> int:
-        return self.weight + self.gradient + self.optimizer + self.ema
+        return self.weight + self.gradient + self.optimizer + self.ema + self.outer
 
     def __str__(self) -> str:
         parts = {"weight": self.weight, "gradient": self.gradient, "optimizer": self.optimizer, "ema": self.ema}
+        parts["outer"] = self.outer
         return " + ".join(f"{name} {size}" for name, size in parts.items() if size)
 
 
@@ -66,7 +68,16 @@ def bytes_per_param(config: Config) -> BytesPerParam:
     size = PRECISIONS.facts(config.precision).param_bytes
     facts = OPTIMIZERS.facts(config.optimizer.name)
     states = facts.state_per_param + (facts.momentum_state if config.optimizer.momentum else 0)
-    return BytesPerParam(size, size, size * states, size if config.ema else 0)
+    return BytesPerParam(size, size, size * states, size if config.ema else 0, max(size, 4) * _outer_states(config))
+
+
+def _outer_states(config: Config) -> int:
+    """How many values local steps keep for each parameter."""
+    sync = config.sync
+    if sync is None or sync.every is None:
+        return 0
+    nesterov = sync.outer.name == "nesterov"
+    return (nesterov or sync.compress is not None) + nesterov + (sync.compress == "int8")
 
 
 def required_bytes(config: Config, size: ModelSize, degrees: Degrees) -> int:

@@ -31,10 +31,30 @@ def is_sharded(config: Config, degrees: Degrees) -> bool:
     return not degrees.is_replicated or config.fsdp.offload
 
 
+def _every(config: Config) -> bool:
+    return config.sync is not None and config.sync.every is not None
+
+
+def uses_local_steps(config: Config, degrees: Degrees) -> bool:
+    """Whether replicas step by themselves and exchange their weights now and then, instead of their gradients."""
+    return _every(config) and degrees.replicate > 1
+
+
 def _uses_fsdp(config: Config, degrees: Degrees) -> bool:
     """With a tensor or pipeline axis FSDP2 also replicates, because DDP does not support DTensor parameters."""
-    replicates = degrees.replicate > 1 and not degrees.is_replicated
+    replicates = degrees.replicate > 1 and not (degrees.is_replicated or uses_local_steps(config, degrees))
     return config.fsdp.offload or degrees.shard > 1 or replicates
+
+
+def _replicates(config: Config, degrees: Degrees) -> bool:
+    """Whether DDP reduces the gradients of replicas."""
+    others = _uses_fsdp(config, degrees) or config.fixed_order or uses_local_steps(config, degrees)
+    return degrees.replicate > 1 and not others
+
+
+def _synchronizes_norms(config: Config, degrees: Degrees) -> bool:
+    ranks = degrees.shard if uses_local_steps(config, degrees) else degrees.data_ranks
+    return config.sync_batchnorm and ranks > 1 and not config.fixed_order
 
 
 def _splits(config: Config, degrees: Degrees) -> bool:
@@ -70,7 +90,7 @@ PASSES = (
         "broadcast",
         "model",
         "copies rank 0's parameters to every rank before they are sharded, or where DDP does not",
-        lambda config, degrees: (is_sharded(config, degrees) or config.fixed_order) and degrees.world > 1,
+        lambda config, degrees: degrees.world > 1 and not _replicates(config, degrees),
     ),
     Pass(
         "channels_last",
@@ -88,7 +108,7 @@ PASSES = (
         "sync_batchnorm",
         "model",
         "before compile, which traces the synchronized layers",
-        lambda config, degrees: config.sync_batchnorm and degrees.data_ranks > 1 and not config.fixed_order,
+        _synchronizes_norms,
     ),
     Pass(
         "tensor",
@@ -118,7 +138,7 @@ PASSES = (
         "ddp",
         "step",
         "wraps the step: gradients are averaged during the backward",
-        lambda config, degrees: degrees.replicate > 1 and not (_uses_fsdp(config, degrees) or config.fixed_order),
+        _replicates,
     ),
     Pass(
         "data_parallel",
@@ -159,6 +179,34 @@ class Incompatible:
 
 
 INCOMPATIBLE = (
+    Incompatible(
+        "sync.every without replicas of the model",
+        "every-and-fsdp",
+        lambda config, degrees: _every(config) and degrees.world > 1 and degrees.replicate == 1,
+        "replicas train by themselves between rounds, but here all ranks hold shards of a single one",
+        "shard inside each replica: layout: {replicate: 2, shard: auto}, or strategy: hsdp; or remove sync.every",
+    ),
+    Incompatible(
+        "sync.every with fsdp.offload",
+        "every-and-offload",
+        lambda config, degrees: _every(config) and config.fsdp.offload,
+        "replicas exchange weights on their GPUs, where these are not kept",
+        "remove fsdp.offload, or sync.every",
+    ),
+    Incompatible(
+        "sync.every with strategy: dp or split",
+        "every-and-one-process",
+        lambda config, degrees: _every(config) and config.strategy in ("dp", "split"),
+        "these run in one process, which reduces gradients over no network",
+        "remove sync.every, or launch several ranks with strategy: ddp",
+    ),
+    Incompatible(
+        "sync.every with deterministic: everywhere",
+        "every-and-everywhere",
+        lambda config, degrees: _every(config) and config.fixed_order,
+        "what replicas learn between rounds depends on their number",
+        "use deterministic: true, which gives the same bits on the same layout, or remove sync.every",
+    ),
     Incompatible(
         'micro_batch="auto" with a sharded or split model',
         "finder-and-layout",

@@ -84,9 +84,9 @@ def _require_same(ranks: Sequence[Mapping[str, Any]], error: Callable[[str], Wor
         raise error("\n".join(lines))
 
 
-def by_rank(values: Sequence[str], indent: str = "    ") -> str:
-    """One line per distinct value, with the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return "\n".join(f"{indent}{numbered('rank', who)}: {value}" for value, who in ranks.items())
+def by_rank(values: Sequence[str], indent: str = "    ", ranks: Sequence[int] | None = None) -> str:
+    """One line per distinct value, with the ranks that have it. `ranks`: those of the values, if not all."""
+    found: dict[str, list[int]] = {}
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return "\n".join(f"{indent}{numbered('rank', who)}: {value}" for value, who in found.items())

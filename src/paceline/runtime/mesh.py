@@ -30,23 +30,27 @@ class Mesh:  # properties that are used in every step are cached
     device_mesh: DeviceMesh | None  # None if no axis needs process groups
     coords: dict[str, int]  # of this rank, by axis
     data_group: collectives.Group  # ranks with the same part of the model and different data; None: all ranks
+    local_replicas: int = 1  # that exchange nothing in a step: then groups are within a replica
+    step_group: collectives.Group = None  # the ranks that communicate in a step, if several; None: all ranks
 
     @classmethod
-    def build(cls, degrees: Degrees, world: World, *, always: bool = False) -> Mesh:
+    def build(cls, degrees: Degrees, world: World, *, always: bool = False, local_replicas: int = 1) -> Mesh:
         """Collective: must be called on every rank. A replicated model has no device mesh unless `always` is set."""
         coords = _coordinates(world.rank_info.rank, degrees)
         if degrees.is_replicated and not always:
-            return cls(degrees, world.device, None, coords, None)
+            return cls(degrees, world.device, None, coords, None, local_replicas)
         if world.size == 1:
             init_single(world.device)
-        shape = tuple(degrees.of(name) for name in AXIS_NAMES)
+        shape, group, step_group = tuple(map(degrees.of, AXIS_NAMES)), None, None
         device_mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=AXIS_NAMES)
-        group = None
         reducing = [axis for axis in AXES if axis.reduces_gradients]
-        if degrees.along(reducing) < degrees.world:
+        if local_replicas > 1:
+            group, replica = device_mesh["shard"].get_group(), device_mesh["pipeline", "shard", "tensor"]
+            step_group = replica._flatten("replica").get_group()
+        elif degrees.along(reducing) < degrees.world:
             group = device_mesh[tuple(axis.name for axis in reducing)]._flatten("data").get_group()
         share_timeout()
-        return cls(degrees, world.device, device_mesh, coords, group)
+        return cls(degrees, world.device, device_mesh, coords, group, local_replicas, step_group)
 
     def axis(self, name: str) -> DeviceMesh | None:
         return None if self.device_mesh is None or self.degrees.of(name) == 1 else self.device_mesh[name]

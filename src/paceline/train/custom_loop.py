@@ -268,9 +268,8 @@ class CustomLoop:
         if self._own:
             own_loss.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
         engine.stepper.reduce_weight(micro)
-        self._gradients.inspect(
-            engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=engine.mesh.degrees.is_replicated
-        )
+        same = engine.mesh.degrees.is_replicated and engine.mesh.local_replicas == 1
+        self._gradients.inspect(engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=same)
         self._finish(replace(micro, step=engine.position.step))
         if self._own_losses:  # the pre-flight, which they skip, does so otherwise
             self._own_losses = False

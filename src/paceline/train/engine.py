@@ -43,7 +43,7 @@ from paceline.parallel.shards import local_shard
 from paceline.parallel.split import devices_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.layout import AXIS_NAMES, derive_layout
-from paceline.plan.passes import is_sharded, require_allowed
+from paceline.plan.passes import is_sharded, require_allowed, uses_local_steps
 from paceline.plan.traffic import Traffic
 from paceline.precision import policies
 from paceline.precision.scaler import Scaler
@@ -52,6 +52,7 @@ from paceline.runtime.mesh import Mesh
 from paceline.train import compressed_gradients, factory, resolve_layout, standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.graph_step import GraphedStep
+from paceline.train.local_replicas import build_local_steps, replicas_differ
 from paceline.train.model_flops import ModelFlops
 from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
@@ -109,7 +110,12 @@ class Engine:
         if self.comm_hook is not None:
             hook_check.require_ddp(self.comm_hook, config, self.layout.degrees, self.log)
         factory.set_torch_flags(config, self.world.device)
-        self.mesh = Mesh.build(self.layout.degrees, self.world, always=config.fsdp.offload)
+        self.mesh = Mesh.build(
+            self.layout.degrees,
+            self.world,
+            always=config.fsdp.offload,
+            local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
+        )
         self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
@@ -126,7 +132,8 @@ class Engine:
         self.seed_drawing(0)
         self.position = TrainProgress()
         compared = config.preflight and self.mesh.degrees.replicate > 1
-        self.replicas = ReplicaCheck(self.model, self.mesh) if compared else None
+        differ = partial(replicas_differ, self.local_steps)
+        self.replicas = ReplicaCheck(self.model, self.mesh, differ) if compared else None
         self.checked = self._warned = False
 
     def _compose(self) -> None:
@@ -213,7 +220,9 @@ class Engine:
             self.world.device,
             config.scaler,
             enabled=PRECISIONS.facts(config.precision).loss_scaling,
-            reduce_max=None if self.sharded is None else partial(collectives.all_reduce, op="max"),
+            reduce_max=None
+            if self.sharded is None
+            else partial(collectives.all_reduce, op="max", group=self.mesh.step_group),
         )
         if self.compression is not None and self.scaler.is_enabled():
             self.compression.scale = self.scaler.current
@@ -237,8 +246,10 @@ class Engine:
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
         self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
+        self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
         parts: dict[str, Any] = {
             "mesh": self.mesh,
+            "local_steps": self.local_steps,
             "draw": self.draw,
             "scaler": self.scaler,
             # Under `raise` one rank may block its updates; `stop` relies on the norm, which all ranks know.
@@ -267,6 +278,7 @@ class Engine:
             nonfinite=config.nonfinite,
             watch=self.watch,
             sharded=self.sharded,
+            local_steps=self.local_steps,
         )
         if isinstance(self.wrapped.forward, Replicas):
             self.wrapped.forward.warm_up = self._warm_up

@@ -16,6 +16,7 @@ from paceline.text import plural
 from paceline.train import bucket_size, factory, standstill
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
+from paceline.train.local_replicas import replicas_differ
 from paceline.train.pipeline_step import PipelineStepper
 from paceline.train.recorder import Recorder
 from paceline.train.step import Stepper
@@ -60,6 +61,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
             allow_unused=config.unused_parameters == "allow",
             user_code=[engine.task.criterion, engine.task.loss_fn],
             compiled=bool(config.compile),
+            same_weights=not replicas_differ(engine.local_steps),
             run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStepper) else None,
         )
     engine.checked = True

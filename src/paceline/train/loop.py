@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from paceline.data.loader import MicroBatch
+from paceline.sync.local_steps import LocalSteps
 from paceline.train.agenda import Agenda
 from paceline.train.callbacks import Step
 from paceline.train.engine import Engine
@@ -89,6 +90,8 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     engine.telemetry.heartbeat.at(step)
     lr, parts, samples = updater.lr, stepper.losses, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
+    if engine.local_steps is not None:
+        _after_local_step(job, engine.local_steps)
     if stepper.metrics:
         job.recorder.log_metrics(stepper.metrics)
     if job.on_step:
@@ -98,3 +101,12 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     stepper.losses = []
     if stepper.data_weighted or stepper.metrics:
         stepper.reset()
+
+
+def _after_local_step(job: Job, local_steps: LocalSteps) -> None:
+    """After a round, all replicas have the same weights."""
+    if local_steps.spread is not None:
+        job.recorder.log("replica_spread", local_steps.spread)
+        local_steps.spread = None
+        if job.engine.replicas is not None:
+            job.engine.replicas.after_round()

@@ -1,8 +1,8 @@
 """The parameter update, from the reduced gradients of a step.
 
-In this order: the factor of data-dependent weights, fp16 unscaling, hooks and callbacks on gradients, clipping, the
-learning rate of the step, the optimizer, the moving average. Nothing synchronizes with the GPU, except `nonfinite:
-skip` without a fused optimizer.
+In this order: the mean over replicas in the warm-up of local steps, the factor of data-dependent weights, fp16
+unscaling, hooks and callbacks on gradients, clipping, the learning rate of the step, the optimizer, a round of local
+steps, the moving average. Nothing synchronizes with the GPU, except `nonfinite: skip` without a fused optimizer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.optim.fused import FusedStep
 from paceline.parallel.optimizer_binding import raise_on_mixed_tensors
 from paceline.parallel.shards import local_shard
 from paceline.precision.scaler import Scaler
+from paceline.sync.local_steps import LocalSteps
 from paceline.train.sharded_params import ShardedParams
 
 
@@ -42,8 +43,10 @@ class Updater:
         nonfinite: str = "raise",
         watch: NonfiniteGuard | None = None,
         sharded: ShardedParams | None = None,
+        local_steps: LocalSteps | None = None,
     ) -> None:
         self.optimizer, self.average, self._sharded = optimizer, average, sharded
+        self._local_steps = local_steps
         self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None: constant
         self.scheduler: Any = None  # the user's, if it steps with the optimizer
         self._fused = FusedStep(optimizer, RequireOwner) if FusedStep.supports(optimizer) else None
@@ -97,6 +100,10 @@ class Updater:
             factor = None
         if self._sharded is not None:
             self._sharded.assign_gradients()
+        if self._local_steps is not None:
+            self._local_steps.before_step(step)
+            if self._local_steps.is_synchronous(step):
+                self._average_gradients(self._local_steps)
         hooked = self.on_gradients is not None or (self.gradient_hooks is not None and self.gradient_hooks.any)
         unscales = self._needs_gradients or hooked or (self._sharded is not None and self._scaler is not None)
         if factor is not None or unscales:
@@ -105,14 +112,18 @@ class Updater:
             self.set_rates(step)
         self.lr = self.optimizer.param_groups[0]["lr"]
         blocked = self._watch is not None and self._watch.tripped
-        if not blocked and not (self._skip and norm is not None and self._skipped(norm)):
+        steps = not blocked and not (self._skip and norm is not None and self._skipped(norm))
+        if steps or self._local_steps is not None:  # a replica that takes no step joins the round of the others
             if self.before_change is not None:
                 self.before_change()
             self.is_changing = True
-            self._take_step()
-            if self.average is not None:
+            if steps:
+                self._take_step()
+            if self._local_steps is not None:
+                self._local_steps.after_step(step + 1)
+            if steps and self.average is not None:
                 self.average.update(step + 1)
-            if self.scheduler is not None:
+            if steps and self.scheduler is not None:
                 self.scheduler.step()
             self.is_changing = False
         for parameter in self._all_parameters:
@@ -120,6 +131,14 @@ class Updater:
         if self._buffers:
             self._restore_nonfinite_buffers()
         return norm
+
+    def _average_gradients(self, local_steps: LocalSteps) -> None:
+        """Over replicas. A parameter that only others have used gets a gradient too."""
+        reached = local_steps.any_replica([parameter.grad is not None for parameter in self._parameters])
+        for parameter, used in zip(self._parameters, reached, strict=True):
+            if used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        local_steps.average_([local_shard(p.grad) for p in self._parameters if p.grad is not None])
 
     def set_rates(self, step: int) -> None:
         """Set the learning rates of the schedule, if there is one."""

@@ -129,6 +129,7 @@ class PipelineStepper(Stepper):
         if self.before_micro is not None:
             self.before_micro(not micro.group)
         progress.micros += 1
+        self._count(micro)
         with nullcontext() if micro.last or self._no_sync is None else self._no_sync():
             self._run(micro)
         self.means = bool(self._counts_samples)

@@ -1,4 +1,4 @@
-"""Gradients and norms of sharded parameters."""
+"""Gradients and norms of sharded parameters: over all ranks, or with local steps over those of a replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ShardedParams:
         allow_unused: bool = True,
         used: set[nn.Parameter] | None = None,
     ) -> None:
-        self._model, self._held, self._device = model, held, mesh.device
+        self._model, self._held, self._device, self._group = model, held, mesh.device, mesh.step_group
         self._allow_unused = allow_unused
         self._used = used  # in the backwards since the last step; None: gradients of unused parameters are None
         self._counted = {
@@ -54,7 +54,7 @@ class ShardedParams:
         """Remove the gradients of parameters that no rank has used, as on one rank."""
         parameters = list(self._model.parameters())
         flags = torch.tensor([parameter in used for parameter in parameters], dtype=torch.uint8, device=self._device)
-        torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX)
+        torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._group)
         for parameter, flag in zip(parameters, flags.tolist(), strict=True):
             if not flag:
                 parameter.grad = None
@@ -67,7 +67,7 @@ class ShardedParams:
         def norm(gradients: list[Tensor]) -> Tensor:
             local = total_norm([gradient for gradient, counts in zip(gradients, counted, strict=True) if counts])
             square = local.to(self._device, torch.float64).square()
-            torch_dist.all_reduce(square)
+            torch_dist.all_reduce(square, group=self._group)
             # Not the local norm's dtype: a rank that counts no shard must get the same bits as the others.
             dtypes = [gradient.dtype for gradient in gradients]
             return square.sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32)

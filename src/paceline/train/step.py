@@ -9,6 +9,11 @@ every rank: float16 gradients of a sum stay as small as those of its mean, witho
 The nominal weight of means is the number of samples, times a power of two for tokens: where all targets count, seeds
 are the same as for means over samples, and the factor is one. On one rank it is the weight of the first micro-batch: a
 step of a single one equals that of a plain loop bit for bit.
+
+With local steps (`sync: {every: …}`) gradients are reduced within a replica. That of a replica is (number of replicas)
+× Σsum / Σweight, with its own sums and the weight of all replicas: the mean over replicas is the gradient of the
+whole batch. Data-dependent weights of others are not known: their samples are taken to weigh as much as its own. That
+is exact if all samples weigh the same; otherwise replicas count in proportion to their samples, not to their tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from paceline.precision.scaler import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.whereabouts import progress
+from paceline.sync.local_steps import LocalSteps
 from paceline.train.backward import run_backward
 
 
@@ -50,9 +56,11 @@ class Stepper:
         draw: NoiseContext,
         scaler: Scaler,
         watch: NonfiniteGuard | None,
+        local_steps: LocalSteps | None = None,
     ) -> None:
         self._module, self._draw = module, draw
         self._ranks, self._world, self._reports_loss = mesh.data_ranks, mesh.degrees.world, mesh.reports_loss
+        self._mesh, self._local_steps = mesh, local_steps
         self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
         self._replicas = wrapped.forward if isinstance(wrapped.forward, Replicas) else None
         self._scaler = scaler if scaler.is_enabled() else None
@@ -75,6 +83,7 @@ class Stepper:
         self.data_weighted = False  # whether the weight of the step must be reduced over ranks
         self._total: Tensor | None = None
         self._mean_weight: Tensor | float | None = None  # the nominal weight of means in this step
+        self._samples = 0  # of this rank
         self._pending: torch_dist.Work | None = None
         self._carried: CarriedWeight | None = None  # what reduces the weight of this step
 
@@ -116,6 +125,8 @@ class Stepper:
     def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
         """Keep the loss of the micro-batch and run its backward, seeded with its share of the step."""
         loss = value.detach()
+        if self._local_steps is not None:
+            self._count(micro)
         is_mean = weight is None or type(weight) is Divisor
         if is_mean is self._sums or self._sums is None:
             self.note_kind(sums=not is_mean)
@@ -149,6 +160,9 @@ class Stepper:
             self._start_weight_reduction(micro, value.device)
         run_backward(value, seed)
         return loss
+
+    def _count(self, micro: MicroBatch) -> None:
+        self._samples = self._samples + micro.samples if micro.group else micro.samples
 
     def _carry_weight(self, micro: MicroBatch, replicas: Replicas) -> tuple[Tensor, Tensor]:
         """The parameter that is reduced with the gradients of this backward, and its gradient: the weight so far."""
@@ -201,7 +215,20 @@ class Stepper:
     def _start_weight_reduction(self, micro: MicroBatch, device: torch.device) -> None:
         """Start an asynchronous sum of the weights of all ranks; `factor` waits for it."""
         self._set_nominal(micro)
-        self._reduce_weight(device)
+        if self._local_steps is not None and not self._local_steps.is_synchronous(micro.step):
+            self._reduce_in_replica(micro, device)
+        else:
+            self._reduce_weight(device)
+
+    def _reduce_in_replica(self, micro: MicroBatch, device: torch.device) -> None:
+        """Start the sums of the weights and the numbers of samples in this replica."""
+        samples = self._samples if micro.exact else micro.step_samples / self._ranks
+        self._total = torch.full((2,), samples, dtype=torch.float64, device=device)
+        self._total[0], self._step_samples = self._local_weight(), micro.step_samples
+        if not self._reports_loss:  # another rank counts the same samples
+            self._total.zero_()
+        if self._world > self._mesh.local_replicas:
+            self._pending = torch_dist.all_reduce(self._total, group=self._mesh.step_group, async_op=True)
 
     def _reduce_weight(self, device: torch.device) -> None:
         weight = self._local_weight()
@@ -236,6 +263,8 @@ class Stepper:
             return 1.0  # the only mean of the step, without a look at the device
         if self._pending is not None:
             self._pending.wait()
+        if total.dim():  # weight and samples of this replica
+            total = total[0] * self._step_samples / total[1].clamp(min=1.0)
         if total.device.type == "cpu":  # Python arithmetic is cheaper than tensor operations
             number = total.item()
             return float(self._nominal) / number if number > 0 else 0.0

@@ -182,6 +182,8 @@ class Trainer(MethodHints):
                 sinks.close()
                 self._saver.close()
                 self._run.release()
+            if self._engine.local_steps is not None and not poll.request:
+                self._engine.local_steps.average()
             broadcast_buffers(self.model, self._engine.mesh)
             if poll.request:
                 signals.end(poll.request)

@@ -39,6 +39,16 @@ from paceline.plan.passes import INCOMPATIBLE, PASSES, passes_for, require_allow
             {"strategy": "pp", "compile": True, "pipeline": {"schedule": "zero-bubble"}},
             "layout.zero-bubble-and-compile",
         ),
+        *(
+            ({"sync": {"every": 5}, **keys}, f"layout.every-and-{code}")
+            for keys, code in (
+                ({"strategy": "fsdp"}, "fsdp"),
+                ({"strategy": "tp"}, "fsdp"),
+                ({"strategy": "pp"}, "fsdp"),
+                ({"strategy": "hsdp", "fsdp": {"offload": True}}, "offload"),
+                ({"strategy": "ddp", "deterministic": "everywhere"}, "everywhere"),
+            )
+        ),
     ],
 )
 def test_incompatible_settings_are_refused(keys: dict[str, Any], code: str) -> None:
@@ -46,6 +56,14 @@ def test_incompatible_settings_are_refused(keys: dict[str, Any], code: str) -> N
     with pytest.raises(LayoutError) as caught:
         require_allowed(config, derive_layout(config, 4))
     assert caught.value.code == code
+
+
+def test_local_steps_of_one_process_are_refused() -> None:
+    for strategy in ("dp", "split"):
+        config = Config.from_dict({"sync": {"every": 5}, "strategy": strategy})
+        with pytest.raises(LayoutError) as caught:
+            require_allowed(config, derive_layout(config, 1))
+        assert caught.value.code == "layout.every-and-one-process"
 
 
 def names(world: int, **keys: Any) -> list[str]:
@@ -105,3 +123,11 @@ def test_compression_is_refused_where_one_process_reduces_nothing(keys: dict[str
 
 def test_everywhere_needs_no_wrapper() -> None:
     assert names(4, deterministic="everywhere", strategy="ddp") == ["placement", "broadcast"]
+
+
+def test_replicas_with_local_steps_are_wrapped_neither_by_ddp_nor_by_fsdp() -> None:
+    sync = {"every": 5}
+    assert names(2, sync=sync) == ["placement", "broadcast"]  # batch norm within a replica needs no collective
+    assert names(4, sync=sync, layout={"tensor": 2, "replicate": 2}) == ["broadcast", "tensor", "materialize"]
+    assert names(4, sync=sync, strategy="hsdp") == ["broadcast", "sync_batchnorm", "fsdp", "materialize"]
+    assert "ddp" in names(2, sync="fp16")

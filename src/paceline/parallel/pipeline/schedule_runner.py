@@ -55,7 +55,7 @@ class PipelineRunner:
         self.stages, self.tied, self._partition = list(stages), partition.tied, partition
         self._group, self._device = axis.get_group(), mesh.device
         self.rank, self.ranks, self._total = mesh.coords["pipeline"], partition.ranks, len(partition.stages)
-        self._alone = mesh.data_ranks == 1
+        self._alone = mesh.data_ranks == mesh.local_replicas
         self._settings = settings
         self.microbatches = settings.microbatches or 2 * partition.ranks  # until the first batch is known
         self._metas: dict[int, tuple[SampleMeta, SampleMeta]] = {}  # input and output of each stage

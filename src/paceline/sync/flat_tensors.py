@@ -1,0 +1,83 @@
+"""Many tensors as one flat one, in pieces of limited size: one collective moves all tensors of a piece.
+
+    flat = FlatTensors(weights)              # names → tensors of one dtype and device
+    outer = flat.pack(flat.whole)            # a copy of all elements
+    for piece in flat.pieces:
+        change = flat.pack(piece) - outer[piece]
+        flat.unpack(piece, change)
+
+Elements are in the order of memory, which is the same on every replica, so tensors of any memory format are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 64 << 20  # what a round needs of additional memory is a small multiple of this
+
+
+class FlatTensors:
+    """`tensors`: of one dtype and device, without gaps in memory. They are read when used, so a parameter may get
+    another memory in between."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> None:
+        self.tensors = dict(tensors)
+        *self._starts, end = accumulate((tensor.numel() for tensor in self.tensors.values()), initial=0)
+        self.whole = slice(0, end)
+        first = next(iter(self.tensors.values()))
+        # Averages of half precision weights are computed in float32.
+        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        length = max(1, piece_bytes // self.dtype.itemsize)
+        self.pieces = [slice(start, min(start + length, end)) for start in range(0, end, length)]
+
+    def pack(self, piece: slice) -> Tensor:
+        """A new flat tensor of these elements."""
+        parts = self._parts(piece)
+        return torch.cat(parts).to(self.dtype) if parts else torch.empty(0, dtype=self.dtype)
+
+    def unpack(self, piece: slice, flat: Tensor) -> None:
+        """Copy the elements back."""
+        parts = self._parts(piece)
+        torch._foreach_copy_(parts, list(flat.split([len(part) for part in parts])))
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat tensor of all elements, by name, in the shapes of the tensors."""
+        return {
+            name: flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset() + start)
+            for (name, tensor), start in zip(self.tensors.items(), self._starts, strict=True)
+        }
+
+    def _parts(self, piece: slice) -> list[Tensor]:
+        found = []
+        for tensor, start in zip(self.tensors.values(), self._starts, strict=True):
+            low, high = max(piece.start, start), min(piece.stop, start + tensor.numel())
+            if low < high:
+                found.append(_in_memory_order(tensor.detach())[low - start : high - start])
+        return found
+
+
+def by_kind(tensors: Mapping[str, Tensor]) -> list[FlatTensors]:
+    """One for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    return [FlatTensors(same) for same in kinds.values()]
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether elements of the tensor are not consecutive in memory, in any order of its dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return True
+            expected *= size
+    return False
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,182 @@
+"""Local steps: replicas train by themselves and exchange their weights every few steps (local SGD, DiLoCo).
+
+    sync: {every: 50, warmup: 100, outer: {name: nesterov, lr: 0.7}, compress: int8}
+
+    steps 1 … warmup     synchronous: gradients are averaged over replicas before the optimizer step
+    then                 local: a step exchanges nothing with other replicas
+    every `every` steps  a round: the outer optimizer makes new weights of the changes of all replicas (outer_state.py),
+                         the same on each of them
+
+A replica is all ranks with the same coordinate on the `replicate` axis. Its rank with a certain shard of the parameters
+exchanges it with the ranks of other replicas that have the same shard. The state of the inner optimizer and of the
+loss scale stays with its replica.
+
+In a round, buffers and frozen parameters that a replica has changed since the last one are averaged as well (running
+statistics of batch norm, a momentum encoder); integers are those of the first replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.config.sections import SyncSection
+from paceline.runtime import collectives
+from paceline.sync.exchange import Exchange
+from paceline.sync.flat_tensors import by_kind
+from paceline.sync.outer_state import OuterState, plain_mean
+
+Kinds = dict[str, dict[str, Tensor]]  # `weights`, `momentum`: tensors by name
+
+
+class LocalSteps:
+    """`parameters` and `buffers`: of this rank, as local shards. `trains`: whether a parameter is trained now.
+    `exchange`: with the ranks of other replicas that have the same shards."""
+
+    def __init__(
+        self,
+        section: SyncSection,
+        exchange: Exchange,
+        parameters: Mapping[str, Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
+        *,
+        trains: Callable[[str], bool],
+        device: torch.device,
+    ) -> None:
+        assert section.every is not None
+        self._section, self.exchange, self._every, self._warmup = section, exchange, section.every, section.warmup
+        self._parameters, self._buffers, self._trains, self._device = parameters, buffers, trains, device
+        self.replicas_differ = False  # after a local step, until the next round
+        self.spread: Tensor | None = None  # of the last round, until it is read
+        self._outer: list[OuterState] | None = None  # None: before the first local step
+        # What all replicas had in common, to find what has changed since.
+        self._common = {name: _mark(tensor) for name, tensor in {**parameters, **buffers()}.items()}
+
+    def is_synchronous(self, step: int) -> bool:
+        """Whether replicas average the gradients of a step, counted from 0."""
+        return step < self._warmup
+
+    def before_step(self, step: int) -> None:
+        """Call before the update of a step, counted from 0."""
+        if self._outer is None and not self.is_synchronous(step):
+            self._begin(self._trained())
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Run a round if one is due after this number of steps. Collective then, and in the warm-up."""
+        if step <= self._warmup:
+            self._average_others()
+            return
+        self.replicas_differ = True
+        if (step - self._warmup) % self._every == 0:
+            self._round()
+
+    def any_replica(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of these flags are set on any replica. Collective."""
+        numbers = torch.tensor(flags, dtype=torch.float32, device=self._device)
+        self.exchange.all_reduce(numbers)
+        return [number > 0 for number in numbers.tolist()]
+
+    @torch.no_grad()
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their mean over replicas, uncompressed; integers by those of the first one. Collective."""
+        named = {str(number): tensor for number, tensor in enumerate(tensors)}
+        for flat in by_kind({name: tensor for name, tensor in named.items() if tensor.is_floating_point()}):
+            for piece in flat.pieces:
+                flat.unpack(piece, plain_mean(flat.pack(piece), self.exchange))
+        integers = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        if integers:
+            first = torch.cat([tensor.detach().reshape(-1).to(torch.int64) for tensor in integers])
+            if self.exchange.rank:
+                first.zero_()
+            self.exchange.all_reduce(first)
+            for tensor, values in zip(integers, first.split([each.numel() for each in integers]), strict=True):
+                tensor.detach().copy_(values.view(tensor.shape))
+
+    def mean_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New tensors with the mean over replicas. Collective: must be called on every rank, with the same names."""
+        means = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self.average_(list(means.values()))
+        return means
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give all replicas the mean of their weights, if these differ. The outer optimizer takes no step, and the next
+        round comes when it would have. Collective."""
+        if self.replicas_differ:
+            self.average_(list(self._trained().values()))
+            self._average_others()
+            self.replicas_differ = False
+
+    def state_dict(self) -> Kinds:
+        """Outer weights and momentum by parameter name, the same on all replicas. Views, not copies."""
+        return self._tensors("weights", "momentum")
+
+    def local_state(self) -> Kinds:
+        """The error feedback of this replica, by parameter name. Views, not copies."""
+        return self._tensors("feedback")
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over `state_dict()` and `local_state()`. Where these are missing, training begins anew with the current
+        weights, which must be the same on all replicas."""
+        self._outer = None
+        if any(saved.values()):
+            for outer in self._begin(self._trained()):
+                outer.take_over(saved)
+
+    def _tensors(self, *kinds: str) -> Kinds:
+        found: Kinds = {kind: {} for kind in kinds}
+        for outer in self._outer or ():
+            for kind, views in outer.tensors().items():
+                if kind in found:
+                    found[kind] |= views
+        return {kind: tensors for kind, tensors in found.items() if tensors}
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._parameters.items() if self._trains(name)}
+
+    @torch.no_grad()
+    def _begin(self, trained: Mapping[str, Tensor]) -> list[OuterState]:
+        self._outer = [OuterState(flat, self._section, self.exchange) for flat in by_kind(trained)]
+        return self._outer
+
+    def _round(self) -> None:
+        assert self._outer is not None
+        trained = self._trained()
+        if set(trained) != {name for outer in self._outer for name in outer.weights.tensors}:
+            self._follow(trained)
+        squares = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for outer in self._outer:
+            for piece in outer.weights.pieces:
+                squares += outer.step(piece)
+        self._average_others()
+        collectives.all_reduce(squares)  # of all shards
+        self.exchange.traffic.all_reduce(squares.nbytes, collectives.world())
+        self.spread = (squares[0] / squares[1]).sqrt()
+        self.replicas_differ = False
+
+    def _follow(self, trained: Mapping[str, Tensor]) -> None:
+        """Parameters were frozen or unfrozen since the last round. New ones are averaged now, and begin anew."""
+        before = self._tensors("weights", "momentum", "feedback")
+        known = {name for outer in self._outer or () for name in outer.weights.tensors}
+        self.average_([tensor for name, tensor in trained.items() if name not in known])
+        for outer in self._begin(trained):
+            outer.take_over(before)
+
+    def _average_others(self) -> None:
+        """Average the buffers and frozen parameters that any replica has changed."""
+        trained = self._trained()
+        others = {name: each for name, each in {**self._parameters, **self._buffers()}.items() if name not in trained}
+        if not others:
+            return
+        flags = self.any_replica([self._common.get(name) != _mark(tensor) for name, tensor in others.items()])
+        self.average_([tensor for tensor, changed in zip(others.values(), flags, strict=True) if changed])
+        self._common = {name: _mark(tensor) for name, tensor in others.items()}
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Another one after each operation that writes to the tensor."""
+    return tensor.data_ptr(), tensor._version

@@ -1,0 +1,82 @@
+"""Rounds of local steps on plain tensors. `tests/ranks/test_local_steps.py` trains with them."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline import dist
+from paceline.config.sections import SyncSection
+from paceline.sync.exchange import Exchange
+from paceline.sync.local_steps import LocalSteps
+from paceline.testing import ranks
+
+CPU = torch.device("cpu")
+
+
+def local_steps(
+    parameters: dict[str, torch.Tensor], frozen: frozenset[str] = frozenset(), **section: object
+) -> LocalSteps:
+    settings = SyncSection.model_validate({"every": 2, **section})
+    return LocalSteps(settings, Exchange(), parameters, dict, trains=lambda name: name not in frozen, device=CPU)
+
+
+@ranks(2)
+def test_a_round_averages_weights_after_so_many_local_steps() -> None:
+    weight, own = torch.zeros(3), dist.rank() + 1.0
+    steps = local_steps({"w": weight}, warmup=1)
+    found = []
+    for step in range(5):
+        steps.before_step(step)
+        if not steps.is_synchronous(step):
+            weight += own
+        steps.after_step(step + 1)
+        found.append((weight[0].item(), steps.replicas_differ))
+    assert found == [(0, False), (own, True), (3, False), (3 + own, True), (6, False)]
+    assert steps.spread is not None and abs(steps.spread.item() - 1 / 6) < 1e-7
+
+
+@ranks(2)
+def test_means_leave_weights_as_they_are_until_they_are_averaged() -> None:
+    weight, count = torch.full((2,), float(dist.rank())), torch.tensor([dist.rank() + 7])
+    steps = local_steps({"w": weight}, outer="nesterov", every=10)
+    steps.before_step(0)
+    steps.after_step(1)
+    means = steps.mean_of({"w": weight, "count": count})
+    assert means["w"].tolist() == [0.5, 0.5] and means["count"].tolist() == [7]
+    assert weight.tolist() == [float(dist.rank())] * 2 and steps.replicas_differ
+    steps.average()
+    assert weight.tolist() == [0.5, 0.5] and not steps.replicas_differ
+    assert "weights" in steps.state_dict() and "momentum" in steps.state_dict()
+
+
+@ranks(2)
+def test_a_frozen_parameter_that_replicas_change_is_averaged_and_others_are_not_sent() -> None:
+    teacher, large, weight = torch.zeros(2), torch.zeros(1000), torch.zeros(1)
+    parameters = {"teacher": teacher, "large": large, "w": weight}
+    steps = local_steps(parameters, frozen=frozenset({"teacher", "large"}), every=1)
+    steps.before_step(0)
+    teacher += dist.rank()
+    steps.after_step(1)
+    assert teacher.tolist() == [0.5, 0.5] and sum(steps.exchange.sent.values()) < 1000
+
+
+@ranks(2)
+def test_a_state_continues_with_the_same_bits() -> None:
+    def train(weight: torch.Tensor, steps: LocalSteps, first: int, last: int) -> None:
+        for step in range(first, last):
+            steps.before_step(step)
+            weight += torch.linspace(0, 1, 5) * (dist.rank() + 0.3) * (step + 1)
+            steps.after_step(step + 1)
+
+    section = {"outer": {"name": "nesterov"}, "compress": "int8"}
+    weight = torch.zeros(5)
+    steps = local_steps({"w": weight}, **section)
+    train(weight, steps, 0, 3)
+    other = weight.clone()
+    again = local_steps({"w": other}, **section)
+    saved = {**steps.state_dict(), **steps.local_state()}
+    assert set(saved) == {"weights", "momentum", "feedback"}
+    again.load_state_dict({kind: {name: t.clone() for name, t in views.items()} for kind, views in saved.items()})
+    train(weight, steps, 3, 6)
+    train(other, again, 3, 6)
+    assert torch.equal(weight, other) and not steps.replicas_differ
