@@ -19,19 +19,20 @@ from torch import Tensor
 from paceline.sync.collective_queue import Collectives, wait_for
 from paceline.sync.compression import BucketSlices, Compression, exact_mean
 from paceline.sync.exchange import Exchange
+from paceline.sync.scratch import Scratch
 
 
 class CastCompression(Compression):
     def __init__(self, exchange: Exchange, dtype: torch.dtype) -> None:
         super().__init__(exchange)
-        self._dtype = dtype
+        self._dtype, self._scratch = dtype, Scratch()
 
     def _prepare(self, bucket: BucketSlices) -> Callable[[], Collectives[None]]:
         return partial(self._average, bucket)
 
     def _average(self, bucket: BucketSlices) -> Collectives[None]:
         write_back = yield from exact_mean(bucket.unnamed, self.exchange)
-        yield from average_cast(bucket.flat, self._dtype, self.exchange)
+        yield from average_cast(bucket.flat, self._dtype, self.exchange, self._scratch)
         write_back()
 
     def sent_bytes(self, parameter: Tensor) -> float:
@@ -41,11 +42,11 @@ class CastCompression(Compression):
 def cast_mean(flat: Tensor, dtype: torch.dtype, exchange: Exchange) -> Tensor:
     """The mean over replicas of a 1-D tensor that is sent as `dtype`. Collective."""
     mean = flat.clone()
-    wait_for(average_cast(mean, dtype, exchange))
+    wait_for(average_cast(mean, dtype, exchange, Scratch()))
     return mean
 
 
-def average_cast(flat: Tensor, dtype: torch.dtype, exchange: Exchange) -> Collectives[None]:
+def average_cast(flat: Tensor, dtype: torch.dtype, exchange: Exchange, scratch: Scratch) -> Collectives[None]:
     """`cast_mean` in place. Values that have no more than 16 bits are sent as they are."""
     length, ranks = flat.numel(), exchange.ranks
     if not length:
@@ -53,19 +54,19 @@ def average_cast(flat: Tensor, dtype: torch.dtype, exchange: Exchange) -> Collec
     if flat.element_size() <= dtype.itemsize:
         dtype = flat.dtype
     chunk = -(-length // ranks)
-    sent = flat.new_empty((ranks, chunk), dtype=dtype)
+    sent, received = (scratch.empty(use, (ranks, chunk), dtype, flat.device) for use in ("sent", "received"))
     sent.view(-1)[:length].copy_(flat)
     sent.view(-1)[length:].zero_()
-    received = torch.empty_like(sent)
     # As bytes: backends lack some dtypes.
     yield exchange.all_to_all(received.view(torch.uint8), sent.view(torch.uint8), async_op=True)
     # This rank's own values need not be rounded.
     own = flat[exchange.rank * chunk : (exchange.rank + 1) * chunk]
-    total = flat.new_zeros(chunk, dtype=torch.promote_types(flat.dtype, torch.float32))
+    total = scratch.empty("total", (chunk,), torch.promote_types(flat.dtype, torch.float32), flat.device)
     total[: own.numel()].copy_(own)
+    total[own.numel() :].zero_()
     for rank in range(ranks):
         if rank != exchange.rank:
             total += received[rank]
-    mean = (total / ranks).to(dtype)
+    mean = received[exchange.rank].copy_(total.div_(ranks))
     yield exchange.all_gather(sent.view(torch.uint8).view(-1), mean.view(torch.uint8), async_op=True)
     flat.copy_(sent.view(-1)[:length])
