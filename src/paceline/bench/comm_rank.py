@@ -18,7 +18,9 @@ import torch
 from paceline import __version__
 from paceline.bench import comm_report
 from paceline.bench.collective_times import measure
+from paceline.bench.comm_advice import advise
 from paceline.bench.comm_request import CommRequest, require_peers
+from paceline.config.recipe import Config
 from paceline.runtime import collectives, process_group
 from paceline.runtime.process_group import World
 from paceline.text import plural
@@ -35,6 +37,11 @@ def main(request: CommRequest) -> None:
         report["collectives"][name] = comm_report.entry(measure(name, request.sizes, world.device, request.seconds))
         if shows:
             _say("\n" + comm_report.describe(name, report["collectives"][name]))
+    if request.recipe is not None:
+        links = {name: comm_report.link_of(entry) for name, entry in report["collectives"].items()}
+        report["advice"] = advise(Config.from_dict(request.recipe), links)
+        if shows:
+            _say("\n" + comm_report.describe_advice(report["advice"]))
     if world.is_main:
         _write(report, request, world)
     collectives.barrier()
@@ -57,6 +64,7 @@ def _setting(world: World) -> dict[str, Any]:
         "versions": {"paceline": __version__, "torch": torch.__version__},
         "setting": f"{where}, {world.backend}, {device}",
         "collectives": {},
+        "advice": None,
     }
 
 

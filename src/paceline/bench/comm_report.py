@@ -13,6 +13,7 @@ from paceline.plan.network_model import LinkModel
 from paceline.text import columns, format_rate, plural
 
 VERSION = 1
+_COMPUTE = "predicted from the fits and a step that computes for {:.1f} ms; without the time that compression takes"
 _HEAD = ("size", "latency", "algorithm", "bus")
 
 
@@ -41,10 +42,8 @@ def link_of(entry: Mapping[str, Any]) -> LinkModel | None:
 
 def describe(collective: str, entry: Mapping[str, Any]) -> str:
     """The table of a collective, with its fit and its note."""
-    rows = [_HEAD, *(_row(point) for point in entry["points"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return "\n".join(filter(None, [collective, columns(padded), describe_fit(entry), entry["note"]]))
+    table = _table([_HEAD, *(_row(point) for point in entry["points"])])
+    return "\n".join(filter(None, [collective, table, describe_fit(entry), entry["note"]]))
 
 
 def describe_fit(entry: Mapping[str, Any]) -> str:
@@ -54,6 +53,26 @@ def describe_fit(entry: Mapping[str, Any]) -> str:
         return ""
     latency, bandwidth = _microseconds(link.latency), f"{format_rate(link.bandwidth)}B/s"
     return f"fitted: {latency} per round, {bandwidth}; within {100 * link.worst_error:.0f} % of every size"
+
+
+def describe_advice(advice: Mapping[str, Any]) -> str:
+    """A sentence, and what each method would cost."""
+    if not advice["methods"]:
+        return str(advice["sentence"])
+    return f"{_table(_methods(advice))}\n{_COMPUTE.format(advice['compute'] * 1e3)}\n\n{advice['sentence']}"
+
+
+def _methods(advice: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows = [
+        (each["name"], format_size(each["sent"]), f"{each['seconds'] * 1e3:,.1f} ms", f"{100 * each['waits']:.0f} %")
+        for each in advice["methods"]
+    ]
+    return [("method", "sent per step", "waits", "of the step"), *rows]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return columns([[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows])
 
 
 def _row(point: Mapping[str, float]) -> tuple[str, ...]:
@@ -87,6 +106,10 @@ def html(report: Mapping[str, Any]) -> str:
         y=ChartAxis("bandwidth", log=10, show=lambda value: f"{format_rate(value)}B/s"),
     )
     parts = [paragraph(report["setting"]), time, bandwidth]
+    if (advice := report["advice"]) is not None:
+        parts.append(f"<h2>sync</h2>{paragraph(advice['sentence'])}")
+        if advice["methods"]:
+            parts += [html_table(_methods(advice)), paragraph(_COMPUTE.format(advice["compute"] * 1e3))]
     for name, each in found.items():
         notes = " ".join(filter(None, [describe_fit(each), each["note"]]))
         parts += [f"<h2>{name}</h2>", html_table([_HEAD, *(_row(point) for point in each["points"])]), paragraph(notes)]

@@ -32,6 +32,15 @@ class CommRequest:
     html: str | None = None
     recipe: Mapping[str, Any] | None = None
 
+    def require_fit(self) -> None:
+        """Advice is derived from the fit of all_reduce."""
+        if self.recipe is not None and ("all_reduce" not in self.collectives or len(self.sizes) < 2):
+            raise LaunchError(
+                "bad-options",
+                "Advice for a recipe needs all_reduce, measured with at least two sizes.",
+                fix="omit --collectives and --sizes, or pass no recipe",
+            )
+
     def to_text(self) -> str:
         return json.dumps(asdict(self))
 

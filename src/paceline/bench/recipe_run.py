@@ -49,7 +49,8 @@ def measure(recipe: Mapping[str, Any], steps: int, *, predicts: bool) -> dict[st
     """The times of `steps` steps on every rank and, if `predicts`, what their prediction is made of. Collective: must
     be called on every rank. Plain values, equal on every rank."""
     config = bare(Config.from_dict(recipe), WARM_UP + steps + 1)
-    trainer = _trained(config)
+    trainer = timed_trainer(config)
+    _train(trainer)
     world, layout = trainer.world, trainer._engine.layout
     batch = trainer._loaders.plan
     assert batch is not None
@@ -79,26 +80,33 @@ def unpredictable(trainer: TimedTrainer) -> str:
 
 
 def _without_communication(config: Config) -> dict[str, Any]:
-    trainer = _trained(config, reduces=False)
-    world, buckets = trainer.world, collectives.broadcast_object(trainer.times.buckets(skip=WARM_UP))
-    sizes = sorted({max(_SMALLEST, part) for _, size in buckets for part in (size // 2, size, size * 2)})
-    timings = collective_times.measure("all_reduce", sizes, world.device, _LINK_SECONDS).timings
-    link = LinkModel.fit("all_reduce", world.size, [(each.size, each.seconds) for each in timings])
+    trainer = timed_trainer(config)
+    measured = measure_compute(trainer)
+    sizes = sorted({max(_SMALLEST, part) for _, size in measured["buckets"] for part in (size // 2, size, size * 2)})
+    timings = collective_times.measure("all_reduce", sizes, trainer.world.device, _LINK_SECONDS).timings
+    link = LinkModel.fit("all_reduce", trainer.world.size, [(each.size, each.seconds) for each in timings])
+    return {**measured, "link": asdict(link)}
+
+
+def measure_compute(trainer: TimedTrainer) -> dict[str, Any]:
+    """The steps of all ranks without communication, and when DDP has its buckets ready. Collective."""
+    _omit_reduction(trainer)
+    _train(trainer)
     return {
         "compute": collectives.all_gather_object(trainer.times.steps()[WARM_UP:]),
-        "buckets": buckets,
-        "link": asdict(link),
+        "buckets": collectives.broadcast_object(trainer.times.buckets(skip=WARM_UP)),
     }
 
 
-def _trained(config: Config, *, reduces: bool = True) -> TimedTrainer:
+def timed_trainer(config: Config) -> TimedTrainer:
     trainer = TimedTrainer.from_config(config)
     assert isinstance(trainer, TimedTrainer)
-    if not reduces:
-        _omit_reduction(trainer)
-    data, _ = factory.build_data(config)
-    trainer.train(data)
     return trainer
+
+
+def _train(trainer: TimedTrainer) -> None:
+    data, _ = factory.build_data(trainer.config)
+    trainer.train(data)
 
 
 def _omit_reduction(trainer: TimedTrainer) -> None:

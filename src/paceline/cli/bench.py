@@ -23,10 +23,11 @@ Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="write 
     "comm",
     cls=options.HintedCommand,
     context_settings=CONTEXT,
-    epilog=options.examples("bench comm", "bench comm -n 4 --sizes 64KiB,1MiB", "bench comm --hosts node1,node2"),
+    epilog=options.examples("bench comm", "bench comm recipe.yaml -n 4", "bench comm --hosts node1,node2"),
 )
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
 def comm(
+    arguments: workloads.Arguments = None,
     collectives: Annotated[
         str | None, typer.Option("--collectives", help="e.g. all_reduce,broadcast; default: all")
     ] = None,
@@ -44,20 +45,27 @@ def comm(
     html: Html = None,
     **launch_options: Any,
 ) -> None:
-    """Measure collectives between ranks: latency, bandwidth, and a model of both for any size."""
+    """Measure collectives between ranks: latency, bandwidth, and a model of both for any size. With a recipe (or
+    key=value of the embedded one), also which method of sync: it needs on this network."""
     from paceline.bench import comm_request
     from paceline.launcher.dispatch import dispatch
     from paceline.launcher.workload import Target, Workload
 
+    config = None
+    if arguments:
+        own = ["device=cpu"] * cpu + ([f"backend={backend}"] if backend else [])
+        config, _ = workloads.read_recipe([*arguments, *own, "sync=null"], launch_options["ranks"])
     request = comm_request.CommRequest(
         collectives=comm_request.parse_collectives(collectives) if collectives else comm_request.DEFAULT_COLLECTIVES,
         sizes=comm_request.parse_sizes(sizes) if sizes else comm_request.SIZES,
         seconds=seconds,
-        backend=backend,
-        device="cpu" if cpu else None,
+        backend=backend if config is None else config.backend,
+        device=("cpu" if cpu else None) if config is None else config.device,
         json=json,
         html=html,
+        recipe=None if config is None else config.model_dump(mode="json"),
     )
+    request.require_fit()
     require_writable(json, html)
 
     def body() -> None:
@@ -68,10 +76,19 @@ def comm(
     def preload() -> None:
         import paceline.bench.comm_rank  # noqa: F401
 
+    def prepare(world: int) -> None:
+        comm_request.require_peers(world)
+        if config is not None:
+            from paceline.plan.scaling_model import bare
+            from paceline.train.factory import check
+
+            check(bare(config, steps=1), world)
+
     target = Target("module", "paceline.bench.comm_rank", (request.to_text(),))  # for other nodes
-    workload = Workload(body, preload, comm_request.require_peers, target=target, name="paceline bench comm")
+    workload = Workload(body, preload, prepare, target=target, recipe=request.recipe, name="paceline bench comm")
     facts = {"device": request.device, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
-    raise SystemExit(dispatch(workload, LaunchSpec.resolve(None, {**launch_options, **facts}), sys.argv[1:]))
+    facts |= {} if config is None else {"ranks": workloads.ranks_of(config)}
+    raise SystemExit(dispatch(workload, LaunchSpec.resolve(config, {**launch_options, **facts}), sys.argv[1:]))
 
 
 def require_writable(*files: str | None) -> None:

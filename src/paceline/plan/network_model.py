@@ -1,8 +1,7 @@
-"""The network between ranks as two numbers, latency and bandwidth, and the time of collectives and steps on it.
+"""The network between ranks as two numbers, latency and bandwidth, and the time of collectives on it.
 
     link = LinkModel.fit("all_reduce", ranks=2, points=[(1024, 90e-6), (1 << 20, 42e-3), …])     # bytes, seconds
     link.all_reduce_time(100e6, ranks=8)
-    link.step_time(0.120, backward_share=0.6, gradient_bytes=100e6, ranks=8, bucket_bytes=25 << 20)
 
 A message of n bytes takes latency + n / bandwidth. A collective over p ranks is a number of rounds, in which each rank
 sends a part of n, as in a ring. nccl-tests defines bus bandwidth by the same parts:
@@ -20,7 +19,7 @@ differently: the numbers of one predict it for other sizes and other numbers of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
@@ -91,27 +90,3 @@ class LinkModel:
     def reduce_scatter_time(self, size: float, ranks: int) -> float:
         """`size`: of the input."""
         return self.time("reduce_scatter", size, ranks)
-
-    def step_time(
-        self, compute: float, *, backward_share: float, gradient_bytes: float, ranks: int, bucket_bytes: float
-    ) -> float:
-        """Seconds of a step whose gradients are reduced in buckets while the backward runs. `compute`: seconds of the
-        step on one rank, of which the backward takes `backward_share`."""
-        buckets = bucket_sizes(gradient_bytes, bucket_bytes)
-        times = [self.all_reduce_time(size, ranks) for size in buckets]
-        return compute + exposed_time(compute * backward_share, times)
-
-
-def bucket_sizes(gradient_bytes: float, bucket_bytes: float) -> list[float]:
-    """Bytes of the buckets in the order of their reduction, the last of which holds the rest."""
-    full, rest = divmod(gradient_bytes, bucket_bytes)
-    return [float(bucket_bytes)] * int(full) + ([float(rest)] if rest else [])
-
-
-def exposed_time(backward: float, times: Sequence[float]) -> float:
-    """Seconds between the end of a backward and the end of its last reduction. `times` are those of the buckets, which
-    become ready at equal intervals and are reduced one after the other."""
-    end = 0.0
-    for number, seconds in enumerate(times, start=1):
-        end = max(end, backward * number / len(times)) + seconds
-    return max(0.0, end - backward)

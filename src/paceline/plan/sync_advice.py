@@ -1,6 +1,6 @@
 """Which method of `sync:` a model needs on a measured network.
 
-    costs = compare(shapes, compute=0.12, backward=0.07, links=links, ranks=2)
+    costs = compare(shapes, compute=0.12, buckets=buckets, links=links, ranks=2)
     sentence(costs, links["all_reduce"])
     # at 0.2 Gb/s this model waits 91 % of each step; powersgd rank 2 (sync: {compress: powersgd, rank: 2}) brings …
 
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from paceline.plan import gradient_bytes
 from paceline.plan.gradient_bytes import CAST_BYTES, INT8_BYTES, VALUE_BYTES, FactorBytes, Shape
-from paceline.plan.network_model import COLLECTIVES, LinkModel, bucket_sizes, exposed_time
+from paceline.plan.network_model import COLLECTIVES, LinkModel
+from paceline.plan.scaling_model import exposed_after
 
 SUFFICIENT = 0.15  # of a step
 MIN_RATIO = 2.0  # the default of sync.min_ratio
 EVERY = 50  # steps of a round
 RANKS = (4, 2, 1)  # of PowerSGD
-DEFAULT_BUCKET = 25 << 20  # bytes, of DDP
 
 Messages = Sequence[tuple[str, float]]  # collectives that run one after the other, each with its bytes
 
@@ -41,13 +41,13 @@ def compare(
     shapes: Sequence[Shape],
     *,
     compute: float,
-    backward: float,
+    buckets: Sequence[tuple[float, float]],
     links: Mapping[str, LinkModel],
     ranks: int,
-    bucket_bytes: float = DEFAULT_BUCKET,
 ) -> list[MethodCost]:
-    """What each method costs, uncompressed gradients first. `compute` and `backward`: seconds per step. `links` are the
-    fits of collectives; for one that was not measured, that of all_reduce is used."""
+    """What each method costs, uncompressed gradients first. `compute`: seconds of a step without communication.
+    `buckets` of DDP: how many seconds before the last gradient each is ready, and its bytes. `links` are the fits of
+    collectives; for one that was not measured, that of all_reduce is used."""
     dense = gradient_bytes.dense_bytes(shapes)
 
     def time(messages: Messages) -> float:
@@ -57,8 +57,7 @@ def compare(
         """`messages` of a number of gradient bytes."""
         sent = sum(COLLECTIVES[each].parts(ranks) * size for each, size in messages(dense)) / every
         if every == 1:
-            times = [time(messages(size)) for size in bucket_sizes(dense, bucket_bytes)]
-            seconds = exposed_time(backward, times)
+            seconds = exposed_after([lead for lead, _ in buckets], [time(messages(size)) for _, size in buckets])
         else:
             seconds = time(messages(dense)) / every
         return MethodCost(name, settings, sent, seconds, seconds / (compute + seconds))

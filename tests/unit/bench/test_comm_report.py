@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from paceline.bench import comm_report
 from paceline.bench.collective_times import CollectiveTimes, Timing
 from paceline.plan.network_model import LinkModel
+from paceline.plan.sync_advice import MethodCost
 
 LINK = LinkModel(50e-6, 25e6)
 SIZES = [1024 * 4**power for power in range(8)]
@@ -23,7 +25,7 @@ def measured(collective: str, ranks: int, sizes: list[int] = SIZES, note: str = 
 
 def report(*found: CollectiveTimes) -> dict[str, Any]:
     entries = {each.collective: comm_report.entry(each) for each in found}
-    return {"ranks": 4, "setting": "4 ranks on 2 nodes, gloo, cpu", "collectives": entries}
+    return {"ranks": 4, "setting": "4 ranks on 2 nodes, gloo, cpu", "collectives": entries, "advice": None}
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,17 @@ def test_the_page_has_dots_for_measurements_and_a_dashed_line_for_each_fit() -> 
     assert made.count("<circle") == 2 * 2 * len(SIZES)
     assert "4 ranks on 2 nodes" in made and "fitted: 50 µs" in made
     assert {"1 KiB", "16 MiB", "1 ms", "1 s"} <= set(re.findall(r"<text[^>]*>([^<]*)<", made))
+
+
+def test_advice_is_a_sentence_and_a_table_of_methods() -> None:
+    costs = [MethodCost("uncompressed gradients", "", 4 << 20, 0.5, 0.91), MethodCost("int8", "x", 1 << 20, 0.01, 0.2)]
+    advice = {"sentence": "use <int8>", "compute": 0.05, "methods": [asdict(each) for each in costs]}
+    said = comm_report.describe_advice(advice)
+    assert said.endswith("\n\nuse <int8>") and "computes for 50.0 ms" in said
+    assert re.search(r"uncompressed gradients +4 MiB +500.0 ms +91 %", said)
+    made = comm_report.html({**report(measured("all_reduce", 4)), "advice": advice})
+    assert "use &lt;int8&gt;" in made and "<td>91 %</td>" in made
+
+
+def test_a_recipe_without_gradients_to_compress_gets_the_reason_only() -> None:
+    assert comm_report.describe_advice({"sentence": "fsdp", "compute": None, "methods": []}) == "fsdp"

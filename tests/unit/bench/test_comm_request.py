@@ -39,3 +39,11 @@ def test_one_rank_has_nobody_to_talk_to() -> None:
 def test_a_request_reaches_ranks_unchanged() -> None:
     request = CommRequest(("broadcast",), (1024,), 2.5, "gloo", "cpu", "-", "out.html", {"model": {"name": "gpt"}})
     assert CommRequest.from_text(request.to_text()) == request
+
+
+def test_advice_needs_a_fit_of_all_reduce() -> None:
+    CommRequest(recipe={}).require_fit()
+    CommRequest(("broadcast",)).require_fit()
+    for request in (CommRequest(("broadcast",), recipe={}), CommRequest(sizes=(1024,), recipe={})):
+        with pytest.raises(LaunchError, match="needs all_reduce"):
+            request.require_fit()

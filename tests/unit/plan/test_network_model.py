@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.plan.network_model import COLLECTIVES, LinkModel, bucket_sizes, exposed_time
+from paceline.plan.network_model import COLLECTIVES, LinkModel
 
 SIZES = [1024 * 4**power for power in range(10)]
 LINK = LinkModel(latency=50e-6, bandwidth=25e6)
@@ -60,25 +60,3 @@ def test_more_ranks_take_longer() -> None:
     times = [LINK.all_reduce_time(1 << 20, ranks) for ranks in (1, 2, 4, 8, 64)]
     assert all(fewer < more for fewer, more in pairwise(times))
     assert times[-1] < 2 * times[1] + 2 * 64 * LINK.latency  # a ring sends less than twice the bytes on any number
-
-
-def test_communication_hides_behind_the_backward_except_for_the_last_bucket() -> None:
-    assert exposed_time(1.0, [0.1] * 10) == pytest.approx(0.1)
-    assert exposed_time(1.0, [0.5] * 10) == pytest.approx(10 * 0.5 - 0.9)  # the link is busy from the first bucket on
-    assert exposed_time(1.0, [3.0]) == pytest.approx(3.0)  # one bucket: ready at the end
-    assert exposed_time(1.0, []) == 0
-
-
-def test_a_step_is_compute_and_what_the_backward_does_not_hide() -> None:
-    link = LinkModel(latency=0.0, bandwidth=25e6)
-    slow = link.step_time(1.0, backward_share=0.6, gradient_bytes=100e6, ranks=2, bucket_bytes=25e6)
-    assert slow == pytest.approx(1.0 + 4 * 1.0 - 0.6 * 3 / 4)
-    fast = LinkModel(latency=0.0, bandwidth=1e12)
-    assert fast.step_time(1.0, backward_share=0.6, gradient_bytes=100e6, ranks=2, bucket_bytes=25e6) < 1.001
-    assert link.step_time(1.0, backward_share=0.6, gradient_bytes=100e6, ranks=1, bucket_bytes=25e6) == 1.0
-
-
-def test_buckets_add_up_to_the_gradients() -> None:
-    assert bucket_sizes(60, 25) == [25, 25, 10]
-    assert bucket_sizes(50, 25) == [25, 25]
-    assert bucket_sizes(10, 25) == [10]

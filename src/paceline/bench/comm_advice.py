@@ -1,0 +1,42 @@
+"""Advice on `sync:` for a recipe, from the measured network and its measured computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from paceline.bench.recipe_run import WARM_UP, measure_compute, timed_trainer, unpredictable
+from paceline.bench.scaling import slowest
+from paceline.config.recipe import Config
+from paceline.plan import sync_advice
+from paceline.plan.network_model import LinkModel
+from paceline.plan.scaling_model import bare
+
+_STEPS = 10
+
+
+def advise(config: Config, links: Mapping[str, LinkModel | None]) -> dict[str, Any]:
+    """Run steps of a recipe without `sync` on all ranks, without communication, and compare what methods add to them.
+    Collective: must be called on every rank. Plain values, equal on every rank."""
+    fits = {name: link for name, link in links.items() if link is not None}
+    if "all_reduce" not in fits:
+        return _nothing("no advice: the time for all_reduce (--seconds) was too short for two sizes")
+    trainer = timed_trainer(bare(config, WARM_UP + _STEPS + 1))
+    if reason := unpredictable(trainer):
+        return _nothing(f"no advice: sync reduces the gradients of ddp, and {reason}")
+    shapes = [tuple(each.shape) for each in trainer.model.parameters() if each.requires_grad]
+    measured = measure_compute(trainer)
+    compute = slowest(measured["compute"])
+    costs = sync_advice.compare(
+        shapes, compute=compute, buckets=measured["buckets"], links=fits, ranks=trainer.world.size
+    )
+    return {
+        "sentence": sync_advice.sentence(costs, fits["all_reduce"]),
+        "compute": compute,
+        "methods": [asdict(cost) for cost in costs],
+    }
+
+
+def _nothing(sentence: str) -> dict[str, Any]:
+    return {"sentence": sentence, "compute": None, "methods": []}
