@@ -72,6 +72,14 @@ def test_training_has_the_bits_of_the_selected_size() -> None:
     assert not same(bits(measured), bits(default))  # or this would show nothing
 
 
+@ranks(2)
+def test_a_compression_does_not_see_the_trials() -> None:
+    measured, given = trainer("auto", sync="int8"), trainer(SMALL, sync="int8")
+    measured.train(tiny.blobs(), max_steps=4)
+    given.train(tiny.blobs(), max_steps=4)
+    assert measured.config.ddp.bucket_mb == SMALL and same(bits(measured), bits(given))
+
+
 def test_a_resumed_run_uses_the_size_of_its_checkpoint(tmp_path: Path) -> None:
     @ranks(3)
     def train() -> None:

@@ -59,8 +59,7 @@ class Replicas:
         self._kept: dict[Flags, DistributedDataParallel] = {}
         self._sync, self._unreduced = True, False
         self._before: list[tuple[int, int] | None] | None = None
-        self.traffic: Traffic | None = None  # counts what DDP sends
-        self._counted: tuple[DistributedDataParallel, int, int] | None = None  # bytes of its gradients and buffers
+        self.traffic: Traffic | None = None  # counts what DDP sends besides gradients, which its hook counts
         # Called with a new wrapper and the next batch. A first backward makes DDP rebuild its buckets.
         self.warm_up: Callable[[Forward, Any], None] | None = None
 
@@ -82,16 +81,9 @@ class Replicas:
         return ddp(batch)
 
     def _count(self, traffic: Traffic) -> None:
-        """Count what DDP sends in the next forward and its backward. A hook counts the gradients that it reduces."""
         ddp, ranks = self._ddp, collectives.world()
-        if self._counted is None or self._counted[0] is not ddp:
-            gradients = sum(p.nbytes for p in ddp._module_parameters if p.requires_grad)
-            self._counted = (ddp, gradients, sum(buffer.nbytes for buffer in ddp.modules_buffers))
-        _, gradients, buffers = self._counted
         if ddp.will_sync_module_buffers():
-            traffic.broadcast(buffers, ranks, collectives.rank())
-        if self._sync and self.hook is None:
-            traffic.all_reduce(gradients, ranks)
+            traffic.broadcast(sum(buffer.nbytes for buffer in ddp.modules_buffers), ranks, collectives.rank())
         if self._sync and ddp.find_unused_parameters:
             traffic.all_reduce(4 * len(ddp._module_parameters), ranks)  # which of them were used
 
@@ -117,7 +109,6 @@ class Replicas:
         for wrapper in (self._ddp, *self._kept.values()):
             wrapper._remove_autograd_hooks()
         self._kept.clear()
-        self._counted = None
         del self._ddp, wrapper  # frees its buckets
         self._rebuild()
 

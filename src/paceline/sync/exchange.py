@@ -47,7 +47,3 @@ class Exchange:
     def all_gather(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> Any:
         self.traffic.all_gather(sent.nbytes, self.ranks)
         return _all_gather_single(received, sent, group=self.group, async_op=async_op)
-
-    def count(self, collective: str, sent: float) -> None:
-        """Count bytes that are sent without this class."""
-        self.traffic.sent[collective] += sent

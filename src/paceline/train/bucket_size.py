@@ -27,7 +27,7 @@ from paceline.train.engine import Engine
 
 SIZES = (1.0, 5.0, 25.0, 100.0)  # MB, as DDP counts them: 2²⁰ bytes
 _DEFAULT = 25.0
-_ROUNDS, _PASSES = 3, 2  # after one pass in each round, which makes DDP rebuild its buckets
+_ROUNDS = 5
 _SECONDS = 10.0  # no further round is begun after this time
 _MARGIN = 1.02  # between sizes whose times differ by less, the one nearest to the default is used
 
@@ -80,8 +80,8 @@ def _measure(engine: Engine, replicas: Replicas, micro: MicroBatch, sizes: Seque
             for size in sizes:
                 engine.module.zero_grad(set_to_none=True)  # views of the buckets of the last size
                 replicas.resize(size)
-                _seconds(engine, replicas, micro)
-                seconds[size] += [_seconds(engine, replicas, micro) for _ in range(_PASSES)]
+                _seconds(engine, replicas, micro)  # after the first backward, DDP rebuilds its buckets
+                seconds[size].append(_seconds(engine, replicas, micro))
             if not collectives.broadcast_object(perf_counter() - began < _SECONDS):
                 break
     engine.draw.end()
