@@ -31,7 +31,7 @@ CEILINGS = {
     "checkpoint": 2_600,
     "monitor": 1_280,
     "guard": 2_950,
-    "train": 7_650,
+    "train": 7_920,
     "doctor": 800,
     "bench": 1_450,
     "search": 700,

@@ -26,6 +26,7 @@ from paceline.checkpoint.shard_file import require_dtype
 from paceline.errors import CheckpointError
 from paceline.runtime.serialization import from_json, to_json
 
+REPLICAS = "replicas"  # above the paths of one replica's own state
 _METADATA = "metadata"  # user-defined values, saved and read like an entry
 
 
@@ -91,6 +92,28 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class ReplicaPlace:
+    """Which of how many replicas this rank belongs to, if replicas have a state of their own: what differs between them
+    is saved as their mean under its path, and besides for each replica."""
+
+    number: int
+    count: int
+
+    def own(self, path: str) -> str:
+        return f"{REPLICAS}/{self.number}/{path}"
+
+    def source(self, path: str, manifest: Manifest) -> str | None:
+        """Where to read a path: for the same number of replicas, what each had, None if nothing; otherwise the mean."""
+        if manifest.layout.get("replicate") != self.count:
+            return path
+        saved = manifest.aliases.get(path, path)
+        if self.own(saved) in manifest.tensors:
+            return self.own(saved)
+        others = (ReplicaPlace(number, self.count).own(saved) for number in range(self.count))
+        return None if any(other in manifest.tensors for other in others) else path
+
+
+@dataclass(frozen=True)
 class LoadedState:
     """The verified contents of a checkpoint."""
 
@@ -104,9 +127,16 @@ class LoadedState:
 class TrainingState:
     """The entries, in the order in which they are saved and applied."""
 
-    def __init__(self, entries: Iterable[StateEntry], *, rank: int, layout: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        entries: Iterable[StateEntry],
+        *,
+        rank: int,
+        layout: Mapping[str, Any],
+        replica: ReplicaPlace | None = None,
+    ) -> None:
         self.entries = tuple(entries)
-        self._rank, self._layout = rank, dict(layout)
+        self._rank, self._layout, self._replica = rank, dict(layout), replica
         keys = [entry.key for entry in self.entries]
         assert len({*keys, _METADATA}) == len(keys) + 1, f"two entries have the same key: {keys}"
 
@@ -159,7 +189,11 @@ class TrainingState:
         for entry in entries:
             targets = {**self._targets(entry, checkpoint), **targets}  # earlier entries take precedence
         targets |= targets_below(manifest, _METADATA)
-        tensors = read_tensors(checkpoint, targets)
+        place = None if weights_only else self._replica
+        sources = {path: path if place is None else place.source(path, manifest) for path in targets}
+        found = {path: source for path, source in sources.items() if source is not None}
+        read = read_tensors(checkpoint, {source: targets[path] for path, source in found.items()})
+        tensors = {path: read[source] for path, source in found.items()}
         values = {
             entry.key: from_json(manifest.state.get(key), tensors.__getitem__)
             for entry in entries

@@ -58,8 +58,9 @@ class Ema:
             average.lerp_(parameter.to(average.dtype), share)
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Use the averaged parameters inside the context, and restore the original ones bit for bit on exit.
+    def swapped(self, averages: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Use the averaged parameters, or the given ones, inside the context, and restore the original ones bit for bit
+        on exit.
 
         Values are copied in place, so DDP, compiled models and captured graphs stay valid. Enter it outside of
         autocast, which caches half-precision copies of parameters.
@@ -67,7 +68,7 @@ class Ema:
         own = [parameter.detach().clone() for parameter in self._parameters]
         try:
             self.is_swapped = True
-            self._overwrite(self._averages)
+            self._overwrite(self._averages if averages is None else [averages[name] for name in self._names])
             yield
         finally:
             self._overwrite(own)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.sections import SyncSection
+from paceline.models.weight_bits import checksum
 from paceline.runtime import collectives
 from paceline.sync.exchange import Exchange
 from paceline.sync.flat_tensors import by_kind
@@ -52,7 +53,12 @@ class LocalSteps:
         self.spread: Tensor | None = None  # of the last round, until it is read
         self._outer: list[OuterState] | None = None  # None: before the first local step
         # What all replicas had in common, to find what has changed since.
-        self._common = {name: _mark(tensor) for name, tensor in {**parameters, **buffers()}.items()}
+        self._common = {name: _mark(tensor) for name, tensor in parameters.items()}
+
+    @property
+    def compares(self) -> bool:
+        """Whether a round needs the weights after the last one, to compare with; else it averages weights."""
+        return self._section.compress is not None or self._section.outer.name == "nesterov"
 
     def is_synchronous(self, step: int) -> bool:
         """Whether replicas average the gradients of a step, counted from 0."""
@@ -76,7 +82,8 @@ class LocalSteps:
     def any_replica(self, flags: Sequence[bool]) -> list[bool]:
         """Which of these flags are set on any replica. Collective."""
         numbers = torch.tensor(flags, dtype=torch.float32, device=self._device)
-        self.exchange.all_reduce(numbers)
+        if flags:
+            self.exchange.all_reduce(numbers)
         return [number > 0 for number in numbers.tolist()]
 
     @torch.no_grad()
@@ -167,14 +174,23 @@ class LocalSteps:
             outer.take_over(before)
 
     def _average_others(self) -> None:
-        """Average the buffers and frozen parameters that any replica has changed."""
-        trained = self._trained()
-        others = {name: each for name, each in {**self._parameters, **self._buffers()}.items() if name not in trained}
-        if not others:
-            return
-        flags = self.any_replica([self._common.get(name) != _mark(tensor) for name, tensor in others.items()])
-        self.average_([tensor for tensor, changed in zip(others.values(), flags, strict=True) if changed])
-        self._common = {name: _mark(tensor) for name, tensor in others.items()}
+        """Average the buffers and frozen parameters that differ between replicas."""
+        trained, buffers = self._trained(), self._buffers()
+        frozen = {name: tensor for name, tensor in self._parameters.items() if name not in trained}
+        flags = self.any_replica([self._common.get(name) != _mark(tensor) for name, tensor in frozen.items()])
+        others = [tensor for tensor, changed in zip(frozen.values(), flags, strict=True) if changed]
+        # Batch norm changes its statistics without marking them as changed.
+        self.average_(self._differing([*others, *buffers.values()]))
+        self._common = {name: _mark(tensor) for name, tensor in frozen.items()}
+
+    def _differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those that differ between replicas. The mean of equal numbers is not always the same number."""
+        if not tensors:
+            return []
+        own = torch.tensor([checksum(tensor) for tensor in tensors], device=self._device)
+        self.exchange.all_gather(sums := own.new_empty(self.exchange.ranks * len(own)), own)
+        differ = (sums.view(-1, len(own)) != own).any(0).tolist()
+        return [tensor for tensor, differs in zip(tensors, differ, strict=True) if differs]
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:

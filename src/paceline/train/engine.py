@@ -58,6 +58,7 @@ from paceline.train.optimizer_step import Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.rates import Rates
+from paceline.train.replica_average import ReplicaAverage
 from paceline.train.sharded_params import ShardedParams
 from paceline.train.slice_step import SliceStepper, refuse_forward
 from paceline.train.step import Stepper
@@ -247,6 +248,9 @@ class Engine:
         self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
         self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
+        self.replica_average = (
+            None if self.local_steps is None else ReplicaAverage(self.local_steps, self.model, self.mesh)
+        )
         parts: dict[str, Any] = {
             "mesh": self.mesh,
             "local_steps": self.local_steps,

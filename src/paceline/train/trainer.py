@@ -23,7 +23,6 @@ from paceline.config.validation import KEYWORDS
 from paceline.data import adopt
 from paceline.data.input_dtypes import explain_dtypes
 from paceline.data.loader import Loader, MicroBatch
-from paceline.errors import TrainError
 from paceline.guard import nonfinite, preflight
 from paceline.guard.hook_check import check_comm_hook
 from paceline.models.losses import Loss
@@ -31,7 +30,6 @@ from paceline.models.usage_errors import explain_no_gradient
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.comm_hook import Reduce
 from paceline.parallel.ddp import broadcast_buffers
-from paceline.parallel.shards import gather_full_tensors
 from paceline.plan.schedule import derive_schedule
 from paceline.run.history import History, Record, require_free_names
 from paceline.train import evaluate, factory, first_step, loop, oom
@@ -54,6 +52,7 @@ from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
+from paceline.train.trained_weights import TrainedWeights
 from paceline.train.trainer_kwargs import TrainerKwargs, check_arguments
 
 
@@ -120,6 +119,7 @@ class Trainer(MethodHints):
         state = training_state(engine, self._rates, self._policy, self._callbacks)
         self._saver = Saver(engine, state, self._run, self._callbacks)
         self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)
+        self._weights = TrainedWeights(engine, self._saver)
         self._loaders = Loaders(engine, finder)
         self._recorder: Recorder | None = None
         self._custom_loop: CustomLoop | None = None
@@ -219,20 +219,19 @@ class Trainer(MethodHints):
         self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
 
     def evaluate(self, data: Any) -> Evaluation:
-        """Return mean loss and metrics, counting each sample once. Collective: must be called on every rank."""
+        """Return mean loss and metrics, counting each sample once; of the mean weights, if replicas train apart
+        (`sync.every`). Collective: must be called on every rank."""
         engine, loader = self._engine, self._loaders.evaluation(data)
         micros = engine.ready(loader.micros(0, 1))
-        broadcast_buffers(self.model, engine.mesh)
         metrics = (engine.task.metrics, loader.samples, self._warn_once)
-        with oom.explain_out_of_memory(engine, self._loaders.plan):
+        with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights.shown():
             return evaluate.evaluate(engine.module, micros, engine.mesh, self.config.seed, *metrics)
 
     def predict(self, data: Any) -> Any:
         """Return the outputs for all samples, in order, on the CPU: tensors, or lists of one item per sample where
         their shapes differ. Collective: must be called on every rank."""
         micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
-        broadcast_buffers(self.model, self._engine.mesh)
-        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
+        with oom.explain_out_of_memory(self._engine, self._loaders.plan), self._weights.shown():
             return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
 
     def training_step(self, batch: Any) -> StepResult:
@@ -289,18 +288,14 @@ class Trainer(MethodHints):
             self._recorder.stop_requested = True
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """Context manager in which the model has the averaged (EMA) weights."""
-        if self._engine.average is None:
-            raise TrainError(
-                "no-ema", "No averaged weights: ema is not set.", fix="set Trainer(…, ema=0.999), or ema: 0.999"
-            )
-        self._saver.wait_for_copy()  # a save may still be copying the weights
-        return self._engine.average.swapped()
+        """Context manager in which the model has the averaged (EMA) weights. If replicas train apart (`sync.every`),
+        call it on every rank: it has the mean of their EMAs."""
+        return self._weights.averaged()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the full weights. If parameters are sharded, call on every rank; only rank 0 receives the result."""
-        state = self.model.state_dict()
-        return state if self._engine.sharded is None else gather_full_tensors(state, self._engine.mesh)
+        """Return the full weights. If parameters are sharded, call on every rank; only rank 0 receives the result. If
+        replicas train apart (`sync.every`), call on every rank as well: these are their mean weights."""
+        return self._weights.state_dict()
 
     def save_checkpoint(
         self,
@@ -310,9 +305,9 @@ class Trainer(MethodHints):
         *,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint. It is complete when this returns. Collective if parameters are sharded or gradients are
-        compressed (`sync.compress`, a `comm_state` that is saved): must be called on every rank. Otherwise rank 0
-        writes, and calling it on rank 0 only is sufficient."""
+        """Write a checkpoint. It is complete when this returns. Collective if parameters are sharded, replicas train
+        apart (`sync.every`) or gradients are compressed (`sync.compress`, a `comm_state` that is saved): must be called
+        on every rank. Otherwise rank 0 writes, and calling it on rank 0 only is sufficient."""
         self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
 
     def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     optimizer-values/<name>/<key>    and plain numbers
     compression/…, comm-state/…      what reduces gradients (reduction_state.py)
     random/rank-<r>/<generator>      random state of each rank
+    outer/…, replicas/<r>/…          of replicas that train apart: see replica_state.py
 
 To checkpoint another part, add a `StateEntry` to `training_state`.
 """
@@ -26,6 +27,7 @@ from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.model_state import EmaState, ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
 from paceline.train.checkpointing.reduction_state import COMM_STATE, COMPRESSION, CompressionState, HookState
+from paceline.train.checkpointing.replica_state import ReplicaScaler, RoundState, replica_place
 from paceline.train.engine import Engine
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.lr import LearningRate
@@ -53,7 +55,15 @@ def training_state(
         entries.append(StateEntry("bucket_mb", BucketSizeState(engine), if_absent="keep"))
     if is_pretrained(engine.model):
         entries.append(StateEntry("huggingface", PretrainedFiles(engine.model), if_absent="keep"))
-    return TrainingState(entries, rank=engine.world.rank_info.rank, layout=engine.layout_facts())
+    place = None
+    if engine.local_steps is not None:
+        entries.append(StateEntry("outer", RoundState(engine, engine.local_steps), volatile=False))
+        place = replica_place(engine)
+        if engine.scaler.is_enabled():
+            scaler = ReplicaScaler(engine.scaler)
+            entries.append(StateEntry("replica-scaler", scaler, per_rank=True, if_absent="keep"))
+    layout = engine.layout_facts()
+    return TrainingState(entries, rank=engine.world.rank_info.rank, layout=layout, replica=place)
 
 
 class OptionalState:

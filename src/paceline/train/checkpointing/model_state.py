@@ -37,6 +37,7 @@ class ModelState(ShardedStateful):
         extra: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         copies = engine.tied_copies
+        is_first = (engine.mesh.data_rank if engine.replica_average is None else engine.mesh.coords["shard"]) == 0
         for name, value in engine.model.state_dict(keep_vars=True).items():
             path = f"model/{name}"
             if not isinstance(value, Tensor):
@@ -46,8 +47,8 @@ class ModelState(ShardedStateful):
             if first != path:
                 state.aliases[path] = first
                 continue
-            if not isinstance(value, nn.Parameter) and engine.mesh.data_rank != 0:
-                continue  # if ranks differ, the buffers of the first data rank are saved
+            if not isinstance(value, nn.Parameter) and not is_first:
+                continue  # if ranks differ, the buffers of the first data rank (of a replica) are saved
             state.tensors[path] = shard_of(value)
             if id(value) not in trained or id(value) in renormed:
                 state.volatile.add(path)

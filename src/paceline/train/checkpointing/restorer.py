@@ -27,6 +27,7 @@ from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import other_model
+from paceline.train.checkpointing.replica_state import report_other_replicas
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
 from paceline.train.engine import Engine
@@ -89,6 +90,7 @@ class Restorer:
         self._continue_from(None if weights_only else path.name, {} if weights_only else manifest.data)
         if not weights_only:
             self._log_recipe_changes(manifest.recipe)
+            report_other_replicas(self._engine, manifest)
             pipelined = max(manifest.layout.get("pipeline", 1), self._engine.mesh.degrees.pipeline) > 1
             self._engine.setup.report(manifest.data.get(SETUP, {}), self._engine.log, partial=pipelined)
         return loaded.metadata
@@ -151,6 +153,8 @@ class Restorer:
         self._engine.position.reset()
         if self._engine.compression is not None:
             self._engine.compression.load({}, {})
+        if self._engine.local_steps is not None:
+            self._engine.local_steps.load_state_dict({})
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load weights saved by another program, and start at step 0."""

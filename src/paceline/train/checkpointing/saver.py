@@ -24,6 +24,7 @@ from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
+from paceline.train.checkpointing.replica_state import with_means
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle
 from paceline.train.engine import Engine
 
@@ -44,9 +45,11 @@ class Saver:
         self._saved: int | None = None  # the last step saved or being saved
         self._failures = 0
         self.last_cost: SaveResult | None = None
-        # Whether no rank has all of the state: its parameters are sharded, or what reduces gradients has its own.
-        self._together = engine.sharded is not None or engine.ranks_have_state
-        self._final = Agreement(2 * (_ON_ERROR_SECONDS if engine.sharded is not None else _OR_ALONE_SECONDS))
+        # Whether no rank has all of the weights: parameters are sharded, or replicas train apart.
+        self._in_parts = engine.sharded is not None or engine.replica_average is not None
+        # Whether no rank has all of the state: nor does it, if what reduces gradients has its own on each.
+        self._together = self._in_parts or engine.ranks_have_state
+        self._final = Agreement(2 * (_ON_ERROR_SECONDS if self._in_parts else _OR_ALONE_SECONDS))
         if self._together:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
 
@@ -67,8 +70,12 @@ class Saver:
         if self._run.folder is None or self._writer is not None or not (scheduled and config.checkpoint.background):
             return
         with self._engine.telemetry.saving():
-            snapshot = run_on_all_ranks(self._state.capture, "Saving")
-            self._open_writer().prepare(snapshot.tensors)
+            self._open_writer().prepare(self._capture(planned=True).tensors)
+
+    def _capture(self, *, planned: bool = False) -> Snapshot:
+        """The state of a scheduled save. Collective."""
+        snapshot, average = run_on_all_ranks(self._state.capture, "Saving"), self._engine.replica_average
+        return snapshot if average is None else with_means(snapshot, average, planned=planned)
 
     @property
     def can_plan(self) -> bool:
@@ -108,7 +115,7 @@ class Saver:
         assert self._run.checkpoints is not None
         with self._engine.telemetry.saving():
             self._run.before_save()
-            snapshot = run_on_all_ranks(self._state.capture, "Saving")
+            snapshot = self._capture()
             self._pending = self._open_writer().begin(
                 self._run.checkpoints / directory.step_name(step),
                 snapshot.tensors,
@@ -229,7 +236,13 @@ class Saver:
         writer = Writer(self._group if together else None)
         with engine.telemetry.saving():
             self._run.before_save()
-            snapshot = self._state.capture(metadata, without=() if include_optimizer else ("optimizer",))
+            left_out = () if include_optimizer else ("optimizer", "outer")
+            capture = partial(self._state.capture, metadata, without=left_out)
+            if engine.replica_average is None:
+                snapshot = capture()
+            else:
+                snapshot = run_on_all_ranks(capture, "Saving")
+                snapshot = with_means(snapshot, engine.replica_average, own=include_optimizer)
             description = self._describe(snapshot, include_optimizer, recorded=recorded)
             writer.begin(
                 folder.absolute(),
@@ -244,14 +257,17 @@ class Saver:
     def save_on_error(self, error: BaseException, *, recorded: bool = True) -> str | None:
         """Save before an exception propagates, if the weights are consistent: between optimizer steps, and without a
         pending non-finite step. If no rank has all of the state, waits briefly for the other ranks; without them,
-        nothing is saved if parameters are sharded, and otherwise rank 0 saves alone. Returns a message.
+        nothing is saved if parameters are sharded or replicas train apart (one of them is not the mean of all), and
+        otherwise rank 0 saves alone. Returns a message.
 
         If the last steps are not `recorded` with the losses of all ranks, the run resumes from its last scheduled
         checkpoint and records them again, provided that this costs only a few steps."""
         engine, step, last = self._engine, self._engine.position.step, self._saved
         watch = engine.watch
+        apart = "replicas train apart (sync.every)" if engine.replica_average is not None else ""
         if self._run.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
-            return None
+            interrupted = apart and self._run.checkpoints is not None and engine.updater.is_changing
+            return f"step {step} was not saved: {apart}, and a round was interrupted" if interrupted else None
         if step == self._run.began_at:  # no step was completed in this call
             return None
         if getattr(error, "code", None) == "train.nonfinite":  # raising it has reset the watch
@@ -265,8 +281,9 @@ class Saver:
             return None
         shared = self._together and engine.world.size > 1
         alone = shared and self._final.reached_by(str(step)) < engine.world.size
-        if alone and engine.sharded is not None:
-            return f"step {step} was not saved: parameters are sharded, and not all ranks reached the save"
+        if alone and self._in_parts:
+            why = apart or "parameters are sharded"
+            return f"step {step} was not saved: {why}, and not all ranks reached the save"
         if alone and not engine.world.is_main:
             return None
         target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
