@@ -50,21 +50,23 @@ def feedback(trainer: Trainer) -> dict[str, Tensor]:
     return trainer._engine.compression.local_state()
 
 
-@pytest.mark.parametrize("sync", METHODS, ids=["fp16", "bf16", "int8", "powersgd"])
 @ranks(2)
-def test_a_compressed_run_follows_the_uncompressed_one(sync: Any) -> None:
+def test_a_compressed_run_follows_the_uncompressed_one() -> None:
     cases: list[dict[str, Any]] = [
         {"accumulate": 2, "clip_norm": 0.5, "ema": 0.9},
         {"loss_fn": counts_targets, "precision": "bf16", "ddp": {"bucket_mb": 0.002}},
         {"precision": "fp16", "scaler": {"initial": 2.0**40, "backoff": 0.001}, "unused_parameters": "allow"},
     ]
     for settings in cases:
-        plain, compressed = trainer(None, **settings), trainer(sync, **settings)
-        expected, losses = (each.train(tiny.blobs(), max_steps=30).losses for each in (plain, compressed))
-        assert losses != expected, settings
-        assert sum(losses[-6:]) / 6 == pytest.approx(sum(expected[-6:]) / 6, abs=0.03 * expected[0]), settings
+        expected = trainer(None, **settings).train(tiny.blobs(), max_steps=30).losses
         assert expected[-1] < 0.6 * expected[0], settings
-        assert all(error.isfinite().all() for error in feedback(compressed).values())
+        for sync in METHODS if "ddp" in settings else ("int8", POWERSGD):
+            compressed = trainer(sync, **settings)
+            losses = compressed.train(tiny.blobs(), max_steps=30).losses
+            assert losses != expected, (sync, settings)
+            last, wanted = (sum(each[-6:]) / 6 for each in (losses, expected))
+            assert last == pytest.approx(wanted, abs=0.03 * expected[0]), (sync, settings)
+            assert all(error.isfinite().all() for error in feedback(compressed).values())
 
 
 @ranks(2)
