@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from paceline.bench.recipe_run import WARM_UP, measure_compute, timed_trainer, unpredictable
+from paceline.bench.recipe_run import RecipeRun, unpredictable
 from paceline.bench.scaling import slowest
 from paceline.config.recipe import Config
 from paceline.plan import sync_advice
 from paceline.plan.network_model import LinkModel
 from paceline.plan.scaling_model import bare
+from paceline.runtime import collectives
 
 _STEPS = 10
 
@@ -22,15 +23,15 @@ def advise(config: Config, links: Mapping[str, LinkModel | None]) -> dict[str, A
     fits = {name: link for name, link in links.items() if link is not None}
     if "all_reduce" not in fits:
         return _nothing("no advice: the time for all_reduce (--seconds) was too short for two sizes")
-    trainer = timed_trainer(bare(config, WARM_UP + _STEPS + 1))
+    run = RecipeRun(bare(config))
+    trainer = run.trainer
     if reason := unpredictable(trainer):
         return _nothing(f"no advice: sync reduces the gradients of ddp, and {reason}")
     shapes = [tuple(each.shape) for each in trainer.model.parameters() if each.requires_grad]
-    measured = measure_compute(trainer)
-    compute = slowest(measured["compute"])
-    costs = sync_advice.compare(
-        shapes, compute=compute, buckets=measured["buckets"], links=fits, ranks=trainer.world.size
-    )
+    run.warm_up(reduces=False)
+    run.measure(_STEPS)
+    compute, buckets = slowest(collectives.all_gather_object(run.steps)), collectives.broadcast_object(run.buckets)
+    costs = sync_advice.compare(shapes, compute=compute, buckets=buckets, links=fits, ranks=trainer.world.size)
     return {
         "sentence": sync_advice.sentence(costs, fits["all_reduce"]),
         "compute": compute,

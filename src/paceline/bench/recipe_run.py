@@ -1,7 +1,7 @@
 """Measures the steps of a recipe, on every rank of a launch: `python -m paceline.bench.recipe_run REQUEST RESULT`.
 
 A recipe runs as it is, without what happens between steps (evaluations, checkpoints) and without files. For a
-prediction, the same ranks then run it again without communication, all at the same time: they share cores and memory
+prediction, the same ranks also run it without communication, all at the same time: they share cores and memory
 bandwidth as before, so what is left is the computation that ranks slow down for one another. Last, they measure the
 link between them with messages of the sizes that DDP sends.
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,12 @@ from paceline.plan.network_model import LinkModel
 from paceline.plan.scaling_model import bare
 from paceline.run import regular_files
 from paceline.runtime import collectives
+from paceline.runtime.process_group import World
 from paceline.train import factory
+from paceline.train.slice_step import SliceStepper
 
-WARM_UP = 5  # steps that are not counted: the first ones allocate, and the second one counts FLOPs
+_WARM_UP = 5  # steps that are not counted: the first ones allocate, and the second one counts FLOPs
+_ROUNDS = 4
 _LINK_SECONDS = 2.0  # for measuring the link
 _SMALLEST = 1024  # bytes of a message there
 
@@ -48,65 +52,104 @@ def main(request: str, result: str) -> None:
 def measure(recipe: Mapping[str, Any], steps: int, *, predicts: bool) -> dict[str, Any]:
     """The times of `steps` steps on every rank and, if `predicts`, what their prediction is made of. Collective: must
     be called on every rank. Plain values, equal on every rank."""
-    config = bare(Config.from_dict(recipe), WARM_UP + steps + 1)
-    trainer = timed_trainer(config)
-    _train(trainer)
-    world, layout = trainer.world, trainer._engine.layout
-    batch = trainer._loaders.plan
-    assert batch is not None
+    config = bare(Config.from_dict(recipe))
+    run = RecipeRun(config)
+    run.warm_up()
+    trainer = run.trainer
+    world, engine = trainer.world, trainer._engine
+    why = unpredictable(trainer)
     result: dict[str, Any] = {
         "ranks": world.size,
         "local_ranks": world.rank_info.local_world,
-        "cores": len(os.sched_getaffinity(0)),
-        "device": _device_name(world.device),
-        "layout": str(layout.degrees),
-        "strategy": layout.strategy,
-        "batch": batch.size,
-        "steps": collectives.all_gather_object(trainer.times.steps()[WARM_UP:]),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
+        "layout": str(engine.layout.degrees),
+        "strategy": engine.layout.strategy,
+        "separate": isinstance(engine.wrapped.forward, Replicas)
+        or isinstance(engine.stepper, SliceStepper)
+        or engine.local_steps is not None,
+        "batch": run.batch,
         "memory": collectives.all_gather_object(process_memory(world.device)[1]),
+        "unpredictable": why,
     }
-    if predicts and world.size > 1:
-        reason = unpredictable(trainer)
-        result |= {"unpredictable": reason} if reason else _without_communication(config)
-    return result
+    if not predicts or why:
+        run.measure(steps)
+        return {**result, "steps": collectives.all_gather_object(run.steps)}
+    del trainer, engine
+    compute = _measure_both(run, config, steps)
+    buckets = collectives.broadcast_object(compute.buckets)
+    return {
+        **result,
+        "steps": collectives.all_gather_object(run.steps),
+        "compute": collectives.all_gather_object(compute.steps),
+        "buckets": buckets,
+        "link": asdict(_measure_link([size for _, size in buckets], world)),
+    }
 
 
 def unpredictable(trainer: TimedTrainer) -> str:
-    """Why the communication of this layout can't be taken out; empty if it can."""
+    """Why there is no prediction, which takes out the communication of a layout; empty if there is one."""
     engine = trainer._engine
+    if trainer.world.size == 1:
+        return "one rank"
     if not isinstance(engine.wrapped.forward, Replicas):
         return f"{engine.layout.strategy} communicates inside forward and backward"
     return "sync changes what is sent" if trainer.config.sync is not None else ""
 
 
-def _without_communication(config: Config) -> dict[str, Any]:
-    trainer = timed_trainer(config)
-    measured = measure_compute(trainer)
-    sizes = sorted({max(_SMALLEST, part) for _, size in measured["buckets"] for part in (size // 2, size, size * 2)})
-    timings = collective_times.measure("all_reduce", sizes, trainer.world.device, _LINK_SECONDS).timings
-    link = LinkModel.fit("all_reduce", trainer.world.size, [(each.size, each.seconds) for each in timings])
-    return {**measured, "link": asdict(link)}
+class RecipeRun:
+    """A recipe in training, measured in one or more rounds."""
+
+    def __init__(self, config: Config) -> None:
+        trainer = TimedTrainer.from_config(config)
+        assert isinstance(trainer, TimedTrainer)
+        self.trainer, self._data = trainer, factory.build_data(config)[0]
+        self.steps: list[dict[str, float]] = []
+        self.buckets: list[tuple[float, int]] = []
+
+    @property
+    def batch(self) -> int:
+        assert self.trainer._loaders.plan is not None
+        return self.trainer._loaders.plan.size
+
+    def warm_up(self, *, reduces: bool = True) -> None:
+        """Take steps that are not counted. `reduces`: whether gradients are reduced from now on."""
+        if not reduces:
+            _omit_reduction(self.trainer)
+        self.trainer.train(self._data, max_steps=_WARM_UP)
+
+    def measure(self, steps: int) -> None:
+        """Take `steps` further steps. The first one after a break is not counted, and the last one has no end."""
+        self.trainer.train(self._data, max_steps=self.trainer.step_count + steps + 2)
+        self.steps += self.trainer.times.steps()[1:]
+        self.buckets = self.trainer.times.buckets(skip=1)
+
+    def free(self) -> None:
+        del self.trainer, self._data
 
 
-def measure_compute(trainer: TimedTrainer) -> dict[str, Any]:
-    """The steps of all ranks without communication, and when DDP has its buckets ready. Collective."""
-    _omit_reduction(trainer)
-    _train(trainer)
-    return {
-        "compute": collectives.all_gather_object(trainer.times.steps()[WARM_UP:]),
-        "buckets": collectives.broadcast_object(trainer.times.buckets(skip=WARM_UP)),
-    }
+def _measure_both(run: RecipeRun, config: Config, steps: int) -> RecipeRun:
+    """Measure with and without communication, in turns, so that other work on the machine slows down both. A GPU, which
+    has none, may not have the memory for two models: there one after the other. Returns the one without."""
+    if run.trainer.world.device.type == "cuda":
+        run.measure(steps)
+        run.free()
+        compute = RecipeRun(config)
+        compute.warm_up(reduces=False)
+        compute.measure(steps)
+        return compute
+    compute = RecipeRun(config)
+    compute.warm_up(reduces=False)
+    for _ in range(_ROUNDS):
+        for each in (run, compute):
+            each.measure(ceil(steps / _ROUNDS))
+    return compute
 
 
-def timed_trainer(config: Config) -> TimedTrainer:
-    trainer = TimedTrainer.from_config(config)
-    assert isinstance(trainer, TimedTrainer)
-    return trainer
-
-
-def _train(trainer: TimedTrainer) -> None:
-    data, _ = factory.build_data(trainer.config)
-    trainer.train(data)
+def _measure_link(buckets: Sequence[int], world: World) -> LinkModel:
+    sizes = sorted({max(_SMALLEST, part) for size in buckets for part in (size // 2, size, size * 2)})
+    timings = collective_times.measure("all_reduce", sizes, world.device, _LINK_SECONDS).timings
+    return LinkModel.fit("all_reduce", world.size, [(each.size, each.seconds) for each in timings])
 
 
 def _omit_reduction(trainer: TimedTrainer) -> None:
@@ -130,10 +173,6 @@ def _omit_reduction(trainer: TimedTrainer) -> None:
     build: Build = replicas._build
     replicas._build = lambda *, again, bucket_mb: hooked(build(again=again, bucket_mb=bucket_mb))
     hooked(replicas._ddp)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
+from math import isinf
+from statistics import fmean, median
 from typing import Any
 
-from paceline.bench.step_report import COMMUNICATION, StepReport, Times, spread, total
+from paceline.bench.step_report import COMMUNICATION, LOGGING, StepReport, Times, total
 from paceline.plan.network_model import LinkModel
 from paceline.plan.scaling_model import EXPECTED, exposed_after, free_cores
 from paceline.text import format_bytes, plural
@@ -59,6 +60,8 @@ class ScalingEntry:
         if self.failed:
             return {"mode": self.mode, "ranks": self.ranks, "failed": self.failed}
         values = {name: value for name, value in asdict(self).items() if name != "failed"}
+        if self.link is not None and isinf(self.link.bandwidth):  # JSON has no infinity
+            values["link"]["bandwidth"] = None
         return {**values, "samples_per_second": self.rate, "hidden": self.hidden, "error": self.error}
 
     @classmethod
@@ -70,7 +73,7 @@ class ScalingEntry:
             measured["batch"],
             StepReport.of(measured["steps"]).step,
             max(measured["memory"]),
-            note=measured.get("unpredictable", ""),
+            note=measured["unpredictable"] if measured["ranks"] > 1 else "",
         )
         if "link" not in measured:
             return entry
@@ -89,9 +92,11 @@ class ScalingEntry:
 
 
 def slowest(ranks: Sequence[Sequence[Times]]) -> float:
-    """The median over steps of the time of the slowest rank, for which the others would wait."""
-    totals = [[total(step) for step in spread(steps)] for steps in ranks]
-    return float(median(max(step) for step in zip(*totals, strict=True)))
+    """The median over steps of the time of the slowest rank, for which the others would wait; with log points as on the
+    rank that waits least in them."""
+    totals = [[total(step) - step.get(LOGGING, 0.0) for step in steps] for steps in ranks]
+    logging = min(fmean(step.get(LOGGING, 0.0) for step in steps) for steps in ranks)
+    return logging + float(median(max(step) for step in zip(*totals, strict=True)))
 
 
 def waiting(ranks: Sequence[Sequence[Times]]) -> float:

@@ -1,7 +1,8 @@
 """The parts of a step, from the times of many steps on all ranks, as a table.
 
 All figures are medians over steps, and over ranks. Medians of parts do not add up to the median of steps exactly: the
-table has the residue. Log points come every few steps, so their time is spread evenly over all of them.
+table has the residue. Log points, and rounds of `sync: {every: …}`, come every few steps: their time is spread evenly
+over all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ DATA, FORWARD, BACKWARD, COMMUNICATION = "data", "forward", "backward", "communi
 OPTIMIZER, LOGGING, OTHER = "optimizer", "logging", "other"
 BOTH = "forward + backward"  # of a pipeline, whose schedule interleaves them
 GRAPH = "CUDA graph"  # forward, backward and optimizer
-PARTS = (DATA, FORWARD, BACKWARD, BOTH, GRAPH, COMMUNICATION, OPTIMIZER, LOGGING, OTHER)
+ROUND = "rounds"  # of `sync: {every: …}`
+PARTS = (DATA, FORWARD, BACKWARD, BOTH, GRAPH, COMMUNICATION, ROUND, OPTIMIZER, LOGGING, OTHER)
 
 Times = Mapping[str, float]  # seconds of a step by part
 _UNEVEN = 1.15  # times the median: a mean above this is mentioned
@@ -63,12 +65,12 @@ class StepReport:
     def _share(self, seconds: float) -> list[str]:
         return [f"{seconds * 1e3:.2f}", f"{100 * seconds / self.step:.1f}"]
 
-    def notes(self, strategy: str, ranks: int) -> list[str]:
-        """What a reader of the table should know."""
+    def notes(self, strategy: str, *, several: bool, separate: bool) -> list[str]:
+        """What a reader of the table should know. `separate`: whether communication is not part of the computation."""
         found = []
-        if ranks > 1 and COMMUNICATION in self.parts:
+        if several and separate:
             found.append("communication: what the step waits for after its last gradient, slower ranks included")
-        elif ranks > 1:
+        elif several:
             found.append(f"communication of {strategy} is inside forward and backward, and can't be separated")
         if self.mean > _UNEVEN * self.step:
             found.append(f"steps are uneven: their mean is {self.mean * 1e3:.2f} ms")
@@ -83,6 +85,9 @@ def total(step: Times) -> float:
 
 
 def spread(steps: Sequence[Times]) -> list[dict[str, float]]:
-    """The steps, each with an equal share of all log points."""
-    share = fmean(step.get(LOGGING, 0.0) for step in steps)
-    return [{**step, LOGGING: share} for step in steps]
+    """The steps, each with an equal share of what does not happen in every one."""
+    found = [dict(step) for step in steps]
+    for part in (LOGGING, ROUND):
+        if share := fmean(step.get(part, 0.0) for step in steps):
+            found = [{**step, part: share} for step in found]
+    return found

@@ -28,7 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.bench.step_report import BACKWARD, BOTH, COMMUNICATION, DATA, FORWARD, GRAPH, LOGGING, OPTIMIZER, OTHER
+from paceline.bench.step_report import (
+    BACKWARD,
+    BOTH,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    GRAPH,
+    LOGGING,
+    OPTIMIZER,
+    OTHER,
+    ROUND,
+)
 from paceline.data.loader import MicroBatch
 from paceline.parallel.replicas import Replicas
 from paceline.train import loop
@@ -120,6 +131,8 @@ def watch(job: loop.Job, times: StepTimes) -> None:
     engine, stepper, micros = job.engine, job.engine.stepper, job.micros
     job.micros = lambda: _read(micros(), times)
     _wrap(job.agenda, "run_due", times, LOGGING)
+    if engine.local_steps is not None:
+        _wrap(engine.local_steps, "after_step", times, ROUND, before=OPTIMIZER)  # within the update
     if engine.graphed is not None:  # no notes inside, which would be captured
         _wrap(engine.graphed, "take", times, GRAPH)
         return
@@ -150,11 +163,12 @@ def _read(micros: Iterator[MicroBatch], times: StepTimes) -> Iterator[MicroBatch
             times.ended()
 
 
-def _wrap(owner: Any, name: str, times: StepTimes, part: str) -> None:
+def _wrap(owner: Any, name: str, times: StepTimes, part: str, before: str = OTHER) -> None:
+    """The call belongs to `part`; the time since the last note, to `before`."""
     call = getattr(owner, name)
 
     def timed(*arguments: Any) -> Any:
-        times.note(OTHER)
+        times.note(before)
         result = call(*arguments)
         times.note(part)
         return result

@@ -28,7 +28,8 @@ SCALING_EXAMPLES = options.examples(
 )
 Steps = Annotated[int, typer.Option("--steps", min=3, help="steps to measure, after 5 of warm-up")]
 RankCounts = Annotated[
-    str, typer.Option("--ranks", metavar="1,2,4", help="numbers of ranks per node; the first one is the reference")
+    str,
+    typer.Option("-n", "--ranks", metavar="1,2,4", help="numbers of ranks per node; the first one is the reference"),
 ]
 Mode = Annotated[
     Literal["strong", "weak", "both"],
@@ -58,7 +59,8 @@ def step(
     report, ranks = StepReport.of(measured.pop("steps")), measured["ranks"]
     title = f"{name}: a step on {plural(ranks, 'rank')}"
     about = f"{measured['layout']}, batch {measured['batch']}, {measured['device']}; medians of {plural(steps, 'step')}"
-    rows, notes = report.rows(several=ranks > 1), report.notes(measured["strategy"], ranks)
+    rows = report.rows(several=ranks > 1)
+    notes = report.notes(measured["strategy"], several=ranks > 1, separate=measured["separate"])
     if json != "-":
         _show(title, [(about, rows)], notes)
     _write(json, to_json({"recipe": name, **measured, **report.to_json()}, indent=1))

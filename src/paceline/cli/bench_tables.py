@@ -25,7 +25,9 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
 
 def wrapped(text: str) -> str:
     """Text in lines that fit the terminal; further ones are indented."""
-    return textwrap.fill(text, _terminal_width(), subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.fill(
+        text, _terminal_width(), subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _terminal_width() -> int:

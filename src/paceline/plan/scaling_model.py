@@ -51,10 +51,10 @@ def scaled(config: Config, mode: str, ranks: int, first: int) -> Config:
     return Config.from_dict({**config.to_dict(), "batch": size, "batch_per_rank": None, "accumulate": accumulate})
 
 
-def bare(config: Config, steps: int) -> Config:
-    """The recipe with `steps` steps, no files and no evaluations, which its schedule might need."""
+def bare(config: Config) -> Config:
+    """The steps of a recipe: without files, and without evaluations, which its schedule might need."""
     changes: dict[str, Any] = {
-        "train": {"max_steps": steps},
+        "train": {"max_steps": 1},
         "schedule": {"name": "constant"},
         "run": False,
         "resume": None,
@@ -68,5 +68,5 @@ def bare(config: Config, steps: int) -> Config:
 
 def digest(config: Config) -> str:
     """Equal for recipes with the same steps."""
-    values = bare(config, 1).model_dump(mode="json", exclude={"launch", "env", "port", "timeout"})
+    values = bare(config).model_dump(mode="json", exclude={"launch", "env", "port", "timeout"})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

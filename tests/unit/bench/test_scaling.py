@@ -11,7 +11,7 @@ from paceline.bench.scaling import ScalingEntry, heading, notes, rows, slowest, 
 
 def measured(ranks: int, milliseconds: float, **others: Any) -> dict[str, Any]:
     step = {"forward": milliseconds / 1e3}
-    facts = {"cores": 16, "local_ranks": ranks, "device": "cpu", "memory": [1 << 20] * ranks}
+    facts = {"cores": 16, "local_ranks": ranks, "device": "cpu", "memory": [1 << 20] * ranks, "unpredictable": ""}
     return {"ranks": ranks, "batch": 32, "steps": [[step] * 3] * ranks, **facts, **others}
 
 
@@ -32,6 +32,11 @@ def test_the_slowest_rank_counts_in_each_step_and_the_one_that_waits_least() -> 
     ranks = [[{"communication": 1.0}, {"communication": 5.0}], [{"communication": 3.0}, {"communication": 2.0}]]
     assert slowest(ranks) == 4.0
     assert waiting(ranks) == 1.5
+    logging = [
+        [{"forward": 1.0, "logging": 0.5}, {"forward": 1.0}],
+        [{"forward": 1.0}, {"forward": 3.0, "logging": 8.0}],
+    ]
+    assert slowest(logging) == 2.0 + 0.25
 
 
 def test_efficiency_is_throughput_per_rank_relative_to_the_first_entry() -> None:

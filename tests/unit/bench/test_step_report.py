@@ -37,9 +37,8 @@ def test_the_slowest_rank_is_shown_beside_the_median() -> None:
 
 
 def test_notes_say_where_communication_is_and_that_steps_are_uneven() -> None:
-    separate = StepReport.of([[{**EVEN, "communication": 0.001}] * 3])
-    assert "after its last gradient" in separate.notes("ddp", 2)[0]
-    assert "can't be separated" in StepReport.of([[EVEN] * 3]).notes("fsdp", 2)[0]
-    assert StepReport.of([[EVEN] * 3]).notes("ddp", 1) == []
-    uneven = StepReport.of([[EVEN, EVEN, {**EVEN, "data": 0.1}]])
-    assert "uneven" in uneven.notes("ddp", 1)[0]
+    even, uneven = StepReport.of([[EVEN] * 3]), StepReport.of([[EVEN, EVEN, {**EVEN, "data": 0.1}]])
+    assert "after its last gradient" in even.notes("ddp", several=True, separate=True)[0]
+    assert "can't be separated" in even.notes("fsdp", several=True, separate=False)[0]
+    assert even.notes("ddp", several=False, separate=True) == []
+    assert "uneven" in uneven.notes("ddp", several=False, separate=True)[0]
