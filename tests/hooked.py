@@ -10,6 +10,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.parallel.comm_hook import CommHook
 from paceline.sync.compression import Compression
 from paceline.sync.exchange import Exchange
 
@@ -30,12 +31,18 @@ def own_exchange() -> Exchange:
     return Exchange(torch_dist.new_group())
 
 
-def wrap(model: nn.Module, compression: Compression, **options: Any) -> DistributedDataParallel:
-    """Several buckets, of a few KB each."""
+def hook_of(compression: Compression) -> CommHook:
+    return CommHook(lambda state, bucket: state.reduce(bucket), compression)
+
+
+def wrap(
+    model: nn.Module, compression: Compression, hook: CommHook | None = None, **options: Any
+) -> DistributedDataParallel:
+    """Several buckets, of a few KB each. `hook`: calls the compression, unless it is suspended."""
     settings = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True, **options}
     ddp = DistributedDataParallel(model, **settings)
     compression.begin({parameter: name for name, parameter in model.named_parameters()})
-    ddp.register_comm_hook(compression, lambda compression, bucket: compression.reduce(bucket))
+    (hook or hook_of(compression)).register(ddp)
     return ddp
 
 

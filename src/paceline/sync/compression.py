@@ -60,13 +60,11 @@ class BucketSlices:
 class Compression(ABC):
     """Averages the buckets of DDP over the replicas of `exchange`.
 
-    `passive`: while true, buckets are averaged uncompressed and no state changes, as in steps of weight zero.
     `scale`: returns the factor by which gradients are currently scaled (fp16); None: 1.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.passive = False
         self.scale: Callable[[], Tensor | float] | None = None
         self._names: Mapping[Tensor, str] = {}
         self._queue = CollectiveQueue()
@@ -81,7 +79,7 @@ class Compression(ABC):
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The mean of a bucket over the replicas, in place."""
         flat = bucket.buffer()
-        if self.passive or flat.is_sparse:
+        if flat.is_sparse:
             return self._queue.submit(dense_mean(flat, self.exchange), flat)
         index = bucket.index()
         # The tensor is held, so its address belongs to no other bucket.

@@ -68,7 +68,7 @@ class PowerSGD(Compression):
         super().begin(names)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        if self.passive or self._steps >= self.start:
+        if self._steps >= self.start:
             return super().reduce(bucket)
         flat = bucket.buffer()
         return self._queue.submit(self._counted(dense_mean(flat, self.exchange), bucket.is_last()), flat)
