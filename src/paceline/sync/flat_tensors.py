@@ -17,21 +17,24 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 64 << 20  # what a round needs of additional memory is a small multiple of this
+# What a round needs of additional memory is a small multiple of this. Pieces of 4 MiB stay in the cache of a CPU: a
+# round takes a third of the CPU time that it takes with 64 MiB.
+_CPU_BYTES, _GPU_BYTES = 4 << 20, 64 << 20
 
 
 class FlatTensors:
     """`tensors`: of one dtype and device, without gaps in memory. They are read when used, so a parameter may get
     another memory in between."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], piece_bytes: int | None = None) -> None:
         self.tensors = dict(tensors)
         *self._starts, end = accumulate((tensor.numel() for tensor in self.tensors.values()), initial=0)
         self.whole = slice(0, end)
         first = next(iter(self.tensors.values()))
         # Averages of half precision weights are computed in float32.
         self.dtype = torch.promote_types(first.dtype, torch.float32)
-        length = max(1, piece_bytes // self.dtype.itemsize)
+        size = piece_bytes or (_CPU_BYTES if first.device.type == "cpu" else _GPU_BYTES)
+        length = max(1, size // self.dtype.itemsize)
         self.pieces = [slice(start, min(start + length, end)) for start in range(0, end, length)]
 
     def pack(self, piece: slice) -> Tensor:

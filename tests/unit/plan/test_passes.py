@@ -66,6 +66,11 @@ def test_local_steps_of_one_process_are_refused() -> None:
         assert caught.value.code == "layout.every-and-one-process"
 
 
+def test_rounds_between_replicas_of_shards_may_be_compressed() -> None:
+    config = Config.from_dict({"sync": {"every": 5, "compress": "int8"}, "strategy": "hsdp"})
+    require_allowed(config, derive_layout(config, 4))
+
+
 def names(world: int, **keys: Any) -> list[str]:
     config = Config.from_dict(keys)
     return [each.name for each in passes_for(config, derive_layout(config, world).degrees)]
