@@ -1,8 +1,8 @@
 """Measures collectives of the default process group.
 
 A round is a barrier and a number of calls, so that small messages take longer than the ranks need to leave the barrier.
-The time of a call is that of the slowest rank, and of several rounds the median. Warm-up calls are not counted: the
-first one of a size connects ranks and allocates buffers.
+The time of a call is that of the slowest rank, and of several rounds the median. The first two calls of a size are not
+counted: they connect ranks and allocate buffers, and show how long the others will take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _all_gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_g
 _reduce_scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 _ROUNDS = 5
-_WARMUP_CALLS = 2
 _ROUND_SECONDS = 0.02  # for which calls are repeated
 _MAX_CALLS = 100  # of a round
 _VALUE_BYTES = 4
@@ -63,16 +62,15 @@ def measure(collective: str, sizes: Sequence[int], device: torch.device, seconds
     timings: list[Timing] = []
     spent, ranks = 0.0, torch_dist.get_world_size()
     for wanted in sizes:
-        if timings:
-            last = timings[-1]
-            expected = last.seconds * wanted / last.size * (_ROUNDS + _WARMUP_CALLS)
-            if spent + expected > seconds:  # equal on every rank
-                note = (
-                    f"stopped at {format_size(last.size)}: {format_size(wanted)} would exceed {seconds:g} s (--seconds)"
-                )
-                return CollectiveTimes(collective, timings, note)
         size = max(1, wanted // (_VALUE_BYTES * ranks)) * _VALUE_BYTES * ranks  # equal parts of whole values
-        each, took = _time(_prepare(collective, size, device), device)
+        call = _prepare(collective, size, device)
+        [first] = _slowest([_round(call, 1, device)], device)
+        spent += first
+        if timings and spent + (1 + _ROUNDS) * first > seconds:  # equal on every rank
+            last = format_size(timings[-1].size)
+            note = f"stopped at {last}: {format_size(wanted)} would exceed {seconds:g} s (--seconds)"
+            return CollectiveTimes(collective, timings, note)
+        each, took = _time(call, device)
         timings.append(Timing(size, each, ranks, collective))
         spent += took
     return CollectiveTimes(collective, timings)
@@ -107,12 +105,11 @@ def _prepare(collective: str, size: int, device: torch.device) -> Callable[[int]
 
 
 def _time(call: Callable[[int], object], device: torch.device) -> tuple[float, float]:
-    """Seconds of a call, and those that were spent; equal on every rank."""
-    call(0)
+    """Seconds of a call, and those that were spent; equal on every rank. One call has been made."""
     [estimate] = _slowest([_round(call, 1, device)], device)
     calls = min(_MAX_CALLS, max(1, int(_ROUND_SECONDS / estimate)))
     rounds = _slowest([_round(call, calls, device) for _ in range(_ROUNDS)], device)
-    return median(rounds), _WARMUP_CALLS * estimate + calls * sum(rounds)
+    return median(rounds), estimate + calls * sum(rounds)
 
 
 def _round(call: Callable[[int], object], calls: int, device: torch.device) -> float:

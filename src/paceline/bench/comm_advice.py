@@ -20,13 +20,13 @@ _STEPS = 10
 def advise(config: Config, links: Mapping[str, LinkModel | None]) -> dict[str, Any]:
     """Run steps of a recipe without `sync` on all ranks, without communication, and compare what methods add to them.
     Collective: must be called on every rank. Plain values, equal on every rank."""
-    fits = {name: link for name, link in links.items() if link is not None}
-    if "all_reduce" not in fits:
-        return _nothing("no advice: the time for all_reduce (--seconds) was too short for two sizes")
     run = RecipeRun(bare(config))
     trainer = run.trainer
     if reason := unpredictable(trainer):
         return _nothing(f"no advice: sync reduces the gradients of ddp, and {reason}")
+    fits = {name: link for name, link in links.items() if link is not None}
+    if "all_reduce" not in fits:
+        return _nothing("no advice: the measured sizes of all_reduce are too few or too small (--sizes, --seconds)")
     shapes = [tuple(each.shape) for each in trainer.model.parameters() if each.requires_grad]
     run.warm_up(reduces=False)
     run.measure(_STEPS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import isinf
 from typing import Any
 
 from paceline.bench.charts import ChartAxis, Series, line_chart, page, paragraph
@@ -28,12 +30,14 @@ def entry(times: CollectiveTimes) -> dict[str, Any]:
         }
         for each in times.timings
     ]
-    model = None
+    link = None
     if len(points) > 1:
         ranks = times.timings[0].ranks
         link = LinkModel.fit(times.collective, ranks, [(each.size, each.seconds) for each in times.timings])
-        model = {"latency": link.latency, "bandwidth": link.bandwidth, "worst_error": link.worst_error}
-    return {"points": points, "model": model, "note": times.note}
+    if link is None or isinf(link.bandwidth):
+        note = "; ".join(filter(None, [times.note, "no fit: the sizes are too few or too small to show a bandwidth"]))
+        return {"points": points, "model": None, "note": note}
+    return {"points": points, "model": asdict(link), "note": times.note}
 
 
 def link_of(entry: Mapping[str, Any]) -> LinkModel | None:

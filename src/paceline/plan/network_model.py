@@ -67,7 +67,7 @@ class LinkModel:
         latency, inverse = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
         if latency < 0:  # noise: then the bandwidth alone
             latency, inverse = 0.0, b / bb
-        elif inverse <= 0:  # latency alone: no size was large enough to show the bandwidth
+        elif inverse <= 0:  # no size was large enough to show the bandwidth: it counts as infinite
             latency, inverse = a / aa, 0.0
         bandwidth = 1 / inverse if inverse else float("inf")
         worst = max(abs(row[0] * latency + row[1] * inverse - 1) for row in rows)

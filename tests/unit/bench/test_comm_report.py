@@ -46,7 +46,15 @@ def test_an_entry_is_plain_and_holds_the_fit() -> None:
 def test_one_size_has_no_fit() -> None:
     entry = comm_report.entry(measured("all_reduce", 4, sizes=[1024]))
     assert entry["model"] is None and comm_report.describe_fit(entry) == ""
-    assert "1 KiB" in comm_report.describe("all_reduce", entry)
+    said = comm_report.describe("all_reduce", entry)
+    assert "1 KiB" in said and said.endswith("no fit: the sizes are too few or too small to show a bandwidth")
+
+
+def test_a_bandwidth_that_no_size_shows_is_not_in_the_report() -> None:
+    falling = [Timing(size, seconds, 2, "all_reduce") for size, seconds in ((1024, 3e-4), (4096, 2e-4))]
+    entry = comm_report.entry(CollectiveTimes("all_reduce", falling, note="stopped"))
+    assert entry["model"] is None and entry["note"].startswith("stopped; no fit")
+    json.dumps(entry, allow_nan=False)
 
 
 def test_the_table_shows_sizes_times_bandwidths_the_fit_and_why_it_ends() -> None:
