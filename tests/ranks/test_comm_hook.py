@@ -147,11 +147,13 @@ def test_the_log_names_the_hook_and_warns_of_a_state_that_is_not_saved() -> None
     def lines(**settings: Any) -> str:
         return logged(lambda: tiny.classifier_trainer(quiet=False, strategy="ddp", **settings))
 
+    compressed = lines(sync="int8")
     if dist.rank():
         lines(comm_hook=allreduce_hook, comm_state=torch_dist.group.WORLD)
         lines(comm_hook=counted_mean, comm_state=Calls())
         lines(comm_hook=allreduce_hook, comm_state=object())
         return
+    assert "sync: int8: 0.000181 MB of gradients per step instead of 0.000712 MB (3.9 × less); 4 of 4" in compressed
     said = lines(comm_hook=allreduce_hook, comm_state=torch_dist.group.WORLD)
     assert "comm_hook: allreduce_hook reduces the gradients" in said and "saved" not in said
     assert "counted_mean reduces the gradients; its state is saved" in lines(comm_hook=counted_mean, comm_state=Calls())

@@ -25,6 +25,7 @@ from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
 from paceline.guard.hook_check import is_saved
 from paceline.runtime.serialization import from_json, to_json
+from paceline.text import plural
 from paceline.train.engine import Engine
 
 COMPRESSION, COMM_STATE = "compression", "comm-state"
@@ -73,7 +74,7 @@ class CompressionState(ShardedStateful):
         else:
             local = self._mean(manifest, tensors, saved)
             if saved:
-                engine.log.info(f"sync: error feedback is the mean of {len(saved)} saved by other ranks")
+                engine.log.info(f"sync: error feedback: the mean over {plural(len(saved), 'rank')} that saved it")
         engine.compression.load(_below(tensors, f"{COMPRESSION}/replicated/"), local)
 
     def _mean(self, manifest: Manifest, tensors: Mapping[str, Tensor], saved: list[int]) -> dict[str, Tensor]:
