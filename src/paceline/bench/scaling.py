@@ -92,10 +92,10 @@ class ScalingEntry:
 
 
 def slowest(ranks: Sequence[Sequence[Times]]) -> float:
-    """The median over steps of the time of the slowest rank, for which the others would wait; with log points as on the
-    rank that waits least in them."""
+    """The median over steps of the time of the slowest rank, for which the others would wait; with the mean of log
+    points, each on the rank that waits least in it."""
     totals = [[total(step) - step.get(LOGGING, 0.0) for step in steps] for steps in ranks]
-    logging = min(fmean(step.get(LOGGING, 0.0) for step in steps) for steps in ranks)
+    logging = fmean(min(step.get(LOGGING, 0.0) for step in same) for same in zip(*ranks, strict=True))
     return logging + float(median(max(step) for step in zip(*totals, strict=True)))
 
 

@@ -32,10 +32,8 @@ def test_the_slowest_rank_counts_in_each_step_and_the_one_that_waits_least() -> 
     ranks = [[{"communication": 1.0}, {"communication": 5.0}], [{"communication": 3.0}, {"communication": 2.0}]]
     assert slowest(ranks) == 4.0
     assert waiting(ranks) == 1.5
-    logging = [
-        [{"forward": 1.0, "logging": 0.5}, {"forward": 1.0}],
-        [{"forward": 1.0}, {"forward": 3.0, "logging": 8.0}],
-    ]
+    logs, even = {"forward": 1.0, "logging": 0.5}, {"forward": 1.0}
+    logging = [[logs, {"forward": 3.0}], [{**logs, "logging": 8.0}, even]]
     assert slowest(logging) == 2.0 + 0.25
 
 
