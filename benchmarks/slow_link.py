@@ -32,8 +32,9 @@ from system.namespaces import Machine
 
 Pair = tuple[Machine, Machine]
 PORT = 29600  # no other process is in these namespaces
-# A bucket that refills in a millisecond: a larger one would let the small messages of a compressed step pass for free.
-REFILL_SECONDS = 0.001
+# A bucket that fills in two milliseconds: with one, the link is slower than its rate; a large one would let the small
+# messages of a compressed step pass for free.
+FILL_SECONDS = 0.002
 LARGE, SMALL = 8 << 20, 8  # bytes of the all-reduces that measure the link
 _here: Machine | None = None  # of this rank
 
@@ -55,7 +56,7 @@ def limit_rate(megabits: int | None) -> None:
     device = ("dev", _here.interface, "root")
     subprocess.run(("tc", "qdisc", "del", *device), capture_output=True)  # there may be none
     if megabits is not None:
-        burst = int(megabits * 1e6 / 8 * REFILL_SECONDS)
+        burst = int(megabits * 1e6 / 8 * FILL_SECONDS)
         shape = ("rate", f"{megabits}mbit", "burst", f"{burst}b", "latency", "400ms")  # long enough to drop nothing
         subprocess.run(("tc", "qdisc", "add", *device, "tbf", *shape), check=True)
 

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+from paceline.train.factory import build_model
 
 RESULTS = Path(__file__).with_suffix(".json")
 WARM_UP = 3  # steps after a start or a change of the link that are not counted
@@ -82,8 +83,12 @@ SILENT = ("run=false", "quiet=true", "device=cpu")
 def train(case: Case, method: Method, course: Course, *overrides: str) -> list[dict[str, Any]]:
     """On a rank: by the Trainer."""
     config = case.config((*SILENT, "data.sharded=false", *method.sync, *overrides))
-    paceline.Trainer.from_config(config).train(course, max_steps=len(course))
-    return course.measured
+    history = paceline.Trainer.from_config(config).train(course, max_steps=len(course))
+    # A whole number of periods of EVERY steps, if there is one: rounds are rare and large.
+    last = len(course) // EVERY * EVERY or len(course)
+    counted = [record["sent_mb"] for record in history.steps if "sent_mb" in record and record["step"] <= last]
+    own = {"counted": statistics.mean(counted) * 1e6} if counted else {}
+    return [{**segment, **own} for segment in course.measured]
 
 
 def train_by_hand(case: Case, method: Method, course: Course) -> list[dict[str, Any]]:
@@ -144,14 +149,23 @@ def loss_after(pair: Pair, case: Case, method: Method, steps: int) -> dict[str, 
     training, validation = case.data()
 
     def by_trainer() -> dict[str, Any]:
-        config = case.config((*SILENT, f"eval_every={steps}", "log_every=10", *method.sync))
+        config = case.config((*SILENT, f"eval_every={steps}", *method.sync))
         started = time.perf_counter()
-        history = paceline.Trainer.from_config(config).train(training, validation, max_steps=steps)
-        last = [record["loss"] for record in history.steps[-10:]]
+        history = trainer_with_hook(config, method).train(training, validation, max_steps=steps)
         took = time.perf_counter() - started
-        return {"loss": history.evaluations[-1]["loss"], "training": statistics.mean(last), "took": took}
+        last = statistics.mean(record["loss"] for record in history.steps[-100:])
+        return {"loss": history.evaluations[-1]["loss"], "training": last, "took": took}
 
     return {"model": case.name, "method": method.name, "steps": steps, **on_both(pair, by_trainer)}
+
+
+def trainer_with_hook(config: paceline.Config, method: Method) -> paceline.Trainer:
+    if method.hook is None:
+        return paceline.Trainer.from_config(config)
+    settings = config.model_dump(exclude_unset=True, exclude={"model", "data", "train"})
+    state, hook = method.hook()
+    ddp = {"bucket_mb": 1000} if "powersgd" in method.name else {}  # one bucket: see train_by_hand
+    return paceline.Trainer(build_model(config), comm_hook=hook, comm_state=state, ddp=ddp, **settings)
 
 
 class Results:
@@ -201,7 +215,7 @@ def run_throughput(pair: Pair, options: argparse.Namespace, results: Results) ->
 def run_loss(pair: Pair, options: argparse.Namespace, results: Results) -> None:
     for case in options.cases:
         for method in options.chosen:
-            if method.by_hand:
+            if method.by_hand and method.hook is None:  # the same as DDP
                 continue
             try:
                 row = loss_after(pair, case, method, options.steps)
