@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+import paceline.train.trainer  # once, before ranks are forked
 from paceline.train.factory import build_model
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -67,13 +68,14 @@ class Course(list[Any]):
         for rate, steps in self._segments:
             limit_rate(rate)
             yield from islice(items, WARM_UP)
-            sent, times = sent_bytes(), [time.perf_counter()]
+            sent, cpu, times = sent_bytes(), time.process_time(), [time.perf_counter()]
             for item in islice(items, steps):
                 yield item
                 times.append(time.perf_counter())
             taken, total = [after - before for before, after in pairwise(times)], sent_bytes() - sent
             seconds = statistics.mean(taken) if self._whole else statistics.median(taken)
-            self.measured.append({"rate": rate, "seconds": seconds, "bytes": total / steps, "steps": steps})
+            row = {"rate": rate, "seconds": seconds, "cpu": (time.process_time() - cpu) / steps}
+            self.measured.append({**row, "bytes": total / steps, "steps": steps})
         yield from items
 
 
