@@ -58,7 +58,7 @@ def average_cast(flat: Tensor, dtype: torch.dtype, exchange: Exchange, scratch: 
     sent.view(-1)[:length].copy_(flat)
     sent.view(-1)[length:].zero_()
     # As bytes: backends lack some dtypes.
-    yield exchange.all_to_all(received.view(torch.uint8), sent.view(torch.uint8), async_op=True)
+    yield exchange.all_to_all(received.view(torch.uint8), sent.view(torch.uint8))
     # This rank's own values need not be rounded.
     own = flat[exchange.rank * chunk : (exchange.rank + 1) * chunk]
     total = scratch.empty("total", (chunk,), torch.promote_types(flat.dtype, torch.float32), flat.device)
@@ -68,5 +68,5 @@ def average_cast(flat: Tensor, dtype: torch.dtype, exchange: Exchange, scratch: 
         if rank != exchange.rank:
             total += received[rank]
     mean = received[exchange.rank].copy_(total.div_(ranks))
-    yield exchange.all_gather(sent.view(torch.uint8).view(-1), mean.view(torch.uint8), async_op=True)
+    yield exchange.all_gather(sent.view(torch.uint8).view(-1), mean.view(torch.uint8))
     flat.copy_(sent.view(-1)[:length])

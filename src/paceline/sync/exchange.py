@@ -2,21 +2,23 @@
 
     exchange = Exchange(group)
     work = exchange.all_reduce(tensor, async_op=True)
-    exchange.sent            # {"all_reduce": 4194304.0}
 
 Bytes are worked out from sizes, as described in `plan/traffic.py`.
 """
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
 import torch.distributed as torch_dist
 from torch import Tensor
+from torch.futures import Future
 
 from paceline.plan.traffic import Traffic
 from paceline.runtime.collectives import Group
 
+_LARGE = 1 << 16  # bytes
 # Renamed in torch 2.13; the old name is deprecated.
 _all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 
@@ -29,21 +31,48 @@ class Exchange:
         self.group, self.traffic = group, traffic or Traffic()
         self.ranks, self.rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
 
-    @property
-    def sent(self) -> dict[str, float]:
-        """Bytes by collective."""
-        return self.traffic.sent
-
     def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Any:
         """Sum in place."""
         self.traffic.all_reduce(tensor.nbytes, self.ranks)
         return torch_dist.all_reduce(tensor, group=self.group, async_op=async_op)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> Any:
-        """Send an equal part of `sent` to every rank; parts of `received` are in the order of ranks."""
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        """Send an equal part of `sent` to every rank; parts of `received` are in the order of ranks. Asynchronous."""
         self.traffic.all_to_all(sent.nbytes, self.ranks)
-        return torch_dist.all_to_all_single(received, sent, group=self.group, async_op=async_op)
+        messages = self._messages(received, sent.chunk(self.ranks))
+        return messages or torch_dist.all_to_all_single(received, sent, group=self.group, async_op=True)
 
-    def all_gather(self, received: Tensor, sent: Tensor, *, async_op: bool = False) -> Any:
+    def all_gather(self, received: Tensor, sent: Tensor) -> Any:
         self.traffic.all_gather(sent.nbytes, self.ranks)
-        return _all_gather_single(received, sent, group=self.group, async_op=async_op)
+        messages = self._messages(received, (sent,) * self.ranks)
+        return messages or _all_gather_single(received, sent, group=self.group, async_op=True)
+
+    def _messages(self, received: Tensor, sent: tuple[Tensor, ...]) -> Any:
+        """The same as messages, if they are large and the backend is gloo. A rank that enters a collective of gloo late
+        sends its data before the word that it can receive: one direction of a link then waits for the other."""
+        if received.nbytes < _LARGE or received.is_cuda or torch_dist.get_backend(self.group) != "gloo":
+            return None
+        parts, others = received.chunk(self.ranks), [rank for rank in range(self.ranks) if rank != self.rank]
+        parts[self.rank].copy_(sent[self.rank])
+        works = [torch_dist.irecv(parts[rank], group=self.group, group_src=rank) for rank in others]
+        return _Messages(works + [torch_dist.isend(sent[rank], group=self.group, group_dst=rank) for rank in others])
+
+
+class _Messages(list[Any]):
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+    def get_future(self) -> Future[None]:
+        """Those of gloo's messages have none."""
+        future = Future[None]()
+
+        def complete() -> None:
+            try:
+                self.wait()
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        Thread(target=complete, daemon=True).start()
+        return future

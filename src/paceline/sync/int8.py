@@ -104,7 +104,7 @@ def average_int8(
     others = [other for other in range(blocks.ranks) if other != rank]
     for other in others:
         sent.write(other, chunks[other])
-    yield exchange.all_to_all(received.data, sent.data, async_op=True)
+    yield exchange.all_to_all(received.data, sent.data)
     own = chunks[rank]  # need not be rounded
     for other in others:
         own.addcmul_(received.values[other], received.scales[other])
@@ -112,7 +112,7 @@ def average_int8(
     reduced = _Message("sent", blocks, 1, values, scratch)
     reduced.write(0, own)
     own *= blocks.ranks
-    yield exchange.all_gather(received.data.view(-1), reduced.data.view(-1), async_op=True)
+    yield exchange.all_gather(received.data.view(-1), reduced.data.view(-1))
     finite = received.scales.isfinite().all()
     scales = received.scales.to(values.dtype) * scale
     chunk = blocks.number * blocks.size

@@ -24,7 +24,7 @@ def test_values_are_rounded_twice_and_sums_not_at_all() -> None:
 def test_half_of_the_bytes_are_sent() -> None:
     exchange = hooked.own_exchange()
     cast_mean(torch.randn(10_000), torch.float16, exchange)
-    assert dict(exchange.sent) == {"all_to_all": 10_000, "all_gather": 10_000}
+    assert dict(exchange.traffic.sent) == {"all_to_all": 10_000, "all_gather": 10_000}
 
 
 @ranks(2)

@@ -51,7 +51,7 @@ def test_a_quarter_of_the_bytes_is_sent() -> None:
     length = 100_000
     int8_mean(torch.randn(length), exchange)
     dense = 2 * 4 * length / 2  # an all-reduce of fp32 on two ranks
-    assert sum(exchange.sent.values()) < 0.256 * dense
+    assert sum(exchange.traffic.sent.values()) < 0.256 * dense
 
 
 def test_blocks_cover_a_tensor_with_little_padding() -> None:

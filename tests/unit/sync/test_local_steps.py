@@ -57,7 +57,7 @@ def test_a_frozen_parameter_that_replicas_change_is_averaged_and_others_are_not_
     steps.before_step(0)
     teacher += dist.rank()
     steps.after_step(1)
-    assert teacher.tolist() == [0.5, 0.5] and sum(steps.exchange.sent.values()) < 1000
+    assert teacher.tolist() == [0.5, 0.5] and sum(steps.exchange.traffic.sent.values()) < 1000
 
 
 @ranks(2)

@@ -88,7 +88,7 @@ def test_the_gpt_of_the_default_recipe_sends_a_fiftieth() -> None:
     tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(torch_dist.get_rank()))
     ddp(tokens[:, :-1], tokens[:, 1:])["loss"].backward()
     dense = 4 * sum(parameter.numel() for parameter in model.parameters())  # bytes, on two ranks
-    assert sum(exchange.sent.values()) <= dense / 50
+    assert sum(exchange.traffic.sent.values()) <= dense / 50
 
 
 def test_rows_become_orthonormal() -> None:
