@@ -26,7 +26,7 @@ CEILINGS = {
     "data": 3_250,
     "precision": 400,
     "parallel": 3_850,
-    "sync": 1_300,
+    "sync": 1_330,
     "optim": 880,
     "checkpoint": 2_600,
     "monitor": 1_280,
