@@ -152,7 +152,8 @@ def write_docs(kept: Kept) -> None:
     """Replace what is between the markers of the guide, and its chart."""
     text = GUIDE.read_text()
     tables = {model: model_table(kept, model) for model in kept["compute"]}
-    tables |= {"verdicts": verdict_table(kept), "link": link_lines(kept)}
+    picture = f"![Speed of each method at 200 Mb/s]({CHART.name})"
+    tables |= {"verdicts": verdict_table(kept), "link": f"{link_lines(kept)}\n\n{picture}"}
     for name, table in tables.items():
         begin, end = f"<!-- slow_network.py: {name} -->\n", "<!-- end -->"
         before, found, after = text.partition(begin)
