@@ -70,6 +70,23 @@ def test_a_compressed_run_follows_the_uncompressed_one() -> None:
 
 
 @ranks(2)
+def test_powersgd_sends_the_factors_of_a_small_model_at_once() -> None:
+    wide = nn.Sequential(nn.Linear(8, 600), nn.Linear(600, 600), nn.Linear(600, 2))  # more than DDP's first bucket
+    run, reduced = trainer(POWERSGD, model=wide), []
+    assert run._engine.compression is not None
+    exchange = run._engine.compression.exchange
+    reduce = exchange.all_reduce
+
+    def counted(tensor: Tensor, **how: Any) -> Any:
+        reduced.append(tensor)
+        return reduce(tensor, **how)
+
+    exchange.all_reduce = counted  # type: ignore[method-assign]
+    run.train(tiny.blobs(), max_steps=3)
+    assert len(reduced) == 3 * 2
+
+
+@ranks(2)
 def test_what_was_not_sent_waits_for_frozen_layers_and_survives_a_skipped_step() -> None:
     net = model()
     run = trainer("int8", model=net, callbacks=[Alternating(net)], nonfinite="skip", optimizer="sgd")

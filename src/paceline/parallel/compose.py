@@ -268,6 +268,9 @@ def _ddp(subject: Subject, context: Composition) -> None:
         hook=context.comm_hook,
     )
     size = None if config.ddp.bucket_mb == "auto" else config.ddp.bucket_mb
+    if size is None and config.sync is not None and config.sync.compress == "powersgd":
+        # No small first bucket: its factors are sent in no time, but each bucket waits twice for the slowest rank.
+        size = 25.0
     replicas = Replicas(subject.step, build, context.log, Agreement(config.timeout), size, context.comm_hook)
     replicas.traffic = context.traffic
     subject.forward, subject.no_sync = replicas, replicas.no_sync
