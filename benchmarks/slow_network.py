@@ -1,8 +1,8 @@
 """Training over a slow network: every way to communicate less, compared with plain DDP and with torch's own hooks.
 
-    python benchmarks/slow_network.py --quick              throughput and bytes, once: 5 minutes
+    python benchmarks/slow_network.py --quick              throughput and bytes, once
     python benchmarks/slow_network.py --rounds 3           the same, medians of 3 rounds
-    python benchmarks/slow_network.py --loss               loss after 1,000 steps: an hour and a half
+    python benchmarks/slow_network.py --loss               loss after 1,000 steps; 2 to 3 minutes each
     python benchmarks/slow_network.py --write-docs         only write the tables into docs/guides/communication.md
 
 Needs root: two ranks train in two network namespaces, joined by a link of 1 Gb/s, and then of 200 Mb/s (slow_link.py).
@@ -15,7 +15,8 @@ a step of one rank on half of the batch, while another one keeps the second core
 
     (compute + bytes of DDP / rate of the link) / (compute + bytes of the method / rate of the link).
 
-Loss does not depend on the link and is that of held-out data, after the same samples in the same order.
+Loss does not depend on the link and is that of held-out data, after the same samples in the same order. Throughput and
+bytes of rounds are those after the warm-up; for the loss, it takes 100 steps.
 """
 
 from __future__ import annotations
@@ -134,13 +135,13 @@ def measure_compute(pair: Pair, case: Case, seconds: float) -> float:
 
 
 def measure(pair: Pair, case: Case, method: Method, compute: float, seconds: float) -> list[dict[str, Any]]:
-    """Rows of a method: without a limit, which shows what its own computation costs, and for each rate."""
+    """Rows of a method, for each rate; of PowerSGD also without a limit, which leaves its computation."""
     segments: list[tuple[int | None, int]] = []
-    for rate in (None, *RATES):
+    unlimited = (None,) if method.name == "DDP" or "powersgd" in method.name else ()
+    for rate in (*unlimited, *RATES):
         transfer = case.parameters * 4 * method.share / (rate * 1e6 / 8) if rate else 0.0
         steps = EVERY if method.is_local else max(5, min(60, int(seconds / (compute + transfer))))
-        if rate or not method.is_local:
-            segments.append((rate, steps))
+        segments.append((rate, steps))
     course = Course(case.batches(case.batch), segments, whole=method.is_local)
     rows = on_both(pair, partial(train_by_hand if method.by_hand else train, case, method, course))
     return [{"model": case.name, "method": method.name, **row} for row in rows]
@@ -151,7 +152,8 @@ def loss_after(pair: Pair, case: Case, method: Method, steps: int) -> dict[str, 
     training, validation = case.data()
 
     def by_trainer() -> dict[str, Any]:
-        config = case.config((*SILENT, f"eval_every={steps}", *method.sync))
+        warm_up = ("sync.warmup=100",) if method.is_local else ()
+        config = case.config((*SILENT, f"eval_every={steps}", *method.sync, *warm_up))
         started = time.perf_counter()
         history = trainer_with_hook(config, method).train(training, validation, max_steps=steps)
         took = time.perf_counter() - started
@@ -241,7 +243,7 @@ def main() -> None:
     options = parser.parse_args()
     options.cases = [case for case in CASES if case.name in options.models]
     options.chosen = [method for method in METHODS if method.name in options.methods]
-    options.seconds, options.rounds = (1.5, 1) if options.quick else (5.0, options.rounds)
+    options.seconds, options.rounds = (1.0, 1) if options.quick else (5.0, options.rounds)
     results = Results(options.results)
     if options.rounds or options.loss:
         for case in options.cases:
