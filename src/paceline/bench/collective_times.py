@@ -3,6 +3,9 @@
 A round is a barrier and a number of calls, so that small messages take longer than the ranks need to leave the barrier.
 The time of a call is that of the slowest rank, and of several rounds the median. The first two calls of a size are not
 counted: they connect ranks and allocate buffers, and show how long the others will take.
+
+All-gather and all-to-all are those of `sync/exchange.py`, which compression uses: on gloo, large messages travel in
+both directions of a link at once.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ import torch.distributed as torch_dist
 
 from paceline.bench.comm_request import format_size
 from paceline.plan.network_model import COLLECTIVES
+from paceline.sync.exchange import Exchange
 
-# Named anew in torch 2.13; the old names warn there.
-_all_gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+# Renamed in torch 2.13; the old name is deprecated.
 _reduce_scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 _ROUNDS = 5
@@ -78,11 +81,12 @@ def measure(collective: str, sizes: Sequence[int], device: torch.device, seconds
 
 def _prepare(collective: str, size: int, device: torch.device) -> Callable[[int], object]:
     """A function that runs the collective once, given the number of the call."""
-    ranks, rank = torch_dist.get_world_size(), torch_dist.get_rank()
+    exchange = Exchange()
+    ranks, rank = exchange.ranks, exchange.rank
     whole = torch.zeros(size // _VALUE_BYTES, dtype=torch.float32, device=device)
     part = whole[: whole.numel() // ranks].clone()
 
-    received = torch.empty_like(whole) if collective == "all_to_all" else whole
+    gathered = torch.empty_like(whole) if collective in ("all_gather", "all_to_all") else whole
 
     def point_to_point(number: int) -> None:
         """To and fro between the first and the last rank, which are on different nodes if there are several."""
@@ -94,9 +98,9 @@ def _prepare(collective: str, size: int, device: torch.device) -> Callable[[int]
 
     calls: dict[str, Callable[[int], object]] = {
         "all_reduce": lambda number: torch_dist.all_reduce(whole),
-        "all_gather": lambda number: _all_gather(whole, part),
+        "all_gather": lambda number: exchange.all_gather(gathered, part).wait(),
         "reduce_scatter": lambda number: _reduce_scatter(part, whole),
-        "all_to_all": lambda number: torch_dist.all_to_all_single(received, whole),
+        "all_to_all": lambda number: exchange.all_to_all(gathered, whole).wait(),
         # A sender does not wait for receivers: with the same root, the next message would start before this one ends.
         "broadcast": lambda number: torch_dist.broadcast(whole, number % ranks),
         "point_to_point": point_to_point,
