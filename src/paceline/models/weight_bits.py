@@ -20,15 +20,20 @@ _ODD = -7046029254386353131  # 2⁶⁴ divided by the golden ratio, as a signed 
 
 @torch.no_grad()
 def column_sums(tensor: Tensor) -> list[Tensor]:
-    """Sums of the tensor's bits, as int64 vectors."""
+    """Sums of the tensor's bits, as int64 vectors. What does not fill a row of columns is not summed: gradients of a
+    small bias may add up to zero."""
     plain = tensor.detach()
     flat = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().view(-1)
     per_word = 8 // flat.element_size()
     words = flat.numel() // per_word if flat.storage_offset() % per_word == 0 else 0
     rows, used = words // _COLUMNS, words // _COLUMNS * _COLUMNS * per_word
     sums = [flat[:used].view(torch.int64).view(rows, _COLUMNS).sum(0)] if rows else []
-    if used < flat.numel():
-        sums.append(flat[used:].view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64).view(1))
+    rest, width = flat[used:].view(_INTEGERS[flat.element_size()]), _COLUMNS * per_word
+    full = len(rest) // width * width  # of a tensor that does not begin with a word
+    if full:
+        sums.append(rest[:full].view(-1, width).sum(0, dtype=torch.int64))
+    if full < len(rest):
+        sums.append(rest[full:].to(torch.int64))
     return sums
 
 

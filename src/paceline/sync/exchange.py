@@ -43,6 +43,7 @@ class Exchange:
         return messages or torch_dist.all_to_all_single(received, sent, group=self.group, async_op=True)
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        """Asynchronous."""
         self.traffic.all_gather(sent.nbytes, self.ranks)
         messages = self._messages(received, (sent,) * self.ranks)
         return messages or _all_gather_single(received, sent, group=self.group, async_op=True)

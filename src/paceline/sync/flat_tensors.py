@@ -6,7 +6,8 @@
         change = flat.pack(piece) - outer[piece]
         flat.unpack(piece, change)
 
-Elements are in the order of memory, which is the same on every replica, so tensors of any memory format are views.
+Elements are in the order of memory, which is the same on every replica, so tensors of any memory format are views. A
+complex number is two elements.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class FlatTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor], piece_bytes: int | None = None) -> None:
         self.tensors = dict(tensors)
-        *self._starts, end = accumulate((tensor.numel() for tensor in self.tensors.values()), initial=0)
+        *self._starts, end = accumulate(map(_length, self.tensors.values()), initial=0)
         self.whole = slice(0, end)
         first = next(iter(self.tensors.values()))
         # Averages of half precision weights are computed in float32.
-        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        self.dtype = torch.promote_types(first.dtype, torch.float32).to_real()
         size = piece_bytes or (_CPU_BYTES if first.device.type == "cpu" else _GPU_BYTES)
         length = max(1, size // self.dtype.itemsize)
         self.pieces = [slice(start, min(start + length, end)) for start in range(0, end, length)]
@@ -49,15 +50,17 @@ class FlatTensors:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor of all elements, by name, in the shapes of the tensors."""
-        return {
-            name: flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset() + start)
-            for (name, tensor), start in zip(self.tensors.items(), self._starts, strict=True)
-        }
+        found = {}
+        for (name, tensor), start in zip(self.tensors.items(), self._starts, strict=True):
+            part = flat[start : start + _length(tensor)]
+            part = torch.view_as_complex(part.view(-1, 2)) if tensor.is_complex() else part
+            found[name] = part.as_strided(tensor.shape, tensor.stride())
+        return found
 
     def _parts(self, piece: slice) -> list[Tensor]:
         found = []
         for tensor, start in zip(self.tensors.values(), self._starts, strict=True):
-            low, high = max(piece.start, start), min(piece.stop, start + tensor.numel())
+            low, high = max(piece.start, start), min(piece.stop, start + _length(tensor))
             if low < high:
                 found.append(_in_memory_order(tensor.detach())[low - start : high - start])
         return found
@@ -71,6 +74,11 @@ def by_kind(tensors: Mapping[str, Tensor]) -> list[FlatTensors]:
     return [FlatTensors(same) for same in kinds.values()]
 
 
+def has_mean(tensor: Tensor) -> bool:
+    """Whether it may be averaged: integers may not."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def has_gaps(tensor: Tensor) -> bool:
     """Whether elements of the tensor are not consecutive in memory, in any order of its dims."""
     expected = 1
@@ -82,5 +90,10 @@ def has_gaps(tensor: Tensor) -> bool:
     return False
 
 
+def _length(tensor: Tensor) -> int:
+    return tensor.numel() * (1 + tensor.is_complex())
+
+
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return torch.view_as_real(flat).view(-1) if tensor.is_complex() else flat

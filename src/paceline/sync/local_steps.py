@@ -26,7 +26,7 @@ from paceline.config.sections import SyncSection
 from paceline.models.weight_bits import checksum
 from paceline.runtime import collectives
 from paceline.sync.exchange import Exchange
-from paceline.sync.flat_tensors import by_kind
+from paceline.sync.flat_tensors import by_kind, has_mean
 from paceline.sync.outer_state import OuterState, plain_mean
 
 Kinds = dict[str, dict[str, Tensor]]  # `weights`, `momentum`: tensors by name
@@ -90,10 +90,10 @@ class LocalSteps:
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their mean over replicas, uncompressed; integers by those of the first one. Collective."""
         named = {str(number): tensor for number, tensor in enumerate(tensors)}
-        for flat in by_kind({name: tensor for name, tensor in named.items() if tensor.is_floating_point()}):
+        for flat in by_kind({name: tensor for name, tensor in named.items() if has_mean(tensor)}):
             for piece in flat.pieces:
                 flat.unpack(piece, plain_mean(flat.pack(piece), self.exchange))
-        integers = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        integers = [tensor for tensor in tensors if not has_mean(tensor)]
         if integers:
             first = torch.cat([tensor.detach().reshape(-1).to(torch.int64) for tensor in integers])
             if self.exchange.rank:
@@ -129,7 +129,7 @@ class LocalSteps:
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over `state_dict()` and `local_state()`. Where these are missing, training begins anew with the current
         weights, which must be the same on all replicas."""
-        self._outer = None
+        self._outer, self.replicas_differ = None, False
         if any(saved.values()):
             for outer in self._begin(self._trained()):
                 outer.take_over(saved)
@@ -188,7 +188,7 @@ class LocalSteps:
         if not tensors:
             return []
         own = torch.tensor([checksum(tensor) for tensor in tensors], device=self._device)
-        self.exchange.all_gather(sums := own.new_empty(self.exchange.ranks * len(own)), own)
+        self.exchange.all_gather(sums := own.new_empty(self.exchange.ranks * len(own)), own).wait()
         differ = (sums.view(-1, len(own)) != own).any(0).tolist()
         return [tensor for tensor, differs in zip(tensors, differ, strict=True) if differs]
 

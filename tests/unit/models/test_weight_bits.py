@@ -22,9 +22,10 @@ def test_any_changed_element_changes_the_checksum(dtype: torch.dtype, size: int)
         assert checksum(other) != before
 
 
-def test_opposite_changes_do_not_cancel() -> None:
-    tensor = torch.ones(256)
-    bits = tensor.clone().view(torch.int32)
+@pytest.mark.parametrize(("size", "begin"), [(256, 0), (9, 0), (300, 1)])
+def test_opposite_changes_do_not_cancel(size: int, begin: int) -> None:
+    tensor = torch.ones(size + begin)[begin:]
+    bits = torch.ones(size + begin).view(torch.int32)[begin:]
     bits[3] += 1
     bits[8] -= 1
     assert checksum(bits.view(torch.float32)) != checksum(tensor)

@@ -25,6 +25,17 @@ def test_pieces_of_limited_size_hold_all_elements_of_any_memory_format() -> None
         assert torch.equal(view, before[name]) and torch.equal(tensors[name], 2 * view)
 
 
+def test_a_complex_number_is_two_elements() -> None:
+    tensors = {"a": torch.randn(2, dtype=torch.complex64), "b": torch.randn(2, 3, dtype=torch.complex64).t()}
+    flat = FlatTensors(tensors, piece_bytes=3 * 4)
+    copied = flat.pack(flat.whole)
+    assert copied.dtype is torch.float32 and len(copied) == 16
+    assert all(torch.equal(view, tensors[name]) for name, view in flat.views(copied).items())
+    for piece in flat.pieces:
+        flat.unpack(piece, 2 * copied[piece])
+    assert all(torch.equal(2 * view, tensors[name]) for name, view in flat.views(copied).items())
+
+
 def test_half_precision_is_averaged_in_float32() -> None:
     half, double = by_kind({"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(1).double()})
     assert half.pack(half.whole).dtype is torch.float32 and double.pack(double.whole).dtype is torch.float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from paceline import dist
@@ -80,3 +81,22 @@ def test_a_state_continues_with_the_same_bits() -> None:
     train(weight, steps, 3, 6)
     train(other, again, 3, 6)
     assert torch.equal(weight, other) and not steps.replicas_differ
+    train(weight, steps, 6, 7)
+    assert steps.replicas_differ
+    steps.load_state_dict({})  # other weights were loaded, the same on all replicas
+    assert not steps.replicas_differ
+
+
+@pytest.mark.parametrize("compress", [None, "int8"])
+@ranks(2)
+def test_complex_weights_and_gradients_are_averaged(compress: str | None) -> None:
+    weight, own = torch.zeros(2, 3, dtype=torch.complex64).t(), complex(dist.rank(), 2 - 2 * dist.rank())
+    steps = local_steps({"w": weight}, every=1, compress=compress)
+    steps.average_([gradient := torch.full((2,), own)])
+    steps.before_step(0)
+    weight += own
+    steps.after_step(1)
+    expected = [torch.full(size, 0.5 + 1j) for size in ((2,), (3, 2))]
+    torch.testing.assert_close([gradient, weight], expected, rtol=0.01, atol=0.0)
+    assert steps.mean_of({"w": weight})["w"].dtype is torch.complex64
+    assert all(torch.equal(each["w"], weight) for each in steps.state_dict().values())

@@ -67,7 +67,9 @@ class CompressionState(ShardedStateful):
         saved = _saved_ranks(manifest, COMPRESSION)
         if engine.compression is None:
             if saved and engine.world.size > 1:
-                engine.log.info("sync: not set, so the error feedback in this checkpoint is discarded")
+                engine.log.info(
+                    "sync: gradients are not compressed, so the error feedback in this checkpoint is discarded"
+                )
             return
         if _fits(manifest, saved, engine.world.size):
             local = _below(tensors, self._own_prefix)

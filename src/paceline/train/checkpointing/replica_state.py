@@ -24,6 +24,7 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import REPLICAS, ReplicaPlace, ShardedState, ShardedStateful, Snapshot
 from paceline.precision.scaler import Scaler
+from paceline.sync.flat_tensors import has_mean
 from paceline.sync.local_steps import LocalSteps
 from paceline.text import plural
 from paceline.train.checkpointing.model_state import shard_of
@@ -43,7 +44,7 @@ def with_means(snapshot: Snapshot, average: ReplicaAverage, *, own: bool = True,
     parts = {path: shard.local.detach() for path, shard in snapshot.tensors.items() if path.startswith(_PARTS)}
     # Counts of steps are scalars. A fraction would not be one.
     counts = {path for path, each in parts.items() if path.startswith("optimizer") and not each.dim()}
-    averaged = {path: each for path, each in parts.items() if each.is_floating_point() and path not in counts}
+    averaged = {path: each for path, each in parts.items() if has_mean(each) and path not in counts}
     if planned:
         differing = {path: list(range(place.count)) for path in parts}
         means = {path: torch.empty_like(each, device="cpu") for path, each in averaged.items()}
