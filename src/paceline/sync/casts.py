@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.sync.collective_queue import Collectives, wait_for
-from paceline.sync.compression import BucketSlices, Compression, exact_mean
+from paceline.sync.compression import BucketSlices, Compression
 from paceline.sync.exchange import Exchange
 from paceline.sync.scratch import Scratch
 
@@ -28,12 +28,7 @@ class CastCompression(Compression):
         self._dtype, self._scratch = dtype, Scratch()
 
     def _prepare(self, bucket: BucketSlices) -> Callable[[], Collectives[None]]:
-        return partial(self._average, bucket)
-
-    def _average(self, bucket: BucketSlices) -> Collectives[None]:
-        write_back = yield from exact_mean(bucket.unnamed, self.exchange)
-        yield from average_cast(bucket.flat, self._dtype, self.exchange, self._scratch)
-        write_back()
+        return partial(average_cast, bucket.flat, self._dtype, self.exchange, self._scratch)
 
     def sent_bytes(self, parameter: Tensor) -> float:
         return parameter.numel() * min(parameter.element_size(), self._dtype.itemsize)

@@ -44,11 +44,7 @@ class BucketSlices:
     def __init__(self, bucket: GradBucket, names: Mapping[Tensor, str]) -> None:
         self.flat = bucket.buffer()
         self.slots: list[Slot] = []
-        self.unnamed: list[Tensor] = []  # gradients that are not compressed
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter not in names:
-                self.unnamed.append(gradient)
-                continue
             # DDP copies gradients in the memory format of the parameter, but `gradients()` are contiguous views.
             dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
             stride = parameter.stride() if dense else gradient.stride()
@@ -71,16 +67,13 @@ class Compression(ABC):
         self._buckets: dict[int, tuple[Tensor, Callable[[], Collectives[None]]]] = {}
 
     def begin(self, names: Mapping[Tensor, str]) -> None:
-        """Name the parameters. Those without a name, such as a weight that is reduced with the gradients, are averaged
-        uncompressed."""
+        """Name the parameters."""
         self._names = names
         self._buckets.clear()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The mean of a bucket over the replicas, in place."""
         flat = bucket.buffer()
-        if flat.is_sparse:
-            return self._queue.submit(dense_mean(flat, self.exchange), flat)
         index = bucket.index()
         # The tensor is held, so its address belongs to no other bucket.
         if index not in self._buckets or self._buckets[index][0].data_ptr() != flat.data_ptr():
@@ -113,24 +106,9 @@ class Compression(ABC):
 
 def dense_mean(flat: Tensor, exchange: Exchange) -> Collectives[None]:
     """The uncompressed mean, in place."""
-    if flat.is_sparse or flat.numel():
+    if flat.numel():
         yield exchange.all_reduce(flat, async_op=True)
         flat /= exchange.ranks
-
-
-def exact_mean(gradients: list[Tensor], exchange: Exchange) -> Collectives[Callable[[], None]]:
-    """Average gradients that must not be rounded, and zero them meanwhile. The result writes the means back."""
-    if not gradients:
-        return lambda: None
-    values = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    torch._foreach_zero_(gradients)
-    yield from dense_mean(values, exchange)
-
-    def write_back() -> None:
-        for gradient, mean in zip(gradients, values.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-    return write_back
 
 
 def build_compression(section: SyncSection, exchange: Exchange) -> Compression:

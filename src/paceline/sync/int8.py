@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.sync.collective_queue import Collectives, wait_for
-from paceline.sync.compression import BucketSlices, Compression, exact_mean
+from paceline.sync.compression import BucketSlices, Compression
 from paceline.sync.exchange import Exchange
 from paceline.sync.named_state import KeptTensor, NamedState, StepEnd, add_unscaled
 from paceline.sync.scratch import Scratch
@@ -42,13 +42,11 @@ class Int8Compression(Compression):
         return partial(self._average, bucket, self._errors.collect(bucket.slots, like=padded))
 
     def _average(self, bucket: BucketSlices, error: KeptTensor) -> Collectives[None]:
-        write_back = yield from exact_mean(bucket.unnamed, self.exchange)
         length, scale = bucket.flat.numel(), 1.0 if self.scale is None else self.scale()
         values = error.next
         add_unscaled(error.value[:length], bucket.flat, scale, out=values[:length])
         values[length:].zero_()
         finite = yield from average_int8(values, bucket.flat, self.exchange, self._scratch, scale)
-        write_back()
         self._step_end.add(bucket.is_first, bucket.is_last, finite, error)
 
     def sent_bytes(self, parameter: Tensor) -> float:

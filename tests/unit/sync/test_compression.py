@@ -167,19 +167,6 @@ def test_a_resumed_run_has_the_same_bits() -> None:
 
 
 @ranks(2)
-def test_a_parameter_without_a_name_is_averaged_exactly() -> None:
-    for method in ALL:
-        model = hooked.ChosenGradients((20, 30), (4,))
-        compression = build(method)
-        ddp = hooked.wrap(model, compression)
-        compression.begin({model.weights[0]: "weights.0"})
-        digits = torch.tensor([4095.0, 1.0, 70000.0, 0.0])
-        for _ in range(3):
-            got = hooked.step(ddp, [torch.randn(20, 30), digits * (1 + torch_dist.get_rank())])
-            assert torch.equal(got[1], digits * 1.5), method
-
-
-@ranks(2)
 def test_convolutions_in_channels_last_and_accumulated_gradients() -> None:
     torch.manual_seed(0)
     first = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 3)).double()
