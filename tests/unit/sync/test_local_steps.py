@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -100,3 +103,23 @@ def test_complex_weights_and_gradients_are_averaged(compress: str | None) -> Non
     torch.testing.assert_close([gradient, weight], expected, rtol=0.01, atol=0.0)
     assert steps.mean_of({"w": weight})["w"].dtype is torch.complex64
     assert all(torch.equal(each["w"], weight) for each in steps.state_dict().values())
+
+
+class LateExchange(Exchange):
+    """Delivers what it gathers when it is waited for, as over a slow network; until then, this rank's values."""
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Any:
+        gathered = received.copy_(sent.repeat(self.ranks)).clone()
+        work = super().all_gather(gathered, sent)
+        return SimpleNamespace(wait=lambda: (work.wait(), received.copy_(gathered)))
+
+
+@ranks(2)
+def test_replicas_wait_for_the_checksums_of_others() -> None:
+    statistics, weight = torch.full((2,), float(dist.rank())), torch.zeros(1)
+    settings = SyncSection.model_validate({"every": 1})
+    buffers = {"statistics": statistics}
+    steps = LocalSteps(settings, LateExchange(), {"w": weight}, lambda: buffers, trains=lambda name: True, device=CPU)
+    steps.before_step(0)
+    steps.after_step(1)
+    assert statistics.tolist() == [0.5, 0.5]
