@@ -271,6 +271,29 @@ def test_an_overflow_of_one_replica_skips_its_step_only() -> None:
     assert stepped == [dist.rank() == 0]
 
 
+@ranks(2)
+def test_a_skipped_step_of_one_replica_leaves_all_with_the_same_learning_rate() -> None:
+    data, model = regression(), double_classifier()
+    data.tensors[0][13] = float("nan")  # step 2, the second replica
+    optimizer = sgd(model.parameters())
+    trainer = paceline.Trainer(
+        model,
+        optimizer,
+        criterion=nn.MSELoss(),
+        scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        scheduler_interval="step",
+        sync={"every": 2},
+        nonfinite="skip",
+        batch=8,
+        precision="fp64",
+        shuffle=False,
+        run=False,
+        quiet=True,
+    )
+    assert trainer.train(data, max_steps=3).steps[1]["skipped"]
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
 def summed(model: nn.Module, batch: Any) -> Tensor:
     """Finite, with gradients that overflow in float16 for large inputs."""
     result: Tensor = model(batch[0]).float().sum(1).mean()

@@ -123,7 +123,7 @@ class Updater:
                 self._local_steps.after_step(step + 1)
             if steps and self.average is not None:
                 self.average.update(step + 1)
-            if steps and self.scheduler is not None:
+            if self.scheduler is not None:  # also in a replica that takes no step: all have the same learning rate
                 self.scheduler.step()
             self.is_changing = False
         for parameter in self._all_parameters:
