@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,13 @@ def test_counted_bytes_are_those_of_the_interface(tmp_path: Path) -> None:
             forked.start(partial(train_all, rank, here, machines[0], port), tmp_path, said.fileno(), said.fileno())
             for rank, here in enumerate(machines)
         ]
-        status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        try:
+            status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        except BaseException:  # the time of the test is over
+            for pid in ranks:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            raise
     assert status == [0, 0], (tmp_path / "said").read_text()
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     for name in CASES:
