@@ -11,6 +11,14 @@ def format_bytes(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
+def format_sent(size: float) -> str:
+    """`1.28 MB`, `75.1 kB`, `48 B`: decimal units, as for networks"""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= 0.9995 * factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.3g} B"
+
+
 def format_count(number: int) -> str:
     """`7.0 billion`, `1.5 million`, `640128`"""
     for size, name in ((1e9, "billion"), (1e6, "million")):

@@ -63,6 +63,11 @@ def test_step_shows_parts_that_add_up_to_the_step(folder: Path) -> None:
     assert not list(folder.glob("runs/tiny*"))
 
 
+def test_a_layout_that_excludes_sync_is_refused_before_ranks_start(folder: Path) -> None:
+    done = bench(folder, "step", "tiny.yaml", "-n", "2", "strategy=fsdp", "sync=int8")
+    assert done.returncode == 2 and done.stderr.startswith("[layout.compress-and-layout]"), done.stderr
+
+
 @pytest.mark.parametrize("ranks", ["0", "1,x", "", "2,-1"])
 def test_invalid_numbers_of_ranks_are_named(folder: Path, ranks: str) -> None:
     done = bench(folder, "scaling", "tiny.yaml", "--ranks", ranks)

@@ -68,3 +68,8 @@ def test_flatten() -> None:
     nested = {"a": {"b": 1, "c": {"d": [2]}}, "e": None, "f": {}}
     assert text.flatten(nested) == {"a.b": 1, "a.c.d": [2], "e": None}
     assert text.flatten(nested, keep_empty=True) == {"a.b": 1, "a.c.d": [2], "e": None, "f": {}}
+
+
+def test_bytes_on_a_network_have_decimal_units() -> None:
+    shown = [text.format_sent(size) for size in (48.2, 999.6, 75_080, 1_280_000, 3.4e9)]
+    assert shown == ["48.2 B", "1 kB", "75.1 kB", "1.28 MB", "3.4 GB"]

@@ -16,7 +16,7 @@ from paceline.text import columns, format_rate, plural
 
 VERSION = 1
 _COMPUTE = "predicted from the fits and a step that computes for {:.1f} ms; without the time that compression takes"
-_HEAD = ("size", "latency", "algorithm", "bus")
+_HEAD = ("size", "time", "algorithm bandwidth", "bus bandwidth")
 
 
 def entry(times: CollectiveTimes) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def entry(times: CollectiveTimes) -> dict[str, Any]:
         ranks = times.timings[0].ranks
         link = LinkModel.fit(times.collective, ranks, [(each.size, each.seconds) for each in times.timings])
     if link is None or isinf(link.bandwidth):
-        note = "; ".join(filter(None, [times.note, "no fit: the sizes are too few or too small to show a bandwidth"]))
+        no_fit = "no fit: the sizes show no bandwidth; add larger ones (--sizes), or repeat on an idle machine"
+        note = "; ".join(filter(None, [times.note, no_fit]))
         return {"points": points, "model": None, "note": note}
     return {"points": points, "model": asdict(link), "note": times.note}
 

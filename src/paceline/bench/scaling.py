@@ -145,11 +145,12 @@ def notes(entries: Sequence[ScalingEntry], before: Mapping[str, Any] | None) -> 
     if errors:
         found.append(f"predictions are at most {100 * max(errors):.1f} % off")
     for ranks, link in {entry.ranks: entry.link for entry in entries if entry.link is not None}.items():
-        found.append(f"link of {ranks} ranks: {link.latency * 1e6:.0f} µs, {link.bandwidth / 1e9:.2f} GB/s")
+        bandwidth = "no bandwidth shows" if isinf(link.bandwidth) else f"{link.bandwidth / 1e9:.2f} GB/s"
+        found.append(f"link of {ranks} ranks: {link.latency * 1e6:.0f} µs, {bandwidth}")
     found += [f"no prediction: {reason}" for reason in dict.fromkeys(entry.note for entry in entries if entry.note)]
     if len(entries) > 1:
         found.append(
-            "expected: what users are told to expect of GPUs; memory: peak of a rank; hidden: share of "
+            "expected: the efficiency usually expected of GPUs; memory: peak of a rank; hidden: share of "
             "communication during which ranks compute; predicted: ms/step"
         )
     if before is not None:

@@ -46,7 +46,7 @@ def comm(
     **launch_options: Any,
 ) -> None:
     """Measure collectives between ranks: latency, bandwidth, and a model of both for any size. With a recipe (or
-    key=value of the embedded one), also which method of sync: it needs on this network."""
+    key=value of the embedded one), also advice on its `sync` setting for this network."""
     from paceline.bench import comm_request
     from paceline.launcher.dispatch import dispatch
     from paceline.launcher.workload import Target, Workload

@@ -22,6 +22,7 @@ from paceline.config.recipe import Config
 from paceline.errors import LaunchError
 from paceline.launcher.dispatch import dispatch
 from paceline.launcher.workload import Target, Workload
+from paceline.plan.scaling_model import bare
 from paceline.run import folder
 from paceline.runtime.scheduler_env import read_allocation
 
@@ -35,7 +36,13 @@ def measure_recipe(config: Config, steps: int, spec: LaunchSpec, *, predicts: bo
     request = {"recipe": config.model_dump(mode="json"), "steps": steps, "predicts": predicts}
     words = (json.dumps(request), str(result))
     target = Target("module", "paceline.bench.recipe_run", words)
-    workload = Workload(lambda: _run(*words), _preload, target=target, name="paceline bench")
+
+    def prepare(world: int) -> None:
+        from paceline.train.factory import check
+
+        check(bare(config), world)
+
+    workload = Workload(lambda: _run(*words), _preload, prepare, target=target, name="paceline bench")
     # One thread per rank, unless the user has chosen: the same on any number of them.
     env = {_THREADS: os.environ.get(_THREADS, "1"), **spec.env}
     try:

@@ -232,8 +232,6 @@ class SyncSection(Section):
     @model_validator(mode="after")
     def _effective(self) -> SyncSection:
         """Refuse keys that have no effect. Defaults are in every effective recipe, so these are accepted."""
-        if self.compress is None and self.every is None:
-            raise ValueError("expected compress, every or both")
         unused: list[tuple[tuple[str, ...], str]] = []
         if self.compress != "powersgd":
             unused += [((key,), "compress: powersgd") for key in ("rank", "start", "min_ratio", "warm_start")]
@@ -246,11 +244,18 @@ class SyncSection(Section):
             section: Section = self.outer if path[1:] else self
             value = getattr(section, path[-1])
             if value != type(section).model_fields[path[-1]].default:
-                kind = PydanticCustomError("no_effect", "has no effect without {needed}", {"needed": f"sync.{needed}"})
-                errors.append(InitErrorDetails(type=kind, loc=path, input=value))
+                errors.append(_without_effect(path, value, f"sync.{needed}"))
+        if not errors and self.compress is None and self.every is None:
+            errors.append(_without_effect((), {}, "sync.compress or sync.every"))
         if errors:
             raise ValidationError.from_exception_data("sync", errors)
         return self
+
+
+def _without_effect(path: tuple[str, ...], value: Any, needed: str) -> InitErrorDetails:
+    kind = PydanticCustomError("no_effect", "has no effect without {needed}", {"needed": needed})
+    shown = value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
+    return InitErrorDetails(type=kind, loc=path, input=shown)
 
 
 Degree = PositiveInt | Literal["auto"]

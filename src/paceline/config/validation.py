@@ -57,7 +57,8 @@ def _describe(finding: ErrorDetails, place: str, schema: type[BaseModel]) -> tup
         example = f"{place}.{_known_keys(schema, place.split('.'))[0]}"
         return f"{shown} is {_shown(value)}", f": expected a section, e.g. {example}", f"set {example} instead"
     if finding["type"] == "no_effect":
-        return f"{shown} is {_shown(value)}", f": {finding['msg']}", f"remove {place}"
+        fix = f"set {finding['ctx']['needed']}, or remove {place}"
+        return f"{shown} is {_shown(value)}", f": {finding['msg']}", fix
     message = finding["msg"].removeprefix("Value error, ").partition(", unable to")[0].replace("a valid ", "a ")
     message = message.replace("Input should be less", "expected a value less").replace("Input should be", "expected")
     message = message.replace("expected greater", "expected a value greater")

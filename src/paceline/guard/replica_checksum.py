@@ -162,7 +162,7 @@ def _error(name: str, others: int, by_rank: dict[int, str], good: int | None, st
         "replicas-differ",
         f"After step {step}, replicas hold different weights: {name}{more}.{before}\n" + "\n".join(table),
         why="only gradients are reduced, so weights that change on some ranks only stay different: through a callback, "
-        "a forward that changes parameters, hooks on gradients, your own optimizer.step(), or unreduced gradients",
+        "a forward that changes parameters, hooks on gradients, your own optimizer.step(), or a comm_hook",
         fix="change parameters identically on every rank, and not inside `if trainer.is_main_process:`; resume from a "
         "checkpoint before that step; preflight=False disables this check",
     )

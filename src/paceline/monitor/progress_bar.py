@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.log import Log
-from paceline.text import format_bytes, format_clock, format_rate
+from paceline.text import format_bytes, format_clock, format_rate, format_sent
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ def _facts(point: LogPoint) -> dict[str, str]:
     if point.tflops is not None:
         facts["flops"] = f"{format_rate(point.tflops * 1e12)}FLOP/s" if point.mfu is None else f"MFU {point.mfu:.1%}"
     if point.sent_mb is not None:
-        facts["sent"] = f"sent {_number(point.sent_mb)} MB/step"
+        facts["sent"] = f"sent {format_sent(point.sent_mb * 1e6)}/step"
     if point.memory is not None:
         facts["memory"] = format_bytes(point.memory)
     return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in point.extras.items()}

@@ -18,7 +18,7 @@ from paceline.plan.batch import derive_batch
 from paceline.plan.layout import derive_layout
 from paceline.text import plural
 
-# The speed-up of data parallelism over one GPU that users are told to expect, from near-linear to diminishing returns.
+# The speed-up of data parallelism over one GPU that is usually expected, from near-linear to diminishing returns.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
 
 

@@ -16,7 +16,7 @@ from paceline.plan.traffic import Traffic
 from paceline.runtime import process_group
 from paceline.sync.compression import Compression, build_compression
 from paceline.sync.exchange import Exchange
-from paceline.text import plural
+from paceline.text import format_sent, plural
 
 
 def compression_for(config: Config, degrees: Degrees, traffic: Traffic | None, log: Log) -> Compression | None:
@@ -25,7 +25,7 @@ def compression_for(config: Config, degrees: Degrees, traffic: Traffic | None, l
     if section is None or section.compress is None or section.every is not None:
         return None
     if degrees.world == 1:
-        log.info(f"sync: {section.compress} is not used, there is one rank")
+        log.info(f"sync.compress: {section.compress} is not used, there is one rank")
         return None
     return build_compression(section, Exchange(process_group.new_group("gradients"), traffic))
 
@@ -49,7 +49,7 @@ def begin(compression: Compression, module: nn.Module, config: Config, log: Log)
     total, dense = sum(sent), sum(parameter.nbytes for parameter in trained)
     rank = f" rank {config.sync.rank}" if config.sync.compress == "powersgd" else ""
     log.info(
-        f"sync: {config.sync.compress}{rank}: {total / 1e6:.3g} MB of gradients per step instead of "
-        f"{dense / 1e6:.3g} MB ({dense / total:.1f} × less); {compressed} of {plural(len(trained), 'parameter')} "
+        f"sync: {config.sync.compress}{rank}: gradients take {format_sent(total)} instead of "
+        f"{format_sent(dense)} ({dense / total:.1f} × less); {compressed} of {plural(len(trained), 'parameter')} "
         "compressed"
     )

@@ -23,7 +23,7 @@ def build_local_steps(
     if config.sync is None or config.sync.every is None:
         return None
     if not uses_local_steps(config, mesh.degrees):
-        log.info("sync.every: no effect on one rank")
+        log.info(f"sync.every: {config.sync.every} is not used, there is one rank")
         return None
     parameters = {name.removeprefix("model."): parameter for name, parameter in module.named_parameters()}
     for parameter in parameters.values():
@@ -32,7 +32,8 @@ def build_local_steps(
     section = config.sync
     after = f" after {plural(section.warmup, 'synchronous step')}" if section.warmup else ""
     rounds = f"a round every {plural(config.sync.every, 'step')}{after}"
-    log.info(f"sync: {mesh.degrees.replicate} replicas, {rounds}, outer: {section.outer.name}")
+    sent = f", changes in {section.compress}" if section.compress else ""
+    log.info(f"sync: {mesh.degrees.replicate} replicas, {rounds}, outer: {section.outer.name}{sent}")
     return LocalSteps(
         section,
         Exchange(mesh.group("replicate"), traffic),

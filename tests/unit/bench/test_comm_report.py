@@ -47,19 +47,19 @@ def test_one_size_has_no_fit() -> None:
     entry = comm_report.entry(measured("all_reduce", 4, sizes=[1024]))
     assert entry["model"] is None and comm_report.describe_fit(entry) == ""
     said = comm_report.describe("all_reduce", entry)
-    assert "1 KiB" in said and said.endswith("no fit: the sizes are too few or too small to show a bandwidth")
+    assert "1 KiB" in said and said.endswith("(--sizes), or repeat on an idle machine")
 
 
 def test_a_bandwidth_that_no_size_shows_is_not_in_the_report() -> None:
     falling = [Timing(size, seconds, 2, "all_reduce") for size, seconds in ((1024, 3e-4), (4096, 2e-4))]
     entry = comm_report.entry(CollectiveTimes("all_reduce", falling, note="stopped"))
-    assert entry["model"] is None and entry["note"].startswith("stopped; no fit")
+    assert entry["model"] is None and entry["note"].startswith("stopped; no fit: the sizes show no bandwidth")
     json.dumps(entry, allow_nan=False)
 
 
 def test_the_table_shows_sizes_times_bandwidths_the_fit_and_why_it_ends() -> None:
     said = comm_report.describe("all_reduce", comm_report.entry(measured("all_reduce", 4, note="stopped at 16 MiB")))
-    assert re.search(r"size +latency +algorithm +bus", said)
+    assert re.search(r"size +time +algorithm bandwidth +bus bandwidth", said)
     assert re.search(r"16 MiB +1,006,933 µs +16.7MB/s +25.0MB/s", said)
     assert "fitted: 50 µs per round, 25.0MB/s; within 0 % of every size" in said
     assert said.endswith("stopped at 16 MiB")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +43,14 @@ def test_efficiency_is_throughput_per_rank_relative_to_the_first_entry() -> None
     _, one, two = rows("strong", [entry(1, 40.0), entry(2, 25.0)], None)
     assert (one[2], one[3], two[2], two[3]) == ("800.0", "100 %", "1280.0", "80 %")
     assert (one[4], two[4]) == ("–", "90–95 %")
+
+
+def test_a_link_whose_bandwidth_no_bucket_shows_has_none() -> None:
+    found = communicating()
+    assert "link of 2 ranks: 0 µs, 1.00 GB/s" in notes([found], None)
+    assert found.link is not None
+    [said] = notes([replace(found, predicted=None, link=replace(found.link, bandwidth=math.inf))], None)
+    assert said.startswith("link of 2 ranks: 0 µs, no bandwidth shows")
 
 
 def test_headings_have_the_batch() -> None:

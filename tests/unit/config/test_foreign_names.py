@@ -43,8 +43,8 @@ def test_every_setting_that_a_hint_quotes_exists() -> None:
 
 def test_a_setting_of_another_framework_names_ours() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config(gradient_accumulation_steps=4, use_amp=True, train={"num_epochs": 3})
-    for words in ("use `accumulate`. It splits `batch`", "`precision`", "`train.epochs`"):
+        Config(gradient_accumulation_steps=4, use_amp=True, train={"num_epochs": 3}, compress="int8", ddp_comm_hook=1)
+    for words in ("use `accumulate`. It splits `batch`", "`precision`", "`train.epochs`", "use `sync`", "comm_hook=fn"):
         assert words in caught.value.fix
     assert foreign_names.suggest("settings", "bach", ["batch", "seed"]) == "did you mean 'batch'?"
 

@@ -79,8 +79,9 @@ def test_each_of_several_findings_has_its_own_fix() -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({}, "'sync' is {}"),
-        ({"rank": 2}, "'sync' is {'rank': 2}"),
+        ({}, "fix: set sync.compress or sync.every, or remove sync"),
+        ({"rank": 2}, "fix: set sync.compress: powersgd, or remove sync.rank"),
+        ({"outer": "nesterov"}, "'sync.outer' is {'name': 'nesterov'} (the caller): has no effect without sync.every"),
         ({"compress": "gzip"}, "'sync.compress' is 'gzip'"),
         (
             {"compress": "int8", "rank": 2},

@@ -56,7 +56,8 @@ def test_flops_are_shown_where_the_peak_of_the_device_is_not_known() -> None:
 
 
 def test_bytes_are_shown_where_they_are_counted() -> None:
-    assert "sent 1.2500 MB/step" in last_line(played(200, point=replace(LOG_POINT, sent_mb=1.25)))
+    assert "sent 1.25 MB/step" in last_line(played(200, point=replace(LOG_POINT, sent_mb=1.25)))
+    assert "sent 128 B/step" in last_line(played(200, point=replace(LOG_POINT, sent_mb=1.28e-4)))  # between rounds
     assert "sent" not in last_line(played(200))
 
 

@@ -76,7 +76,8 @@ class CompressionState(ShardedStateful):
         else:
             local = self._mean(manifest, tensors, saved)
             if saved:
-                engine.log.info(f"sync: error feedback: the mean over {plural(len(saved), 'rank')} that saved it")
+                count = plural(len(saved), "rank")
+                engine.log.info(f"sync: {count} saved error feedback; all {engine.world.size} start from its mean")
         engine.compression.load(_below(tensors, f"{COMPRESSION}/replicated/"), local)
 
     def _mean(self, manifest: Manifest, tensors: Mapping[str, Tensor], saved: list[int]) -> dict[str, Tensor]:
