@@ -32,8 +32,7 @@ def build_local_steps(
     section = config.sync
     after = f" after {plural(section.warmup, 'synchronous step')}" if section.warmup else ""
     rounds = f"a round every {plural(config.sync.every, 'step')}{after}"
-    sent = f", changes in {section.compress}" if section.compress else ""
-    log.info(f"sync: {mesh.degrees.replicate} replicas, {rounds}, outer: {section.outer.name}{sent}")
+    log.info(f"sync: {mesh.degrees.replicate} replicas, {rounds}, outer: {section.outer.name}")
     return LocalSteps(
         section,
         Exchange(mesh.group("replicate"), traffic),

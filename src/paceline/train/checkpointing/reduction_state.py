@@ -76,8 +76,7 @@ class CompressionState(ShardedStateful):
         else:
             local = self._mean(manifest, tensors, saved)
             if saved:
-                count = plural(len(saved), "rank")
-                engine.log.info(f"sync: {count} saved error feedback; all {engine.world.size} start from its mean")
+                engine.log.info(f"sync: ranks start from the mean error feedback of {plural(len(saved), 'saved rank')}")
         engine.compression.load(_below(tensors, f"{COMPRESSION}/replicated/"), local)
 
     def _mean(self, manifest: Manifest, tensors: Mapping[str, Tensor], saved: list[int]) -> dict[str, Tensor]:
