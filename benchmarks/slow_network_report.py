@@ -170,6 +170,8 @@ def chart(kept: Kept) -> str:
         found = Figures(kept, model)
         speeds = {method: found.speed(method, 200) for method in found.methods if not method.startswith(BY_HAND)}
         known = {method: speed for method, speed in speeds.items() if speed}
+        if not known:  # DDP was not measured
+            continue
         longest = max([found.ideal(method, 200) or 1.0 for method in known] + list(known.values()))
         y += 34
         bars.append(f'<text x="8" y="{y}" font-weight="bold">{model}, 200 Mb/s: speed relative to DDP</text>')
