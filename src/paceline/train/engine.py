@@ -282,8 +282,8 @@ class Engine:
             nonfinite=config.nonfinite,
             watch=self.watch,
             sharded=self.sharded,
-            local_steps=self.local_steps,
         )
+        self.updater.local_steps = self.local_steps
         if isinstance(self.wrapped.forward, Replicas):
             self.wrapped.forward.warm_up = self._warm_up
             if config.unused_parameters == "error" and not config.ddp.static_graph:

@@ -43,10 +43,9 @@ class Updater:
         nonfinite: str = "raise",
         watch: NonfiniteGuard | None = None,
         sharded: ShardedParams | None = None,
-        local_steps: LocalSteps | None = None,
     ) -> None:
         self.optimizer, self.average, self._sharded = optimizer, average, sharded
-        self._local_steps = local_steps
+        self.local_steps: LocalSteps | None = None
         self.learning_rate: Callable[[int], float] | None = None  # a factor for each step; None: constant
         self.scheduler: Any = None  # the user's, if it steps with the optimizer
         self._fused = FusedStep(optimizer, RequireOwner) if FusedStep.supports(optimizer) else None
@@ -100,10 +99,10 @@ class Updater:
             factor = None
         if self._sharded is not None:
             self._sharded.assign_gradients()
-        if self._local_steps is not None:
-            self._local_steps.before_step(step)
-            if self._local_steps.is_synchronous(step):
-                self._average_gradients(self._local_steps)
+        if self.local_steps is not None:
+            self.local_steps.before_step(step)
+            if self.local_steps.is_synchronous(step):
+                self._average_gradients(self.local_steps)
         hooked = self.on_gradients is not None or (self.gradient_hooks is not None and self.gradient_hooks.any)
         unscales = self._needs_gradients or hooked or (self._sharded is not None and self._scaler is not None)
         if factor is not None or unscales:
@@ -113,14 +112,14 @@ class Updater:
         self.lr = self.optimizer.param_groups[0]["lr"]
         blocked = self._watch is not None and self._watch.tripped
         steps = not blocked and not (self._skip and norm is not None and self._skipped(norm))
-        if steps or self._local_steps is not None:  # a replica that takes no step joins the round of the others
+        if steps or self.local_steps is not None:  # a replica that takes no step joins the round of the others
             if self.before_change is not None:
                 self.before_change()
             self.is_changing = True
             if steps:
                 self._take_step()
-            if self._local_steps is not None:
-                self._local_steps.after_step(step + 1)
+            if self.local_steps is not None:
+                self.local_steps.after_step(step + 1)
             if steps and self.average is not None:
                 self.average.update(step + 1)
             if self.scheduler is not None:  # also in a replica that takes no step: all have the same learning rate
