@@ -17,12 +17,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
-# Once, before ranks are forked: one to three seconds in each of them otherwise.
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification  # noqa: F401
-
-import paceline.train.trainer  # noqa: F401
-
 _stacks = Path(tempfile.gettempdir()) / f"paceline-stacks-{os.getpid()}.txt"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import once, before ranks are forked, what takes each of them one to three seconds otherwise. The process that
+    hands tests to the workers of pytest-xdist runs none."""
+    if not session.config.getoption("numprocesses", None):
+        from transformers import GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification  # noqa: F401
+
+        import paceline.train.trainer  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)

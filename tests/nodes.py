@@ -146,6 +146,8 @@ class Launcher:
                     os.kill(pid, signal.SIGKILL)
             if self.status is not None:
                 time.sleep(0.002)
+        while self.status is None:  # its threads are ending
+            time.sleep(0.002)
 
 
 @contextmanager

@@ -52,8 +52,8 @@ class ConsoleHandler(logging.Handler):
         print(self.format(record), file=getattr(sys, getattr(record, "stream", "stderr")), flush=True)
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
+        text, level = super().format(record), record.levelname.lower()  # a line break that ends a bar stays first
+        return text if record.levelno < logging.WARNING else "\n" * text.startswith("\n") + f"{level}: {text.lstrip()}"
 
 
 def _ensure_handler() -> None:

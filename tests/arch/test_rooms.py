@@ -12,16 +12,16 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 025).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 026).
 CEILINGS = {
     "": 480,
-    "config": 1_400,
+    "config": 1_430,
     "plan": 2_250,
-    "run": 1_250,
-    "diagnose": 1_450,
+    "run": 1_420,
+    "diagnose": 2_480,
     "watch": 1_500,
-    "runtime": 2_420,
-    "launcher": 5_800,
+    "runtime": 3_250,
+    "launcher": 6_350,
     "models": 2_800,
     "data": 3_250,
     "precision": 400,
@@ -29,14 +29,14 @@ CEILINGS = {
     "sync": 1_330,
     "optim": 880,
     "checkpoint": 2_600,
-    "monitor": 1_280,
-    "guard": 2_950,
-    "train": 7_920,
+    "monitor": 1_600,
+    "guard": 3_050,
+    "train": 8_180,
     "doctor": 800,
     "bench": 1_450,
     "search": 700,
     "testing": 630,
-    "cli": 1_720,
+    "cli": 1_740,
 }
 
 

@@ -164,12 +164,16 @@ def test_config_schema() -> None:
     snapshots.compare("config_schema", plain(schema, schema["$defs"]))
 
 
-def test_errors_and_their_codes() -> None:
+def explained(folder: Path, *family: str) -> list[str]:
+    return [line.split()[0] for line in forked.paceline("explain", *family, cwd=folder).stdout.splitlines()]
+
+
+def test_errors_and_their_codes(in_folder: Path) -> None:
     base = paceline.errors.PacelineError
     kinds = sorted([base, *base.__subclasses__()], key=lambda kind: kind.__name__)
     assert all(getattr(paceline.errors, kind.__name__) is kind for kind in kinds)
-    codes = [line.split()[0] for kind in kinds for line in output_of("explain", kind.family).splitlines()]
-    assert sorted(line.split()[0] for line in output_of("explain").splitlines()) == sorted(codes)
+    codes = [code for kind in kinds for code in explained(in_folder, kind.family)]
+    assert sorted(explained(in_folder)) == sorted(codes)
     snapshots.compare("errors", {"classes": {kind.__name__: kind.family for kind in kinds}, "codes": sorted(codes)})
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import forked
-
-Run = Callable[..., str]
 
 TRAIN = """
 import json, os, pathlib, sys
@@ -79,21 +75,6 @@ if __name__ == "__main__":
 )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    def start(script: str, *command: str, **env: str) -> str:
-        (tmp_path / "script.py").write_text(script)
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True,
-            timeout=110,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "destroy_process_group() was not called" not in done.stderr
-        return done.stdout
-
-    return start
-
-
 def free_port() -> str:
     """A port for launchers that must be told one."""
     with socket.socket() as free:
@@ -121,12 +102,6 @@ def same_losses(texts: list[str], alone: str) -> bool:
     return set(worlds) == {2} and all(own == pytest.approx(expected, rel=1e-6) for own in losses)
 
 
-def test_the_older_launcher(run: Run, tmp_path: Path, alone: str) -> None:
-    port = f"--master-port={free_port()}"
-    run(ENVIRONMENT, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2", port, "script.py")
-    assert same_losses(outcome(tmp_path), alone)
-
-
 def test_the_agent_of_torchrun(tmp_path: Path, alone: str) -> None:
     (tmp_path / "script.py").write_text(AGENT)
     done = forked.script(tmp_path / "script.py", cwd=tmp_path)
@@ -134,21 +109,23 @@ def test_the_agent_of_torchrun(tmp_path: Path, alone: str) -> None:
     assert same_losses(outcome(tmp_path), alone)
 
 
-def test_a_group_of_the_users_own_and_a_wrapped_model(run: Run, tmp_path: Path, alone: str) -> None:
-    said = run(OWN_GROUP, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
+def test_the_older_launcher_with_a_group_of_the_users_own_and_a_wrapped_model(tmp_path: Path, alone: str) -> None:
+    (tmp_path / "script.py").write_text(OWN_GROUP)
+    options = ("--nproc-per-node=2", f"--master-port={free_port()}", "script.py")
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "destroy_process_group() was not called" not in done.stderr
     assert same_losses(outcome(tmp_path), alone)
-    assert "unwrapped from DistributedDataParallel" in said
+    assert "unwrapped from DistributedDataParallel" in done.stdout
 
 
-def test_spawn_with_an_address_of_the_users_own(run: Run, tmp_path: Path, alone: str) -> None:
-    run(SPAWN, "script.py", f"tcp://127.0.0.1:{free_port()}", "spawn")
-    assert same_losses(outcome(tmp_path), alone)
-
-
-def test_processes_of_the_users_own_with_the_address_in_the_environment(tmp_path: Path, alone: str) -> None:
+@pytest.mark.parametrize(("address", "method"), [("tcp://127.0.0.1:PORT", "spawn"), ("env://", "fork")])
+def test_processes_of_the_users_own_with_an_address(tmp_path: Path, alone: str, address: str, method: str) -> None:
     (tmp_path / "script.py").write_text(SPAWN)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    done = forked.script(tmp_path / "script.py", "env://", "fork", cwd=tmp_path, env=address)
+    port = free_port()
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if address == "env://" else {}
+    done = forked.script(tmp_path / "script.py", address.replace("PORT", port), method, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "destroy_process_group() was not called" not in done.stderr
     assert same_losses(outcome(tmp_path), alone)

@@ -59,7 +59,8 @@ def test_step_shows_parts_that_add_up_to_the_step(folder: Path) -> None:
     names = ["data", "forward", "backward", "communication", "optimizer", "logging", "other"]
     assert list(found["parts"]) == names
     assert min(found["parts"][name]["median"] for name in names[1:5]) > 0
-    assert [line.split()[0] for line in done.stdout.splitlines()[4:13]] == [*names, "residue", "step"]
+    words = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]  # a long title takes two lines
+    assert words[words.index("data") :][:9] == [*names, "residue", "step"]
     assert not list(folder.glob("runs/tiny*"))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ReduceOp
 
+import paceline
 import paceline.dist as imported
 from paceline import dist
 from paceline.dist import all_reduce
@@ -115,6 +117,19 @@ def test_another_operation_is_named() -> None:
             dist.barrier()
         else:
             dist.broadcast(torch.ones(2))
+
+
+def test_waiting_for_a_late_rank_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch warns when a wait for the store times out."""
+
+    def body() -> None:
+        dist.barrier()
+        if dist.rank() == 1:
+            time.sleep(0.3)  # longer than the first look at the others
+        dist.barrier()
+
+    paceline.launch(body, ranks=2)
+    assert capfd.readouterr().err == ""
 
 
 @ranks(2)

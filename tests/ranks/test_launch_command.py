@@ -61,7 +61,8 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("options", [[], ["--fresh"]])
 def test_a_script_that_torchrun_runs(tmp_path: Path, options: list[str]) -> None:
     write(tmp_path, "word = 'hello'", "beside.py")
-    done = in_a_new_interpreter("launch", "-n", "2", *options, write(tmp_path, HELLO), "--value", "5", cwd=tmp_path)
+    start = forked.paceline if options else in_a_new_interpreter  # --fresh starts two new ones anyway
+    done = start("launch", "-n", "2", *options, write(tmp_path, HELLO), "--value", "5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hello rank 0 of 2 sum 15\n"
     assert done.stderr == "ranks: 2 (requested); logs in runs/script/logs\nto stderr 0\n"

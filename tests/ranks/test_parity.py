@@ -8,6 +8,7 @@ import parity
 from parity import Case
 
 STEPS = 10  # two epochs; on one rank 20, in which they learn
+SECOND_EPOCH = 6  # its first step
 MODELS = ["mlp", "vae", "resnet", "padded-gpt", "hf-gpt2"]
 # fp32 amplifies rounding in a small-batch BatchNorm, so a resnet's is compared at its first step.
 CASES = [
@@ -26,7 +27,9 @@ def reference() -> dict[Case, object]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 3])  # four are in `make parity`
 def test_loss_gradient_and_evaluation_are_those_of_one_rank(ranks: int, reference: dict[Case, object]) -> None:
-    for case, history in zip(CASES, parity.run(CASES, ranks, steps=STEPS), strict=True):
+    # Two ranks divide a batch, but not its three parts.
+    cases = [case for case in CASES if ranks > 2 or case.accumulate == 3]
+    for case, history in zip(cases, parity.run(cases, ranks, steps=STEPS), strict=True):
         one, bound = reference[case], parity.LOSS_BOUND[case.precision]
         assert parity.fall(one) > 0.3, case
         if case.model == "resnet" and case.precision == "fp32":
@@ -50,5 +53,5 @@ def test_accumulation_changes_nothing_but_batch_norms_statistics(reference: dict
 @pytest.mark.parametrize("fault", list(parity.FAULTS))
 def test_the_comparison_bites_when_a_fault_is_built_in(fault: str, reference: dict[Case, object]) -> None:
     cases = [Case(model, "fp64") for model in MODELS]
-    for case, broken in zip(cases, parity.run(cases, 3, fault, STEPS), strict=True):
+    for case, broken in zip(cases, parity.run(cases, 3, fault, SECOND_EPOCH), strict=True):
         assert parity.difference(reference[case].losses, broken.losses) > 1e-5, (case, fault)

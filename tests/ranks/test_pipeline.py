@@ -34,8 +34,8 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def results(case: Case) -> dict[str, Any]:
     name, changes = case
-    # A batch that no number of ranks or micro-batches divides, and a bound that clips.
-    settings = {"batch": 10, "precision": "fp64", "clip_norm": 0.3, "ema": 0.9, "train": {"max_steps": 4}, **changes}
+    # A batch that no number of ranks or micro-batches divides, a short one at the end, and a bound that clips.
+    settings = {"batch": 11, "precision": "fp64", "clip_norm": 0.3, "ema": 0.9, "train": {"max_steps": 5}, **changes}
     if name == "sequential":
         settings.pop("train")
         model = sequential()
@@ -45,7 +45,7 @@ def results(case: Case) -> dict[str, Any]:
             model, optimizer, criterion=criterion, metrics={"accuracy": accuracy}, run=False, quiet=True, **settings
         )
         val = tiny.blobs(13, first=1)
-        history = trainer.train(tiny.blobs(), val, max_steps=4)
+        history = trainer.train(tiny.blobs(), val, max_steps=5)
     else:
         trainer = paceline.Trainer.from_config(paceline.Config.from_dict(tiny.recipe(name, **settings)))
         history = trainer.train()

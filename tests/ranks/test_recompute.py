@@ -80,10 +80,9 @@ def compiled(cases: list[tuple[str, dict[str, Any]]], backend: str) -> list[list
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_compiled_and_recomputed_blocks_give_the_plain_losses(strategy: str) -> None:
-    hows: list[dict[str, Any]] = [{}, {"compile": True}, {"compile": True, "recompute": "full"}]
-    hows.append({"compile": True, "recompute": "selective"})
+@pytest.mark.parametrize(("strategy", "kinds"), [("ddp", ("off", "full")), ("fsdp", ("off", "full", "selective"))])
+def test_compiled_and_recomputed_blocks_give_the_plain_losses(strategy: str, kinds: tuple[str, ...]) -> None:
+    hows: list[dict[str, Any]] = [{}, *({"compile": True, "recompute": kind} for kind in kinds)]
     cases = [("gpt", {"strategy": strategy, **how}) for how in hows]
     plain, *others = paceline.launch(compiled, ranks=2, cases=cases, backend="aot_eager")
     for losses in others:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import histories
-from histories import BOUNDS, CASES, LAYOUTS, STEPS, Case, History, Leg, Told
+from histories import BOUNDS, CASES, ENDINGS, LAYOUTS, STEPS, Case, History, Leg, Told
 
 pytestmark = pytest.mark.timeout(600)
 COSINE, PLATEAU, MULTI_STEP = CASES[:3]
@@ -53,12 +53,14 @@ def test_workers_and_accumulation_may_change_at_every_stop(references: dict[str,
     assert visible([History(MULTI_STEP, (*legs, last))], references, tmp_path) == {}
 
 
-@pytest.mark.parametrize("first", [0, 5, 10, 15])
-def test_random_histories_equal_a_run_without_a_stop(references: dict[str, Told], tmp_path: Path, first: int) -> None:
-    assert visible([histories.drawn(number) for number in range(first, first + 5)], references, tmp_path) == {}
+def test_random_histories_equal_a_run_without_a_stop(references: dict[str, Told], tmp_path: Path) -> None:
+    drawn = [histories.drawn(number) for number in range(5, 10)]
+    assert {history.case.name for history in drawn} == references.keys()
+    assert {leg.ends for history in drawn for leg in history.legs} == set(ENDINGS)
+    assert visible(drawn, references, tmp_path) == {}
 
 
-UNCHANGED = {"fp32": ("ddp:2", "ddp:3", "fsdp:2", "fsdp:4"), "bf16": ("ddp:2", "ddp:4", "fsdp:2", "fsdp:3")}
+UNCHANGED = {"fp32": ("ddp:3", "fsdp:2"), "bf16": ("ddp:2", "fsdp:4")}
 
 
 @pytest.mark.parametrize("precision", UNCHANGED)

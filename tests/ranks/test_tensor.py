@@ -14,13 +14,13 @@ import tiny
 from paceline.models.losses import cross_entropy
 from paceline.parallel.shards import local_shard
 
-STEPS = 4
+BATCH, STEPS = 11, 5  # 50 samples: no number of ranks divides a batch, and the fifth is short
 PLAN = {"plan": {"layers.0": "column", "layers.2": "row"}}
 
 
 def _recipe(model: str, **changes: Any) -> dict[str, Any]:
     settings = {
-        "batch": 10, "precision": "fp64", "clip_norm": 0.5, "ema": 0.9, "train": {"max_steps": STEPS},
+        "batch": BATCH, "precision": "fp64", "clip_norm": 0.5, "ema": 0.9, "train": {"max_steps": STEPS},
     } | changes  # fmt: skip
     recipe = tiny.recipe(model, **settings)
     if "heads" in recipe["model"]:
@@ -40,7 +40,7 @@ ON_TWO = {
 }
 ON_FOUR = {
     "gpt on four": _recipe("gpt", layout=TENSOR),
-    "gpt, sharded": _recipe("gpt", layout=SHARD, accumulate=3),
+    "padded-gpt, sharded": _recipe("padded-gpt", layout=SHARD, accumulate=3),
     "padded-gpt, replicated": _recipe("padded-gpt", layout=REPLICATE, tensor={"sequence": False}),
     "llama, replicated": _recipe("llama", layout=REPLICATE, accumulate=3),
     "llama, sharded": _recipe("llama", layout=SHARD),

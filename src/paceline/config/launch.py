@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 from paceline.errors import LaunchError
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL
+
+OnHang = Literal["report", "restart", "stop"]
 
 MANUAL_NODES, REMOTE_NODES, SUPERVISION = "Nodes started manually", "Nodes started from here", "Supervision"
 
@@ -83,6 +85,12 @@ def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", value, re.ASCII):
         raise LaunchError("bad-number", f"Invalid value for --tee: {value!r}.", fix="pass ranks, e.g. 0,2")
     return tuple(int(number) for number in value.split(","))
+
+
+def parse_on_hang(value: str) -> OnHang:
+    if value not in get_args(OnHang):
+        raise LaunchError("bad-options", f"Unknown --on-hang {value!r}.", fix="use report, restart or stop")
+    return cast("OnHang", value)
 
 
 class Option(NamedTuple):
@@ -160,6 +168,10 @@ class LaunchOptions:
     max_restarts: int = option(
         0, "--max-restarts", "--max_restarts", ge=0, panel=SUPERVISION,
         help="maximum number of restarts after a failure, each from the newest intact checkpoint",
+    )
+    on_hang: OnHang = option(  # noqa: RUF009
+        "report", "--on-hang", parse=parse_on_hang, panel=SUPERVISION, metavar="report | restart | stop",
+        help="when ranks make no progress: report why and keep waiting (default), restart them, or stop the run",
     )
     tee: tuple[int, ...] = option(
         (), "--tee", parse=parse_ranks, panel=SUPERVISION, metavar="0,2",

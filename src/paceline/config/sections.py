@@ -360,5 +360,6 @@ else:
         "LaunchSection",
         launch.LaunchOptions,
         nodes=Annotated[str | None, BeforeValidator(_number_as_text)],
+        on_hang=launch.OnHang,
         tee=Annotated[list[NonNegativeInt], BeforeValidator(as_list)],
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from paceline.diagnose import signatures
+from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import (
     EXIT_STATUSES,
     FIXES,
@@ -23,6 +24,7 @@ from paceline.diagnose.exits import (
     FailureKind,
     RankExit,
 )
+from paceline.diagnose.rank_names import rank_names
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}  # with which launchers stop ranks
 _MAX_NAMED = 8
@@ -68,18 +70,11 @@ class _Exits:
         return [each for each in self.of(None) if each.code is None]
 
     def name(self, rank_exit: RankExit) -> str:
-        return f"rank {self._number(rank_exit)}"
+        return self.names([rank_exit])
 
     def names(self, exits: Iterable[RankExit]) -> str:
-        found = sorted(exits, key=lambda each: each.rank)
-        if len(found) == 1:
-            return self.name(found[0])
-        shown = [self._number(each) for each in found[:_MAX_NAMED]]
-        last = f"{len(found) - _MAX_NAMED} others" if len(found) > _MAX_NAMED else shown.pop()
-        return f"ranks {', '.join(shown)} and {last}"
-
-    def _number(self, rank_exit: RankExit) -> str:
-        return f"{rank_exit.rank} (node {rank_exit.node})" if self.several_nodes else str(rank_exit.rank)
+        nodes = {each.rank: each.node for each in self.exits} if self.several_nodes else {}
+        return rank_names((each.rank for each in exits), nodes)
 
 
 def find_cause(
@@ -103,6 +98,13 @@ def find_cause(
     if found.of("lost-connection"):
         return _lost_connection(found)
     return _stopped_by_launcher(found)
+
+
+def hang_cause(hang: Hang, exits: Sequence[RankExit]) -> Cause:
+    """The cause if ranks were stopped because they made no progress."""
+    rank = next(iter(hang.ranks), None)
+    node = next((each.node for each in exits if each.rank == rank), None)
+    return Cause("hang", rank, node, hang.text, "", EXIT_STATUSES["hang"], FIXES["hang"])
 
 
 def _kind(rank_exit: RankExit, oom_killed: Collection[int]) -> FailureKind | None:

@@ -15,7 +15,7 @@ from paceline.run.folder import RunFolder
 
 FailureKind = Literal[
     "exception", "gpu-memory", "oom-killer", "signal", "lost-connection", "port-in-use", "timeout",
-    "version-mismatch", "early-exit", "exit", "node-lost",
+    "version-mismatch", "early-exit", "exit", "node-lost", "hang",
 ]  # fmt: skip
 
 # Exit statuses of a launch. A signal is 128 + its number; a rank's own sys.exit(n) is n.
@@ -30,6 +30,7 @@ EXIT_STATUSES: Mapping[FailureKind, int] = MappingProxyType(
         "version-mismatch": 75,
         "early-exit": 76,
         "node-lost": 78,
+        "hang": 79,
     }
 )
 
@@ -46,6 +47,7 @@ FIXES: Mapping[FailureKind, str] = MappingProxyType(
         "version-mismatch": "install the same versions on every machine",
         "early-exit": "ranks must run the same number of steps: look for a return, a break or data that ends early",
         "exit": "the script, or a library it uses, called exit; see the rank's log",
+        "hang": "check the lines that the report names; the stacks of all ranks are with the logs of the run",
         "node-lost": "check that machine: was it shut down, preempted or disconnected from the network?",
     }
 )

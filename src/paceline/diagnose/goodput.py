@@ -29,6 +29,7 @@ class Goodput:
     training: float = 0.0  # steps that were not lost
     evaluation: float = 0.0
     saves: float = 0.0
+    hung: float = 0.0  # ranks made no progress, and a report said so
     lost: float = 0.0  # steps that a failure discarded
     down: float = 0.0  # from a failure to the restart
     end: float = 0.0  # after the last step
@@ -60,7 +61,7 @@ class Goodput:
 
 _LABELS = {
     "start": "start", "rendezvous": "rendezvous", "load": "load", "compile": "first step", "evaluation": "evaluation",
-    "saves": "saves", "lost": "lost and replayed", "down": "down", "end": "end",
+    "saves": "saves", "hung": "hung", "lost": "lost and replayed", "down": "down", "end": "end",
 }  # fmt: skip
 
 
@@ -90,6 +91,7 @@ class _Segment:
 
 _SECONDS_OF = {  # events with a duration, and the activity that it counts for
     "joined": "rendezvous", "restored": "load", "saved": "saves", "save-failed": "saves", "evaluated": "evaluation",
+    "hang": "hung", "continued": "hung",
 }  # fmt: skip
 
 
@@ -108,6 +110,7 @@ class _Accumulator:
         self._saved = 0  # completed for certain, possibly more than the last event with a step says
         self._window = 0.0  # seconds since `_step` was reached; `_other` of them were not training
         self._other = 0.0
+        self._hangs: list[tuple[float, float]] = []  # each with its begin and end
 
     def add(self, event: str, now: float, values: Mapping[str, Any]) -> None:
         if event == "launched":
@@ -119,6 +122,8 @@ class _Accumulator:
         self._switch(int(_number({"trainer": self._trainer, **values}, "trainer")))
         if event in _SECONDS_OF:
             elapsed = self._spend(_SECONDS_OF[event], _number(values, "seconds"), elapsed)
+            if _SECONDS_OF[event] == "hung":
+                self._hangs.append((now - _number(values, "seconds"), now))
         elif event == "first-step":
             elapsed = self._begin(values, elapsed)
         self._pass(elapsed)
@@ -149,12 +154,19 @@ class _Accumulator:
         """Count `seconds` for an activity that ended now; returns the rest of the elapsed time. A background save
         stalls training at its beginning, before other events."""
         if self._state == "training":
+            seconds -= self._hung_in(seconds)
             self._other += seconds
         else:
             seconds = min(seconds, elapsed)
             elapsed -= seconds
         setattr(self._sums, kind, getattr(self._sums, kind) + seconds)
         return elapsed
+
+    def _hung_in(self, seconds: float) -> float:
+        """How much of an activity that ended now was counted as hung already."""
+        assert self._last is not None
+        began, now = self._last - seconds, self._last
+        return sum(max(0.0, min(end, now) - max(start, began)) for start, end in self._hangs)
 
     def _begin(self, values: Mapping[str, Any], elapsed: float) -> float:
         """The first steps of a call to train(). Steps after its start that were completed earlier are lost."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.diagnose.cause import Cause, find_cause
+from paceline.config.launch import OnHang
+from paceline.diagnose.cause import Cause, find_cause, hang_cause
+from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import RankExit
 
 CRASH_LOOP = 77  # exit status
@@ -39,9 +41,9 @@ class GiveUp:
 class Supervisor:
     """Decides after each failure of a job; there is one for all nodes."""
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, on_hang: OnHang = "report") -> None:
         self.restarts = 0
-        self._max_restarts = max_restarts
+        self._max_restarts, self._on_hang = max_restarts, on_hang
         self._failed_steps: list[int | None] = []
 
     def decide(
@@ -52,19 +54,27 @@ class Supervisor:
         lost_nodes: Mapping[int, str] | None = None,
         several_nodes: bool = False,
         suspects: Mapping[int, Sequence[int]] | None = None,
+        hang: Hang | None = None,
     ) -> Restart | GiveUp:
-        """`suspects`: by rank, the recorded samples of the step that failed twice."""
+        """`suspects`: by rank, the recorded samples of the step that failed twice. `hang`: for which the ranks were
+        stopped."""
         cause = find_cause(exits, oom_killed=oom_killed, lost_nodes=lost_nodes or {}, several_nodes=several_nodes)
+        if hang is not None and not lost_nodes:
+            cause = hang_cause(hang, exits)
         blamed = next((each for each in exits if each.rank == cause.rank), None)
         step = blamed.step if blamed else max((each.step for each in exits if each.step is not None), default=None)
         self._failed_steps.append(step)
         if self._failures_in_step() >= _CRASH_LOOP_FAILURES:
             return GiveUp(_crash_loop(cause, step, (suspects or {}).get(-1 if cause.rank is None else cause.rank)))
-        if self.restarts >= self._max_restarts or _is_permanent(cause, blamed):
+        if not self.is_restart_left or _is_permanent(cause, blamed) or (hang is not None and self._on_hang == "stop"):
             return GiveUp(cause)
         self.restarts += 1
         is_suspect = self._failures_in_step() == _CRASH_LOOP_FAILURES - 1
         return Restart(cause, self._delay(), step if is_suspect else None)
+
+    @property
+    def is_restart_left(self) -> bool:
+        return self.restarts < self._max_restarts
 
     def _failures_in_step(self) -> int:
         """How many of the latest failures occurred in the same step."""

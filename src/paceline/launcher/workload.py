@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import LaunchError
-from paceline.runtime import environment
+from paceline.runtime import environment, rank_watch
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Target:
 
 
 def _replace_process(program: str, args: tuple[str, ...]) -> None:
+    rank_watch.abandon()
     try:
         os.execvp(program, [program, *args])
     except OSError as error:

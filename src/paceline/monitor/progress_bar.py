@@ -37,6 +37,7 @@ class LogPoint:
     tflops: float | None = None  # per second and device
     mfu: float | None = None
     sent_mb: float | None = None  # per step and rank
+    slow: str = ""  # the ranks that the others wait for
 
 
 class Display(Protocol):
@@ -110,7 +111,7 @@ class Bar:
     REFRESHES = 4.0  # per second
     WIDEST, NARROWEST = 30, 8
     # In the order of removal; logged values are removed before these, steps and loss never.
-    DISPENSABLE = ("flops", "memory", "lr", "epoch", "sent", "wait", "bar", "rate", "left")
+    DISPENSABLE = ("flops", "memory", "lr", "epoch", "sent", "wait", "bar", "rate", "slow", "left")
 
     def __init__(self, total: int | None, done: int, console: Console | None = None) -> None:
         self.completed = done
@@ -191,6 +192,8 @@ def _facts(point: LogPoint) -> dict[str, str]:
         "rate": f"{format_rate(samples)} samples/s" if tokens is None else f"{format_rate(tokens)} tokens/s",
         "wait": f"data wait {point.data_wait:.0%}",
     }
+    if point.slow:
+        facts["slow"] = point.slow
     if point.tflops is not None:
         facts["flops"] = f"{format_rate(point.tflops * 1e12)}FLOP/s" if point.mfu is None else f"MFU {point.mfu:.1%}"
     if point.sent_mb is not None:

@@ -2,6 +2,9 @@
 
     {"time": 1760000000.123, "step": 40, "samples_per_second": 812.5, "data_wait": 0.03, "memory": …, "peak_memory": …}
 
+On several ranks also `own_time`, the seconds of a step that this rank does not spend in collectives (stragglers.py),
+and `slowdown` while the others wait for it.
+
 At most ten records per second are written, and always the last one. Each rank writes its own file, without any
 synchronization. Tools that compare ranks (stragglers, data wait time, memory) read all files.
 """
@@ -13,6 +16,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,10 +29,12 @@ class RankStats:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = JsonlWriter(path)
-        self._held: dict[str, float] | None = None
+        self._held: dict[str, Any] | None = None
         self._next = 0.0
 
-    def log_point(self, step: int, samples_per_second: float, data_wait: float, memory: int, peak_memory: int) -> None:
+    def log_point(
+        self, step: int, samples_per_second: float, data_wait: float, memory: int, peak_memory: int, **more: Any
+    ) -> None:
         """`data_wait` is a fraction of the time since the last log point; memory is in bytes."""
         now = time.time()
         self._held = {
@@ -38,6 +44,7 @@ class RankStats:
             "data_wait": round(data_wait, 4),
             "memory": memory,
             "peak_memory": peak_memory,
+            **more,
         }
         if now >= self._next:
             self._write()

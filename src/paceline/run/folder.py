@@ -83,9 +83,12 @@ class RunFolder:
     logs = _File(_LOGS)
     rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output
     heartbeat = _FilePerRank(_LOGS, "progress-{}")  # what the rank is doing (heartbeat.py)
+    page = _FilePerRank(_LOGS, "page-{}")  # how far it has come (rank_page.py)
+    stack = _FilePerRank(_LOGS, "stack-{}.txt")  # of its main thread, written when its launcher asks for it
     suspects = _FilePerRank(_LOGS, "suspects-{}.json")  # its samples in a suspect step (heartbeat.py)
     failure = _FilePerRank(_LOGS, "failure-{}.json")  # why it exited (failures.py)
     failure_space = _FilePerRank(_LOGS, "failure-{}.reserved")  # disk space for that file
+    hang = _File(_LOGS, "hang.json")  # the last report of ranks that made no progress, and earlier ones
     target = _File(_LOGS, "target.json")  # the program that ranks run in a new interpreter
 
     csv = _File("metrics.csv")  # from here on, files of the loggers

@@ -69,6 +69,12 @@ class HeartbeatWriter:
         _write_body(buffer, _BODY_AT, 0, 0, time())
         buffer[:_BODY_AT] = _HEAD
 
+    @property
+    def last(self) -> Heartbeat:
+        """What was written last."""
+        phase, step, when = _BODY.unpack_from(self._buffer, _BODY_AT)
+        return Heartbeat(_PHASES[phase], step, when)
+
     def at(self, step: int) -> None:
         """`step` steps are done and the next one starts."""
         _write_body(self._buffer, _BODY_AT, _TRAINING, step, time())

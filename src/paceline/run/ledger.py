@@ -9,6 +9,8 @@ seconds, an event and its values:
     launched {nodes, ranks, generation}     by the launcher; generation 0 starts a run, later ones are restarts;
              {resumed}                      the user or a scheduler started the job again: the pause is not counted
     ranks-started
+    hang {kind, ranks, seconds}             ranks have made no progress for so long
+    continued {seconds}                     they made progress again, so long after that
     failed {cause, rank, step}
     ended {status}
 

@@ -65,9 +65,9 @@ def open_log(path: Path | None) -> int:
     return os.open(os.devnull, os.O_WRONLY)
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, limit: int = -1) -> bytes:
     with os.fdopen(open_descriptor(path), "rb") as file:
-        return file.read()
+        return file.read(limit)
 
 
 def read_text(path: Path) -> str:

@@ -5,9 +5,11 @@
     dist.all_reduce(tensor, op="mean")     # or ReduceOp.AVG; in place, as torch's are
     settings = dist.broadcast_object(settings)
 
-With one rank no process group is needed. With several, the first collective initializes it if the user has not. With
-`dist.debug(True)` or PACELINE_DEBUG=1, every call first checks that operation, shape and dtype are the same on all
-ranks, and names the ranks that differ.
+With one rank no process group is needed. With several, the first collective initializes it if the user has not.
+
+The first calls in each process group check that operation, shape, dtype and root are the same on all ranks, and name
+the ranks and lines that differ (call_check.py). With `dist.debug(True)` or PACELINE_DEBUG=1 every collective of the
+process does, also those of torch.distributed, DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.errors import WorldError
-from paceline.runtime import consistency, environment, objects, process_group
+from paceline.runtime import call_check, collective_hook, environment, objects, process_group
 
 __all__ = [
     "Work", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object",
@@ -41,6 +43,9 @@ _OPS = {
     "product": torch_dist.ReduceOp.PRODUCT,
 }
 _debug: bool | None = None
+_CHECKED = 32  # calls in each process group, without debug mode
+_PATIENCE = 1.0  # seconds for which these wait: the collective then starts, and a hang in it is seen by the launcher
+_calls: dict[str, int] = {}  # that were checked without debug mode, by the name of the group
 
 
 class Work:
@@ -87,9 +92,14 @@ def is_initialized() -> bool:
 
 
 def debug(on: bool) -> None:
-    """Switch the consistency check of collectives on or off; must be the same on every rank."""
+    """Check all collectives of this process, or only the first ones of this module. Call it on every rank, after the
+    same collective."""
     global _debug
     _debug = on
+    if on:
+        collective_hook.install()
+    else:
+        collective_hook.remove()
 
 
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:
@@ -236,9 +246,24 @@ def _begin(
         if tensors is None or len(tensors) != size:
             got = "no list" if tensors is None else f"a list of {len(tensors)}"
             raise WorldError("bad-list", f"{operation} expected a list of {size} tensors, one per rank, got {got}.")
-    if size > 1 and (environment.debug_enabled() if _debug is None else _debug):
-        consistency.require_same_call(operation, tensor, detail, group)
+    if size > 1:
+        _check(operation, tensor, detail, group)
     return size > 1
+
+
+def _check(operation: str, tensor: Tensor | None, detail: str, group: Group) -> None:
+    if _debug is None:
+        debug(environment.debug_enabled())
+    if _debug:
+        patience = None
+    else:
+        name = "" if group is None or group is torch_dist.group.WORLD else group.group_name
+        if _calls.get(name, 0) == _CHECKED:
+            return
+        _calls[name] = _calls.get(name, 0) + 1
+        patience = _PATIENCE
+    call = call_check.describe(operation, [] if tensor is None else [tensor], detail)
+    call_check.require_same_call(call, group, patience)
 
 
 def _end(async_op: bool, *handles: Any, finish: Callable[[], object] | None = None) -> Work | None:

@@ -5,33 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as torch_dist
-
 from paceline.errors import WorldError
-from paceline.runtime import objects
 from paceline.text import flatten, numbered, plural
-
-_DESCRIPTION_BYTES = 256  # fixed, because descriptions of different calls have different lengths
-
-
-def require_same_call(
-    operation: str, tensor: torch.Tensor | None, detail: str, group: torch_dist.ProcessGroup | None
-) -> None:
-    """Raise unless all ranks of the group call this collective with the same shape and dtype. Itself a collective."""
-    inputs = [] if tensor is None else [str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
-    call = f"{operation}({', '.join([*inputs, detail] if detail else inputs)})"
-    sent = objects.as_tensor(call.encode()[:_DESCRIPTION_BYTES], _DESCRIPTION_BYTES, objects.message_device(group))
-    received = [torch.empty_like(sent) for _ in range(torch_dist.get_world_size(group))]
-    torch_dist.all_gather(received, sent, group=group)
-    calls = [bytes(data.cpu().numpy()).decode(errors="replace").rstrip("\0") for data in received]
-    if len(set(calls)) > 1:
-        raise WorldError(
-            "different-collectives",
-            "Ranks called different collectives:\n" + by_rank(calls),
-            why="a collective needs the same operation, shape and dtype on every rank, or it hangs or corrupts data",
-            fix="look for a branch that depends on the rank, or data of different sizes, before this call",
-        )
 
 
 def require_same_recipe(recipes: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as torch_dist
@@ -32,6 +33,8 @@ class Post(NamedTuple):
     micros: int
     waits: bool  # idle in a collective or in an agreement: it continues only if another rank does something
     ended: bool
+    stands: bool = False
+    number: int = 0  # among the posts of its rank
 
 
 class Board:
@@ -44,17 +47,30 @@ class Board:
         self.timeout = process_group.FIRST_STEP_SECONDS  # of collectives
         self.calls = 0  # that all ranks have made together
         self.micros = progress.micros  # at the last of them
+        self._posts = 0
 
     @property
     def store(self) -> Any:
-        return torch_dist.distributed_c10d._get_default_store()  # private; the user may have initialized the group
+        try:
+            return torch_dist.distributed_c10d._get_default_store()  # private; the user may have initialized the group
+        except ValueError as error:
+            raise RuntimeError("the process group was destroyed") from error
 
     def key(self, *parts: object) -> str:
         return "/".join(map(str, ("paceline", self._name, *parts)))
 
-    def post(self, place: str, *, waits: bool = False, ended: bool = False) -> None:
-        own = (place, self.calls, progress.micros - self.micros, waits, ended)
+    def post(self, place: str, *, waits: bool = False, ended: bool = False, stands: bool = False) -> None:
+        self._posts += 1
+        own = (place, self.calls, progress.micros - self.micros, waits, ended, stands, self._posts)
         self.store.set(self.key("at", self.rank), json.dumps(own))
+
+    def post_stack(self, stack: Sequence[tuple[str, str, int]]) -> None:
+        """Functions, files and lines of the main thread, innermost first."""
+        self.store.set(self.key("stack", self.rank), json.dumps(stack))
+
+    def read_stack(self, rank: int) -> list[tuple[str, str, int]]:
+        text = self.read_text("stack", rank)
+        return [] if text is None else [tuple(frame) for frame in json.loads(text)]
 
     def read(self, rank: int) -> Post | None:
         text = self.read_text("at", rank)

@@ -7,9 +7,24 @@ def test_sum():
     tensor = torch.ones(1)
     paceline.dist.all_reduce(tensor)
     assert tensor.item() == 2
+
+Names are imported on first use: pytest loads the plugin beside them wherever paceline is installed, and must not wait
+for torch.
 """
 
-from paceline.testing.comparison import parity
-from paceline.testing.runner import RankFailure, ranks, run_on_ranks
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.testing.comparison import parity
+    from paceline.testing.runner import RankFailure, ranks, run_on_ranks
 
 __all__ = ["RankFailure", "parity", "ranks", "run_on_ranks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'paceline.testing' has no attribute {name!r}")
+    return getattr(import_module(f"paceline.testing.{'comparison' if name == 'parity' else 'runner'}"), name)

@@ -141,6 +141,7 @@ class Agenda:
             self._evaluate(step, epoch, due=False)  # the run was killed after its last save
         if self.profiler is not None:
             self.recorder.note(self.profiler.close())
+        self.recorder.finish()
 
     def _log(self) -> str | None:
         flushed = self.recorder.flush()

@@ -92,7 +92,7 @@ class Engine:
             device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
         )
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
-        standstill.watch(self.world.size)
+        standstill.watch(self.world.size, self.telemetry.heartbeat)
         self.telemetry.joined(self.world)
         self.model, config, hook = take_over(model, config, self.world.size, self.log)
         self.config, self.comm_hook = config, hook_check.choose_hook(task.comm_hook, hook, config)
@@ -269,9 +269,17 @@ class Engine:
         how = {"eager": not config.compile, "countable": not self.wrapped.slices}
         flops = ModelFlops(self.module, self.stepper, self.mesh, self.draw, user_code, **how)
         self.rates = Rates(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
+        if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.wrapped.forward, Replicas):
+            self.stepper.backward = self.rates.own_time.around(self.stepper.backward)  # type: ignore[method-assign]
         self._power_iterations = PowerIterations(self.model)
         if self._power_iterations:
             self.stepper.before_micro = self._before_micro
+        self._build_updater()
+        step = (self.module, self.stepper, self.updater, self.draw, self.log)
+        self.graphed = GraphedStep(*step) if config.graph else None
+
+    def _build_updater(self) -> None:
+        config = self.config
         self.updater = Updater(
             self.optimizer,
             self.module,
@@ -291,12 +299,10 @@ class Engine:
         if self.world.size > 1 or self.sharded is not None:
             self.defer_hooks()
             own_step.refuse_other_steps(self.optimizer, self.updater)
-        if config.nonfinite != "raise" and device.type != "cpu" and not is_fused(self.optimizer):
+        if config.nonfinite != "raise" and self.world.device.type != "cpu" and not is_fused(self.optimizer):
             self.log.info(
                 f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
             )
-        step = (self.module, self.stepper, self.updater, self.draw, self.log)
-        self.graphed = GraphedStep(*step) if config.graph else None
 
     def defer_hooks(self) -> None:
         """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""

@@ -88,6 +88,8 @@ def take_step(job: Job, micro: MicroBatch) -> None:
         norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
     engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)
+    if job.recorder.own_time is not None:
+        job.recorder.own_time.stepped(job.recorder.waited)
     lr, parts, samples = updater.lr, stepper.losses, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
     if engine.local_steps is not None:

@@ -22,6 +22,7 @@ from paceline.monitor.last_records import LastExchange
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import RankStats, process_memory
+from paceline.monitor.stragglers import OwnTime
 from paceline.plan.slow_input import InputSource, Interval
 from paceline.run.history import History, Record, require_free_names
 from paceline.run.jsonl import JsonlWriter
@@ -92,6 +93,7 @@ class Recorder:
         self._callbacks, self._is_bad, self._log, self._replicas = callbacks, is_bad, log, replicas
         self._rates = rates
         self._traffic = None if rates is None else rates.traffic
+        self.own_time: OwnTime | None = None  # None: one rank, or a custom loop
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self.tokens_per_sample: int | None = None
@@ -151,6 +153,11 @@ class Recorder:
         seen_here = bad is not None and not math.isfinite(losses[records.index(bad)])
         return Flushed(records, bool(values[4 * count + 1]), bad, seen_here)
 
+    def finish(self) -> None:
+        """Training has ended."""
+        if self._rates is not None:
+            self._rates.finish()
+
     def check_replicas(self, step: int) -> None:
         """Compare all weights of replicas after the last step. Collective: must be called on every rank."""
         if self._replicas is not None:
@@ -186,7 +193,7 @@ class Recorder:
         sent = {} if self._traffic is None or self._rates is None else self._rates.sent(sums, own.steps)
         if sent:
             last.update({name: value for name, value in sent.items() if name not in last})
-        rates = {} if self._rates is None else self._rates.combine(sums, rate, own)
+        rates = {} if self._rates is None else self._rates.combine(sums, rate, own, last["step"])
         timed = {"time": round(time.time(), 3), "samples_per_second": round(rate, 2)}
         self._sinks.write([*records[:-1], last | rates | last | timed])  # the user may have logged an mfu
         memory = None
@@ -194,14 +201,18 @@ class Recorder:
             if now > self._memory_read + _MEMORY_INTERVAL:
                 self._memory, self._memory_read = process_memory(self._device), now
             memory, peak = self._memory
-            self._sinks.events.log_point(last["step"], rate, own.data_wait, memory, peak)
+            more = {} if self._rates is None else self._rates.of_rank()
+            self._sinks.events.log_point(last["step"], rate, own.data_wait, memory, peak, **more)
         tokens = None if self.tokens_per_sample is None else rate * self.tokens_per_sample
         speed = (rate, tokens, rates.get("data_wait", own.data_wait))
+        slow = "" if self._rates is None or self._rates.stragglers is None else self._rates.stragglers.shown()
         shown = (rates.get("tflops_per_device"), rates.get("mfu"), sent.get("sent_mb"))
         self.display.show(
-            LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], *speed, memory, extras, *shown)
+            LogPoint(last["step"], last["epoch"], last["loss"], last["lr"], *speed, memory, extras, *shown, slow)
         )
         self._callbacks.call("on_log", last)
+        if self.own_time is not None:
+            self.own_time.resume()
 
     def flush_last(self) -> bool:
         """Write pending records where ranks may be gone: after an exception, or when a custom loop ends. Returns
@@ -256,12 +267,15 @@ class Recorder:
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
+        if self.own_time is not None:
+            self.own_time.resume()
 
     def begin(self, source: InputSource | None = None, groups: int = 1) -> None:
         """Start measuring throughput. `source`: where batches, of `groups` micro-batches, come from."""
         self._since, self.waited = time.perf_counter(), 0.0
         if self._rates is not None:
             self._rates.begin(source, groups)
+            self.own_time = None if source is None else self._rates.own_time
 
 
 def _numbers(pending: Sequence[Pending], device: torch.device) -> list[float]:

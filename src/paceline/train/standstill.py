@@ -6,6 +6,9 @@
     0.8 × `timeout`, in the Trainer's data
                      end this rank with `data.stands-still`, before ranks that wait for it time out
 
+Without a launcher of ours, rank 0 reports hangs (hang_watch.py): ranks also post their stacks and, every five seconds,
+that they move.
+
 Collectives have their own timeout. Nothing else ends a run: a long callback, an evaluation or a compilation is slow on
 every rank alike, and a debugger may stop anywhere.
 """
@@ -21,17 +24,21 @@ import time
 from contextlib import suppress
 
 from paceline.diagnose import signatures
-from paceline.diagnose.place import StackPlace, main_place
+from paceline.diagnose.evidence import StackFrame
+from paceline.diagnose.place import StackPlace, main_stack, place_of_stack
 from paceline.errors import DataError
 from paceline.log import Log
 from paceline.run import failures
+from paceline.run.heartbeat import HeartbeatWriter
 from paceline.runtime import environment, process_group, whereabouts
 from paceline.runtime.consistency import by_rank
 from paceline.runtime.whereabouts import Board, progress
+from paceline.train import hang_watch
 
 _INTERVAL = 1.0
 _WARN, _END = 0.5, 0.8  # of the timeout
 _IDLE = 0.05  # seconds of CPU time in an interval, of all threads
+_MOVES = 5  # intervals between posts of a rank that makes progress
 
 
 class StandstillWatch:
@@ -43,6 +50,9 @@ class StandstillWatch:
         self._thread = threading.Thread(target=self._run, name="paceline-standstill", daemon=True)
         self._log = Log(board.rank, every_rank=True)
         self._posted = False
+        self._intervals = 0  # since the last post
+        self._is_asked = not environment.was_launched()
+        self._stack: list[StackFrame] = []  # that was posted last
         atexit.register(self.end)
         self._thread.start()
 
@@ -60,10 +70,14 @@ class StandstillWatch:
             interval, used = min(_INTERVAL, self.board.timeout / 20), time.process_time()
             # Of this thread's own intervals, not of a clock: the process may have been suspended.
             stood = stood + interval if now == before else 0.0
-            last, place = place, main_place()
+            stack = main_stack()
+            last, place = place, place_of_stack(stack)
             idle = used - cpu < _IDLE * interval and place == last
             before, cpu = now, used
             try:
+                if stood > 0 and self._is_asked and stack != self._stack:
+                    self._stack = stack
+                    self.board.post_stack(stack)
                 self._post(place, stands=stood > 0, waits=idle and place.activity == "collective")
             except RuntimeError:  # the group is destroyed, or the rank with the store has ended
                 return
@@ -76,9 +90,10 @@ class StandstillWatch:
                 self._log.warning(f"rank {self.board.rank} has waited {stood:.0f} s for its next batch: {place.text}")
 
     def _post(self, place: StackPlace, *, stands: bool, waits: bool) -> None:
-        if stands or self._posted:
-            self._posted = stands
-            self.board.post(place.text, waits=stands and waits)
+        self._intervals += 1
+        if stands or self._posted or (self._is_asked and self._intervals == _MOVES):
+            self._posted, self._intervals = stands, 0
+            self.board.post(place.text, waits=stands and waits, stands=stands)
 
     def _fail(self, place: StackPlace) -> None:
         """End the process: no exception can be raised in a thread that waits for a lock or a file."""
@@ -106,7 +121,8 @@ def stands_still(rank: int, places: list[str], seconds: float) -> DataError:
 
 def _places(board: Board) -> list[str]:
     posts = [board.read(rank) for rank in range(board.world)]
-    return ["not known" if post is None else post.place for post in posts]
+    # A rank that moved when it posted may be stopped elsewhere by now.
+    return [post.place if post is not None and (post.stands or post.ended) else "not known" for post in posts]
 
 
 def note_places(error: BaseException) -> None:
@@ -119,7 +135,7 @@ def note_places(error: BaseException) -> None:
 _watch: StandstillWatch | None = None
 
 
-def watch(world: int) -> None:
+def watch(world: int, heartbeat: HeartbeatWriter) -> None:
     """Watch this rank. One thread serves all Trainers of a process group. Collective on first use."""
     global _watch
     if world == 1:
@@ -127,6 +143,7 @@ def watch(world: int) -> None:
     board = whereabouts.board()
     if _watch is None or _watch.board is not board:
         _watch = StandstillWatch(board)
+    hang_watch.watch(board, heartbeat)
 
 
 def shorten_timeout(seconds: float) -> None:

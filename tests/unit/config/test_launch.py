@@ -8,7 +8,7 @@ import pytest
 
 from paceline.config.launch import Endpoint, LaunchSpec, NodeRange, parse_ranks
 from paceline.config.recipe import Config
-from paceline.errors import LaunchError
+from paceline.errors import ConfigError, LaunchError
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("2", (2, 2)), ("1:4", (1, 4))])
@@ -40,6 +40,16 @@ def test_ranks_to_show() -> None:
     assert parse_ranks("0,2") == parse_ranks([0, 2]) == (0, 2)
     with pytest.raises(LaunchError, match=r"launch\.bad-number"):
         parse_ranks("0,,2")
+
+
+def test_what_to_do_about_a_hang() -> None:
+    recipe = Config.from_dict({"launch": {"on_hang": "restart"}})
+    assert LaunchSpec.resolve(recipe, {}).on_hang == "restart" and LaunchSpec().on_hang == "report"
+    assert LaunchSpec.from_json(LaunchSpec.resolve(recipe, {"on_hang": "stop"}).to_json()).on_hang == "stop"
+    with pytest.raises(LaunchError, match=r"launch\.bad-options.*--on-hang 'ignore'"):
+        LaunchSpec.resolve(None, {"on_hang": "ignore"})
+    with pytest.raises(ConfigError, match="on_hang"):
+        Config.from_dict({"launch": {"on_hang": "ignore"}})
 
 
 def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_defaults() -> None:

@@ -45,6 +45,23 @@ def test_the_time_of_a_run_without_a_failure_is_attributed(tmp_path: Path) -> No
     assert found.total == pytest.approx(30.0) and found.effective == pytest.approx(20 / 30)
 
 
+def test_the_time_of_a_hang_is_counted_once(tmp_path: Path) -> None:
+    """One in a step, and one in an evaluation, which ends later."""
+    hung: list[Line] = [
+        *UNBROKEN[:6],
+        (1020, "hang", {"kind": "missing", "seconds": 3.0}),
+        (1024, "continued", {"seconds": 4.0}),
+        (1030, "hang", {"kind": "missing", "seconds": 2.0}),
+        (1034, "continued", {"seconds": 4.0}),
+        (1035, "evaluated", {"seconds": 9.0}),
+        (1045, "finished", {"step": 20}),
+        (1046, "ended", {"status": 0}),
+    ]
+    found = summarize(written(tmp_path, *hung))
+    assert (found.hung, found.evaluation, found.saves) == (13.0, 3.0, 2.0)
+    assert found.total == pytest.approx(46.0)
+
+
 def test_steps_that_are_trained_again_were_lost(tmp_path: Path) -> None:
     """Step 10 was saved, 16 were done, and the 17th was cut off."""
     failed = [*UNBROKEN[:7], (1022, "stepped", {"step": 16}), (1022.5, "failed", {"cause": "signal", "step": 16})]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import RankExit
 from paceline.launcher.restart_policy import CRASH_LOOP, GiveUp, Restart, Supervisor
 from paceline.run.failures import FailureRecord
@@ -39,6 +40,19 @@ def test_ranks_are_restarted_as_often_as_allowed() -> None:
 
 def test_without_restarts_the_first_failure_is_the_end() -> None:
     assert isinstance(Supervisor(0).decide(killed(5)), GiveUp)
+
+
+def test_a_hang_is_restarted_or_final_as_set() -> None:
+    hang = Hang("missing", (1,), "rank 1 never entered all_reduce #4\nrank 0 has waited")
+    stopped = [RankExit(rank, rank, None, 2.0, step=5) for rank in (0, 1)]
+    restarted = Supervisor(1, "restart").decide(stopped, hang=hang)
+    assert isinstance(restarted, Restart) and restarted.cause.what == hang.text
+    for supervisor in (Supervisor(1, "stop"), Supervisor(0, "restart")):
+        final = supervisor.decide(stopped, hang=hang)
+        assert isinstance(final, GiveUp)
+        assert (final.cause.kind, final.cause.status, final.cause.rank, final.cause.node) == ("hang", 79, 1, 1)
+    lost = Supervisor(0, "stop").decide(stopped, hang=hang, lost_nodes={1: "no heartbeat"})
+    assert lost.cause.kind == "node-lost"
 
 
 def test_progress_resets_the_delay() -> None:

@@ -61,6 +61,12 @@ def test_bytes_are_shown_where_they_are_counted() -> None:
     assert "sent" not in last_line(played(200))
 
 
+def test_a_slow_rank_is_shown_while_there_is_one() -> None:
+    slow = "rank 3 1.9× slower: data"
+    assert slow in last_line(played(100, point=replace(LOG_POINT, slow=slow)))
+    assert "slower" not in last_line(played(100))
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 132])
 def test_a_bar_stays_on_one_line(width: int) -> None:
     output = played(width)

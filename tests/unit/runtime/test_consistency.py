@@ -3,18 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from paceline import dist
 from paceline.errors import WorldError
-from paceline.runtime.consistency import (
-    by_rank,
-    require_same_call,
-    require_same_recipe,
-    require_same_versions,
-    require_same_weights,
-)
-from paceline.testing import ranks
+from paceline.runtime.consistency import by_rank, require_same_recipe, require_same_versions, require_same_weights
 
 
 def error_of(require: Any, *arguments: Any) -> WorldError:
@@ -52,12 +43,3 @@ def test_weights_name_a_few_parameters_and_count_all() -> None:
 
 def test_ranks_with_the_same_value_share_a_line() -> None:
     assert by_rank(["a", "b", "a"], indent="") == "ranks 0, 2: a\nrank 1: b"
-
-
-@ranks(2)
-def test_calls_with_different_shapes_are_named_on_every_rank() -> None:
-    error = error_of(require_same_call, "all_reduce", torch.ones(2 + dist.rank()), "op=sum", None)
-    assert error.code == "world.different-collectives"
-    assert "rank 0: all_reduce((2,), float32, op=sum)" in str(error)
-    assert "rank 1: all_reduce((3,), float32, op=sum)" in str(error)
-    require_same_call("barrier", None, "", None)

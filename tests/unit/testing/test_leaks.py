@@ -45,8 +45,9 @@ def test_a_test_that_leaves_something_behind_fails(report: str, kind: str) -> No
     assert LEAKS[kind][2] in said
 
 
-def test_without_the_option_no_leak_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("import os\ndef test_leaky():\n    os.environ['LEFT_BEHIND'] = '1'\n")
+def test_without_the_option_no_leak_is_reported_and_torch_is_not_imported(tmp_path: Path) -> None:
+    leaky = "os.environ['LEFT_BEHIND'] = '1'; assert 'torch' not in sys.modules"
+    (tmp_path / "test_it.py").write_text(f"import os, sys\ndef test_leaky():\n    {leaky}\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout

@@ -5,7 +5,8 @@ import logging
 import re
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import Trainer, dist
+from paceline.monitor import gpu_stats
 from paceline.plan import slow_input
+from paceline.plan.traffic import Traffic
+from paceline.train.rates import Rates
 
 
 class Slow(Dataset[tuple[Tensor, Tensor]]):
@@ -79,3 +83,22 @@ def test_the_first_rank_reports_the_slowest_one() -> None:
     found = re.search(r"reading takes ([\d.]+) ms", first[0])
     assert found is not None and float(found[1]) >= 8
     assert second == []
+
+
+def test_the_numbers_of_a_gpu_travel_between_those_of_a_rank_and_its_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = {"utilization": 0.9, "temperature": 91, "clock": 990, "max_clock": 1980, "throttled": ["heat"]}
+    monkeypatch.setattr(gpu_stats.Nvml, "open", lambda device: SimpleNamespace(sample=lambda: sample))
+    flops = SimpleNamespace(per_sample=None, peak=None)
+    mesh = SimpleNamespace(device=torch.device("cuda"), data_ranks=1, degrees=None)
+    said, traffic = list[str](), Traffic()
+    rates = Rates(cast(Any, flops), cast(Any, mesh), said.append, 1, traffic)
+    assert rates._gpu is not None
+    interval = slow_input.Interval(1.0, 10, 0.0)
+    rates.own(interval)  # the first log point
+    for _ in range(gpu_stats.THROTTLED):
+        rates._gpu.sample()
+    traffic.all_reduce(1_000_000, 2)
+    sums = rates.own(interval)
+    assert rates.combine(sums, 1.0, interval, 10) == {} and rates.sent(sums, 10)["sent_mb"] == 0.1
+    assert said[0].startswith("the GPU of rank 0 throttles: it is too hot (91 °C")
+    assert rates.of_rank() == {"gpu": sample}

@@ -13,8 +13,9 @@ connection and is lost at once; a machine that loses power falls silent and is l
 A launcher that is killed leaves orphaned ranks behind, which keep training (reaper.py). If restarts are allowed, they
 may do so until another launcher has joined for their node: then the run pauses for a restart of the ranks only.
 
-Messages from a node: join, opened, started, failed, exited, interrupted, error, heartbeat. From the coordinator:
-joined, rejected, waiting, notice, open, start, stop, restart, end, heartbeat.
+Messages from a node: join, opened, started, failed, exited, interrupted, error, heartbeat; standstill, evidence,
+continued (inquiry.py). From the coordinator: joined, rejected, waiting, notice, open, start, stop, restart, end,
+heartbeat; inquire, hang, continued.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import membership
 from paceline.launcher.cluster.channel import Channel, ChannelClosed, InvalidMessage, Message
 from paceline.launcher.cluster.fingerprint import Fingerprint
+from paceline.launcher.cluster.inquiry import HangInquiry
 from paceline.launcher.cluster.membership import JoinRequest, NodeMember, OrphanedRanks
 from paceline.launcher.cluster.server import ConnectionServer, RejectionLog
 from paceline.launcher.restart_policy import Restart, Supervisor
@@ -58,7 +60,8 @@ class Coordinator:
     ) -> None:  # fmt: skip
         self._server, self._spec, self._notify = ConnectionServer(listener, token), spec, notify
         self._nodes, self._store_port = spec.node_range, store_port
-        self._supervisor = Supervisor(spec.max_restarts)
+        self._supervisor = Supervisor(spec.max_restarts, spec.on_hang)
+        self._hangs = HangInquiry(spec, self._send, notify)
         self._members: dict[Channel, NodeMember] = {}
         self._fingerprint = fingerprint
         self._phase: Phase = "joining"
@@ -179,6 +182,8 @@ class Coordinator:
                 self._start(None if folder is None else str(folder))
             case "started":
                 member.record_start(message)
+            case "standstill" | "evidence" | "continued" if self._phase == "running":
+                self._hangs.handle(member, message, self._in_order())
             case "failed":
                 self._stop(0)
             case "exited" if member.is_busy:
@@ -194,7 +199,7 @@ class Coordinator:
                     self._stop(number, skip=member)
             case "error":
                 self._end(2, error=PacelineError.from_dict(message["error"]))
-            case "heartbeat" | "opened" | "exited":  # the latter two out of date
+            case "heartbeat" | "opened" | "exited" | "standstill" | "evidence" | "continued":  # out of date
                 pass
             case unknown:
                 raise InvalidMessage(f"unknown kind {unknown[:40]!r}")
@@ -203,8 +208,8 @@ class Coordinator:
         """A launcher was lost. Its ranks may keep running until a new launcher joins, or until a rank fails."""
         del self._members[member.channel]
         self._server.drop(member.channel)
-        self._changed_at = time.monotonic()
-        if self._phase == "running" and member.is_busy and member.pids and ranks_may_live and self._may_restart:
+        self._changed_at, may_restart = time.monotonic(), self._supervisor.is_restart_left
+        if self._phase == "running" and member.is_busy and member.pids and ranks_may_live and may_restart:
             self._orphans[member.node] = OrphanedRanks(member.host, member.pids, reason, self._changed_at)
             self._announce(
                 f"lost the launcher of node {member.node} ({member.host}); "
@@ -224,10 +229,6 @@ class Coordinator:
 
     def _all(self) -> list[NodeMember]:
         return list(self._members.values())
-
-    @property
-    def _may_restart(self) -> bool:
-        return self._supervisor.restarts < self._spec.max_restarts
 
     def _check_heartbeats(self) -> None:
         now = time.monotonic()
@@ -265,10 +266,13 @@ class Coordinator:
             self._stop(0)  # nobody knows how the orphaned ranks ended
         elif self._has_new_node:
             self._stop(15, is_failure=False)
+        elif self._hangs.conclude(self._in_order(), self._generation, self._supervisor.restarts):
+            self._stop(0)
 
     def _wait_for_nodes(self, delay: float) -> None:
         self._phase = "joining"
         self._has_new_node = False
+        self._hangs.reset()
         now = time.monotonic()
         self._changed_at, self._not_before, self._deadline = now, now + delay, now + delay + self._spec.wait
         self._remind_at = now + delay + _FIRST_REMINDER
@@ -312,7 +316,7 @@ class Coordinator:
         for member, place in zip(members, membership.place_ranks(members), strict=True):
             if self._lost:  # a node could not be reached, so this start has failed
                 return
-            member.is_busy = True
+            member.is_busy, member.first_rank = True, place["first_rank"]
             leftovers = membership.pids_on(member.host, self._leftovers.values())
             start = {
                 "kind": "start", "generation": self._generation, "folder": folder, "store_port": self._store.port,
@@ -350,6 +354,7 @@ class Coordinator:
                 lost_nodes=self._lost,
                 several_nodes=True,
                 suspects={rank: samples for member in members for rank, samples in member.suspects.items()},
+                hang=self._hangs.hang,
             )
             if isinstance(decision, Restart):
                 self._suspect = decision.suspect

@@ -22,7 +22,7 @@ from paceline.errors import LaunchError
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.orders import NodeOrder
-from paceline.launcher.local import interrupts
+from paceline.launcher.local import hang_report, interrupts
 from paceline.launcher.local import status as local_status
 from paceline.launcher.workload import Workload
 from paceline.runtime.network import listen
@@ -151,6 +151,8 @@ def _node_failed(name: str, reason: str) -> LaunchError:
 def _show(message: Message, names: Sequence[str]) -> None:
     if message["kind"] == "end":
         local_status.show_end(message, None)
+    elif message["kind"] in ("hang", "continued"):
+        hang_report.show(message, None)
     elif text := local_status.describe_progress(message, names):
         log.info(text)
 

@@ -55,11 +55,16 @@ class NodeMember:
     node: int
     host: str
     ranks: int
+    first_rank: int = 0  # of its ranks, in this generation
     is_busy: bool = False  # told to start its ranks, and has not reported their exits
     pids: dict[str, str | None] = field(default_factory=dict)  # of its running ranks, each with its start time
     exits: list[RankExit] = field(default_factory=list)
     oom_killed: list[int] = field(default_factory=list)
     suspects: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def rank_range(self) -> range:
+        return range(self.first_rank, self.first_rank + self.ranks)
 
     @property
     def succeeded(self) -> bool:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.cause import Cause
+from paceline.diagnose.evidence import RankEvidence
+from paceline.diagnose.patience import Standstill
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, connect
 from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.launcher.cluster.membership import JoinRequest
 from paceline.launcher.interface import interface_of
-from paceline.launcher.local import interrupts, rank_logs
+from paceline.launcher.local import hang_report, interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.reaper import kill_orphans, start_time
@@ -71,6 +73,7 @@ class Node(AgentObserver):
         self._pending: list[Message] = []
         self._was_stopped = False  # by the coordinator, which then already knows of the signal
         self._has_reported_signal = False
+        self._wants_evidence = False  # the coordinator
         self._had_first_rank = False  # whether rank 0 ran on this node in the last start
 
     def run(self) -> int:
@@ -284,15 +287,40 @@ class Node(AgentObserver):
         if self._lost_at is None:
             self._pending += self._receive()
             for message in list(self._pending):
-                if message["kind"] in ("notice", "stop"):
+                if message["kind"] in ("notice", "inquire", "hang", "continued", "stop"):
                     self._pending.remove(message)
                 if message["kind"] == "notice":
                     self._log(message["text"])
+                elif message["kind"] == "inquire":
+                    self._wants_evidence = True
+                elif message["kind"] in ("hang", "continued"):
+                    self._note_hang(message)
                 elif message["kind"] == "stop":
                     return self._stop(int(message["signal"]))
         if self._lost_at is None:
             return None
         return signal.SIGKILL if time.monotonic() > self._lost_at + _LEAVE_SECONDS else signal.SIGTERM
+
+    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
+        self._send({"kind": "standstill", **found._asdict(), "ranks": [each.to_json() for each in ranks]})
+
+    def continued(self, seconds: float) -> None:
+        self._send({"kind": "continued", "seconds": seconds})
+
+    def wants_evidence(self) -> bool:
+        wanted, self._wants_evidence = self._wants_evidence, False
+        return wanted
+
+    def evidence(self, ranks: Sequence[RankEvidence], still: float, limit: float) -> None:
+        known = [each.to_json() for each in ranks]
+        self._send({"kind": "evidence", "ranks": known, "still": still, "limit": limit})
+
+    def _note_hang(self, message: Message) -> None:
+        """What the coordinator found out about ranks that make no progress. The first node records it."""
+        if not self._is_quiet:
+            hang_report.show(message, self._logs)
+        if "record" in message and self._logs is not None:
+            hang_report.record(message, self._logs)
 
     def _stop(self, number: int) -> int:
         self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)

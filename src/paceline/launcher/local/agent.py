@@ -17,23 +17,26 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from paceline import log
+from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import RankExit, unrecorded
 from paceline.diagnose.oom_killer import OomKillDetector
 from paceline.errors import LaunchError
-from paceline.launcher.local import interrupts, rendezvous
+from paceline.launcher.local import interrupts, rank_evidence, rendezvous
+from paceline.launcher.local.hang_report import HangPolicy
 from paceline.launcher.local.rank_env import rank_environment
 from paceline.launcher.local.rank_main import run_rank
 from paceline.launcher.local.rank_parent import RankProcesses
 from paceline.launcher.local.start import AgentObserver, LocalStart
+from paceline.launcher.local.watchdog import Watchdog
 from paceline.launcher.workload import Workload
 from paceline.run import failures, heartbeat, regular_files
 
 _SETTLING = 0.5  # seconds for ranks to exit on their own after another one failed
 _AFTER_TERM = 5.0  # seconds between SIGTERM and SIGKILL
 _BLOCKED_SAVE = 1.0  # the same, for ranks blocked in a save that cannot complete
+_HUNG = 1.0  # the same, for ranks that are stopped because they made no progress
 _AFTER_KILL = 10.0  # seconds for killed ranks to disappear; one blocked in the kernel is left behind
 _POLL_SECONDS = 0.05
-_NOBODY = AgentObserver()
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,16 @@ class LocalResult:
     ends: tuple[RankExit, ...]
     oom_killed: tuple[int, ...]  # ranks
     signal: int | None = None  # that was sent to this launcher to end the run
+    hang: Hang | None = None  # for which the ranks were stopped
 
     @property
     def is_good(self) -> bool:
         return self.signal is None and all(end.code == 0 for end in self.ends)
 
 
-def run(workload: Workload, start: LocalStart, watch: AgentObserver = _NOBODY) -> LocalResult:
+def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = None) -> LocalResult:
     """Start the ranks and wait until all have exited."""
+    watch = watch or HangPolicy(start)
     logs, ranks, target = start.logs.folder, start.node.rank_range, workload.target
     failures.clear(logs, ranks, everything=0 in ranks)
     workload.prepare(start.node.world)
@@ -127,6 +132,7 @@ class _Monitor:
         self._sigterm_at: float | None = None
         self._has_reported_start = self._has_reported_signal = False
         self._pids: dict[int, int] = {}
+        self._watchdog: Watchdog | None = None  # from when all ranks run: it is a thread, and forks come before it
 
     def run(self, entry: Callable[[int], None]) -> None:
         node = self._start.node
@@ -139,6 +145,8 @@ class _Monitor:
                     self._step()
             finally:
                 self._heard.attach(None)
+                if self._watchdog is not None:
+                    self._watchdog.stop()
         self._note()
         if number := self._ranks.ended_leftovers:
             log.info(f"note: ended {number} child process{'es' * (number > 1)} of ranks that had exited")
@@ -153,6 +161,7 @@ class _Monitor:
             own_code = code if local in self._own_exit or code == 0 else None
             record = records.get(rank) or unrecorded(logs, rank, own_code, when)
             failures.release(logs, rank)
+            rank_evidence.remove_files(logs, rank)
             ends.append(
                 RankExit(
                     rank=rank,
@@ -170,12 +179,17 @@ class _Monitor:
         ended_by = self._heard.ending
         if ended_by and all(end.code in (None, 0, -ended_by, 128 + ended_by) for end in ends):
             return LocalResult(tuple(ends), ranks, int(ended_by))
-        return LocalResult(tuple(ends), ranks)
+        return LocalResult(tuple(ends), ranks, hang=self._watch.hang)
 
     def _step(self) -> None:
         if self._ranks.have_started and not self._has_reported_start:
             self._has_reported_start = True
             self._watch.started(list(self._ranks.pids.values()))
+            node = self._start.node
+            pids = {node.first_rank + local: pid for local, pid in self._ranks.pids.items()}
+            self._watchdog = Watchdog(self._start.logs.folder, pids, self._running_ranks, node.number)
+        if self._watchdog is not None and self._settling_since is None and not self._heard.ending:
+            self._watchdog.report_to(self._watch)
         self._obey(self._watch.order())
         if self._heard.ending:
             if not self._has_reported_signal:
@@ -189,6 +203,9 @@ class _Monitor:
             self._settling_since = time.monotonic()
         if self._settling_since is not None:
             self._settle(self._settling_since)
+
+    def _running_ranks(self) -> list[int]:
+        return [self._start.node.first_rank + local for local in self._ranks.running]
 
     def _is_given_up(self) -> bool:
         return self._heard.killed_at is not None and time.monotonic() > self._heard.killed_at + _AFTER_KILL
@@ -219,8 +236,10 @@ class _Monitor:
     def _patience(self) -> float:
         """Seconds after SIGTERM. Only rank 0 can still complete a save, with its own data; other ranks that are saving
         wait for it, or for the failed rank, and cannot finish."""
+        if self._watch.hang is not None:
+            return _HUNG
         pages = heartbeat.read(self._start.logs.folder)
-        busy = [self._start.node.first_rank + local for local in self._ranks.running]
+        busy = self._running_ranks()
         saving = [rank for rank in busy if rank in pages and pages[rank].phase == "saving"]
         if 0 in saving:
             return self._start.spec.grace

@@ -21,12 +21,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.diagnose import flight_recorder, own_stack, place
 from paceline.launcher.local.titles import set_title
 from paceline.launcher.workload import Target
 from paceline.run import failures, heartbeat, regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.user_frame import find_user_frame
-from paceline.runtime import environment, gloo_threads
+from paceline.runtime import environment, gloo_threads, rank_watch
+from paceline.runtime.rank_watch import RankWatch
 
 _EXIT_SECONDS = 10.0
 
@@ -41,6 +43,8 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     _direct_streams(log if rank_info.rank else None, stdin if rank_info.rank == 0 else None)
     faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
+    own_stack.allow(logs.stack(rank_info.rank))
+    watch = _start_watch(logs, rank_info.rank)
     failures.reserve(logs, rank_info.rank)
     failure = None
     try:
@@ -53,12 +57,13 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
                 failure = replace(failures.describe(request, rank_info.rank), exit_code=code, text=text)
                 failures.write(failure, logs)
             elif frame := find_user_frame(request):
-                _tell_ranks(f"has ended at {frame}")
+                _tell_ranks(f"has ended at {frame}", watch)
         else:
-            _tell_ranks("has ended: its code returned")
+            _tell_ranks("has ended: its code returned", watch)
         if failure is None:
             heartbeat.mark_returned(logs.heartbeat(rank_info.rank))
             _finish()
+            watch.stop()
     except KeyboardInterrupt:
         os._exit(130)  # the launcher ends the run
     except BaseException as error:
@@ -68,8 +73,16 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
         _fail(failure.exit_code)
 
 
-def _tell_ranks(ended: str) -> None:
-    """For ranks that wait for this one."""
+def _start_watch(logs: RunFolder, rank: int) -> RankWatch:
+    readers = rank_watch.Readers(
+        flight_recorder.read_counts, flight_recorder.read_dump, lambda: place.main_place().text
+    )
+    return rank_watch.start(logs.page(rank), logs.heartbeat(rank), readers)
+
+
+def _tell_ranks(ended: str, watch: RankWatch) -> None:
+    """For ranks that wait for this one, and for the launcher."""
+    watch.ended = ended
     if "paceline.runtime.whereabouts" in sys.modules:
         sys.modules["paceline.runtime.whereabouts"].progress.ended = ended
 

@@ -44,7 +44,7 @@ def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
 
 
 def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLogs, began: float) -> int:
-    supervisor, suspect, ledger = Supervisor(spec.max_restarts), None, Ledger(logs.run)
+    supervisor, suspect, ledger = Supervisor(spec.max_restarts, spec.on_hang), None, Ledger(logs.run)
     for generation in count(spec.prior_starts):
         env = local_status.suspect(suspect)
         start = LocalStart(spec, logs, NodeAssignment(ranks, world=ranks), generation, env)
@@ -62,7 +62,7 @@ def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLog
             local_status.show_ledger(logs, 0)
             return 0
         samples = {rank: each.samples for rank, each in heartbeat.read_suspects(logs.folder).items()}
-        verdict = supervisor.decide(outcome.ends, oom_killed=outcome.oom_killed, suspects=samples)
+        verdict = supervisor.decide(outcome.ends, oom_killed=outcome.oom_killed, suspects=samples, hang=outcome.hang)
         local_status.note_failure(verdict.cause, logs)
         if isinstance(verdict, GiveUp):
             local_status.show_ledger(logs, verdict.cause.status)

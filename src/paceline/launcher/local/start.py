@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.config.launch import Endpoint, LaunchSpec
+from paceline.diagnose.evidence import Hang, RankEvidence
+from paceline.diagnose.patience import Standstill
 from paceline.launcher.local.rank_logs import RankLogs
 
 
@@ -37,7 +39,9 @@ class LocalStart(NamedTuple):
 
 
 class AgentObserver:
-    """Connects the agent to whoever coordinates the ranks of other nodes; this one to nobody."""
+    """Connects the agent to whoever decides about its ranks; this one to nobody."""
+
+    hang: Hang | None = None  # for which the ranks of this node are being stopped
 
     def started(self, pids: Collection[int]) -> None:
         """The ranks are running."""
@@ -47,6 +51,19 @@ class AgentObserver:
 
     def interrupted(self, number: int) -> None:
         """This launcher received a signal that ends the run."""
+
+    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
+        """The ranks make no progress. Called again if that lasts."""
+
+    def continued(self, seconds: float) -> None:
+        """They make progress again, after so long."""
+
+    def wants_evidence(self) -> bool:
+        """Whether to call `evidence` with what is known of the ranks now."""
+        return False
+
+    def evidence(self, ranks: Sequence[RankEvidence], still: float, limit: float) -> None:
+        """`still`: for how long none of them has made progress; `limit`: how long they may."""
 
     def order(self) -> int | None:
         """A signal to send to the ranks; 0 if ranks of another node failed; None to continue."""

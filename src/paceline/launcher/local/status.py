@@ -36,12 +36,13 @@ def run_shown(workload: Workload, start: LocalStart, watch: AgentObserver | None
         if 0 in ranks or shown:
             first = logs.rank_log(0) if 0 in ranks else None
             stack.enter_context(Console(first, shown))
-        return agent.run(workload, start, watch or AgentObserver())
+        return agent.run(workload, start, watch)
 
 
 def show_cause(cause: Cause, logs: RankLogs | None) -> None:
     """Print the first failure, as the last output."""
-    who = f"rank {cause.rank} failed first" if cause.rank is not None else f"node {cause.node} failed first"
+    failed = f"rank {cause.rank} failed first" if cause.rank is not None else f"node {cause.node} failed first"
+    who = "ranks made no progress" if cause.kind == "hang" else failed
     log = logs.of_rank(cause.rank) if logs is not None and cause.rank is not None else ""
     lines = [f"\n{who}{f' (log: {log})' if log else ''}: {cause.kind}", cause.what]
     if cause.text and cause.kind != "exception" and not has_traceback(cause.text) and not cause.text.startswith("["):

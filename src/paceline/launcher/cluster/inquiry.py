@@ -1,0 +1,175 @@
+"""Hangs of several nodes: one says that its ranks make no progress, and the coordinator asks all for their evidence.
+
+A rank may wait for one on another node, so no node can tell alone which rank is to blame, nor whether it may take that
+long: the other one may still make progress, or save. Then all are asked again later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paceline.config.launch import LaunchSpec
+from paceline.diagnose.evidence import Hang, RankEvidence
+from paceline.diagnose.patience import Standstill
+from paceline.launcher.cluster.channel import Message
+from paceline.launcher.cluster.membership import NodeMember
+from paceline.launcher.local import hang_report
+
+_ANSWER_SECONDS = 2.0  # for the nodes to answer
+_SILENT_SECONDS = 2.0  # without a heartbeat, after which a node may be about to be lost
+
+
+class HangInquiry:
+    """`send` sends a message to a node, `notify` shows one here."""
+
+    def __init__(
+        self, spec: LaunchSpec, send: Callable[[NodeMember, Message], None], notify: Callable[[Message], None]
+    ) -> None:
+        self._spec, self._send, self._notify = spec, send, notify
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a generation starts."""
+        self._open: _OpenInquiry | None = None
+        self._reported: Standstill | None = None
+        self.hang: Hang | None = None  # for which all ranks are being stopped
+
+    def handle(self, member: NodeMember, message: Message, members: Sequence[NodeMember]) -> None:
+        """`standstill`, `evidence` or `continued` of a node."""
+        if message["kind"] == "standstill":
+            # If the policy is to stop ranks, all are asked again once it lasts.
+            is_new = self._reported is None or (bool(message["lasts"]) and self._spec.on_hang != "report")
+            if self._open is not None or self.hang is not None or not is_new:
+                return
+            self._open = _OpenInquiry(member, message)
+            self._ask(self._open, members)
+        elif message["kind"] == "evidence" and self._open is not None:
+            self._open.add(member, message)
+        elif message["kind"] == "continued":
+            if self._open is not None and member is self._open.first:
+                self._open = None
+            if self._reported is not None:
+                self._publish(hang_report.continued_message(float(message["seconds"]), self._reported), members)
+                self._reported = None
+
+    def conclude(self, members: Sequence[NodeMember], generation: int, restarts: int) -> bool:
+        """Report a hang, once all nodes have answered or had the time to; returns whether to stop the ranks."""
+        inquiry = self._open
+        if inquiry is None or not inquiry.is_due:
+            return False
+        if inquiry.is_asleep:
+            self._ask(inquiry, members)
+        elif not inquiry.sleep():
+            self._open = None
+            return self._report(inquiry, members, generation, restarts)
+        return False
+
+    def _report(self, inquiry: _OpenInquiry, members: Sequence[NodeMember], generation: int, restarts: int) -> bool:
+        self._reported, ranks = self._reported or inquiry.found, inquiry.ranks()
+        hang = hang_report.judge(ranks, inquiry.found)
+        action = hang_report.next_action(self._spec, restarts, hang, inquiry.found)
+        self._publish(hang_report.hang_message(hang, inquiry.found, ranks, generation, action), members)
+        # A node that cannot be reached is found to be lost by its heartbeats, and is then the cause.
+        is_cut_off = any(map(_is_silent, inquiry.missing))
+        if action.stops and not is_cut_off:
+            self.hang = hang
+        return self.hang is not None
+
+    def _ask(self, inquiry: _OpenInquiry, members: Sequence[NodeMember]) -> None:
+        for member in inquiry.ask([each for each in members if each.is_busy]):
+            self._send(member, {"kind": "inquire"})
+
+    def _publish(self, message: Message, members: Sequence[NodeMember]) -> None:
+        """To all nodes and here. Only the node of rank 0 records it."""
+        shown = {name: value for name, value in message.items() if name != "record"}
+        for member in list(members):
+            self._send(member, message if member.is_busy and member.first_rank == 0 else shown)
+        self._notify(shown)
+
+
+class _OpenInquiry:
+    """Opened by the message `standstill` of a node, which includes its evidence."""
+
+    def __init__(self, first: NodeMember, message: Message) -> None:
+        seconds, limit = float(message["seconds"]), float(message["limit"])
+        self.first = first
+        self.found = Standstill(seconds, limit, str(message["why"]), str(message["phase"]), bool(message["lasts"]))
+        self._began = time.monotonic() - seconds
+        self._evidence = {first: _evidence(first, message)}
+        self._asked: list[NodeMember] = []
+        self._due, self._pause = 0.0, limit
+        self._limit, self._last_progress = limit, self._began
+        self.is_asleep = False
+
+    def ask(self, members: Sequence[NodeMember]) -> list[NodeMember]:
+        """The nodes to ask now."""
+        if self.is_asleep:
+            self._evidence, self._last_progress = {}, self._began
+        self._asked, self.is_asleep, self._due = list(members), False, time.monotonic() + _ANSWER_SECONDS
+        return self.missing
+
+    def add(self, member: NodeMember, message: Message) -> None:
+        """An answer; `still`: for how long the ranks of the node have made no progress, `limit`: how long they may."""
+        if not self.is_asleep:
+            self._evidence[member] = _evidence(member, message)
+            self._limit = max(self._limit, float(message["limit"]))
+            self._last_progress = max(self._last_progress, time.monotonic() - float(message["still"]))
+
+    @property
+    def missing(self) -> list[NodeMember]:
+        """Nodes that have not answered."""
+        return [member for member in self._asked if member not in self._evidence]
+
+    @property
+    def is_due(self) -> bool:
+        if time.monotonic() > self._due:
+            return True
+        # Nodes that have fallen silent before they were asked will not answer, and are soon found to be lost.
+        return not self.is_asleep and all(map(_is_silent, self.missing))
+
+    def sleep(self) -> bool:
+        """Wait if that is no hang yet; returns whether to."""
+        now = time.monotonic()
+        seconds = now - self._began
+        # Ranks of different nodes do not stop at the same moment: those that nobody waits for yet continue for a step.
+        if self._last_progress > self._began + seconds / 2:
+            self._due = now + self._pause
+        elif seconds < self._limit:
+            self._due = self._began + self._limit
+        else:
+            longest = "longest limit of the nodes" if self._limit > self.found.limit else self.found.why
+            self.found = self.found._replace(seconds=seconds, limit=self._limit, why=longest)
+            return False
+        self.is_asleep, self._pause = True, 2 * self._pause
+        return True
+
+    def ranks(self) -> list[RankEvidence]:
+        """The evidence of all ranks."""
+        known = [each for ranks in self._evidence.values() for each in ranks]
+        unknown = [
+            RankEvidence(rank, node=member.node, missing=f"node {member.node} {_silence(member)}")
+            for member in self.missing
+            for rank in member.rank_range
+        ]
+        return sorted([*known, *unknown], key=lambda each: each.rank)
+
+
+def _is_silent(member: NodeMember) -> bool:
+    return time.monotonic() - member.channel.last_received > _SILENT_SECONDS
+
+
+def _silence(member: NodeMember) -> str:
+    if _is_silent(member):
+        return f"has sent nothing for {time.monotonic() - member.channel.last_received:.1f} s"
+    return f"did not answer in {_ANSWER_SECONDS:g} s"
+
+
+def _evidence(member: NodeMember, message: Message) -> list[RankEvidence]:
+    from pydantic import TypeAdapter
+
+    ranks = TypeAdapter(list[RankEvidence]).validate_python(message["ranks"])  # ValueError: a node may send anything
+    if any(each.rank not in member.rank_range for each in ranks):
+        raise ValueError("evidence of ranks of another node")
+    return [replace(each, node=member.node) for each in ranks]

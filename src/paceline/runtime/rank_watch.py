@@ -1,0 +1,291 @@
+"""Writes the page of this rank (run/rank_page.py) four times a second, in a thread that the launcher starts.
+
+It imports nothing: torch may never be imported by the rank's script, or be half imported now. It takes 0.1 ms of a
+core per tick. Only when the rank stands still are its pending operations and its place looked up.
+
+Sequence numbers of collectives come from torch's flight recorder; nothing is added to a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.run import regular_files
+from paceline.run.rank_page import RankPageWriter, pack_ranks
+
+_INTERVAL = 0.25
+_STANDS = 0.5  # seconds
+_RARE = 20  # a full dump, of up to 50 ms, takes at most this fraction of the time
+# Functions of torch._C._distributed_c10d for gloo and NCCL. A group may have both backends, which count for themselves.
+_RECORDERS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": " (NCCL)"}
+
+
+class Readers(NamedTuple):
+    """Functions of a room above this one."""
+
+    counts: Callable[[bytes], dict[int, tuple[int, int]]]  # diagnose.flight_recorder.read_counts
+    dump: Callable[[bytes], Any]  # diagnose.flight_recorder.read_dump
+    place: Callable[[], str]  # of the main thread
+
+
+class RankWatch:
+    """The thread of this process."""
+
+    def __init__(self, page: Path, heartbeat: Path, readers: Readers) -> None:
+        self.ended = ""  # how the code of this rank ended
+        self._pid = os.getpid()
+        self._page, self._heartbeat, self._readers = RankPageWriter(page), heartbeat, readers
+        self._groups = _Groups(readers)
+        self._before: object = None
+        self._since = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-rank-watch", daemon=True)
+        self.tick()  # the code of the rank may hold the GIL from its first line on
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Call before the interpreter exits: a thread in a function of torch would be killed in the middle of it."""
+        self._stop.set()
+        self._thread.join(4 * _INTERVAL)
+        if not self._thread.is_alive():  # it may wait for a disk that stalls
+            self.tick()
+
+    def abandon(self) -> None:
+        """Before this process runs another program, which has no such thread."""
+        self._stop.set()
+        self._thread.join(4 * _INTERVAL)
+        self._page.write({"pid": 0, "groups": [], "pending": []})
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL):
+            self.tick()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        counters = _counters()
+        missing, place = self._try(lambda: self._groups.update(now)), ""
+        state = (counters, self._groups.operations, self._groups.membership, self._beat())
+        if state != self._before:
+            self._before, self._since = state, now
+            self._groups.forget_pending()
+        stood = now - self._since
+        if stood >= _STANDS:
+            with suppress(Exception):  # the stack changes meanwhile
+                place = self._readers.place()
+            if not self._groups.is_pending_known:
+                missing = missing or self._try(lambda: self._groups.dump(now))
+        self._page.write(
+            {
+                "time": now,
+                "pid": self._pid,
+                **counters,
+                "operations": self._groups.operations,
+                "groups": self._groups.to_json(),
+                "stood": stood,
+                "pending": self._groups.pending,
+                "place": place,
+                "source": self._groups.source,
+                "missing": missing or self._groups.missing,
+                "ended": self.ended,
+            }
+        )
+
+    def _try(self, read: Callable[[], None]) -> str:
+        """Groups come and go, and torch may be half imported: the next tick is soon. Returns the error. The page is
+        written in any case, or this rank would seem to hold the GIL."""
+        try:
+            read()
+        except Exception as error:
+            return f"its collectives ({type(error).__name__}: {error})"
+        return ""
+
+    def _beat(self) -> bytes:
+        with suppress(OSError):
+            return regular_files.read_bytes(self._heartbeat, 64)
+        return b""
+
+
+def _counters() -> dict[str, int]:
+    """Of a Trainer."""
+    module = sys.modules.get("paceline.runtime.whereabouts")
+    progress, board = getattr(module, "progress", None), getattr(module, "_board", None)
+    return {
+        "micros": getattr(progress, "micros", 0),
+        "read": getattr(progress, "read", 0),
+        "calls": getattr(board, "calls", 0),
+    }
+
+
+class _Recorded(NamedTuple):
+    """A group, by the numbers of one flight recorder."""
+
+    name: str
+    backend: str  # behind the name
+    uncounted: int  # what its counts count more than collectives
+    number: int  # of its last collective, at the last dump
+
+
+class _Groups:
+    """The process groups of this rank."""
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+        self._members: dict[str, tuple[str, list[list[int]]]] = {}  # by name: label and ranks
+        self._recorded: dict[tuple[str, int], _Recorded] = {}  # by recorder and pg_id
+        self._counts: dict[tuple[str, int], tuple[int, int]] = {}
+        self._numbers: dict[str, int] = {}  # sequence numbers of groups that no recorder knows
+        self._former: dict[str, frozenset[tuple[str, int]]] = {}  # by name: keys of destroyed groups
+        self._dumped: set[tuple[str, int]] = set()  # keys of groups whose last number is that of the last dump
+        self._next_dump = 0.0
+        self.membership: tuple[int, ...] = ()
+        self.operations = 0
+        self.pending: list[dict[str, Any]] = []
+        self.is_pending_known = False
+        self.source = self.missing = ""
+
+    def update(self, now: float) -> None:
+        world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+        if world is None or not (world.pg_names or self._members):
+            return
+        # Not a reference to any group unless they have changed: the last one to be dropped destroys the group, and
+        # that must not happen in this thread.
+        membership = tuple(map(id, world.pg_names))
+        have_changed = membership != self.membership
+        if have_changed:
+            self._members = dict(_members(world))
+            self.membership = membership
+        recorders = flight_recorders()
+        self.source = "flight recorder" if recorders else "sequence numbers"
+        if not recorders:
+            self.missing = f"names of pending operations: this torch has no {next(iter(_RECORDERS))}"
+        self._counts = {
+            (recorder, group): counts
+            for recorder, dump in recorders.items()
+            for group, counts in self._readers.counts(dump(False, True)).items()
+        }
+        if have_changed:  # after the counts: a group without operations now had none then
+            self._former = dict.fromkeys(_unused(world), frozenset(self._counts))
+        if self._counts.keys() - self._recorded.keys():
+            self.dump(now)
+        known = {self._recorded[key].name for key in self._counts if key in self._recorded}
+        self._numbers = dict(_sequence_numbers(world, known)) if self._members.keys() - known else {}
+        self.operations = sum(map(sum, self._counts.values())) + sum(self._numbers.values())
+
+    def dump(self, now: float) -> None:
+        """Learn the names of groups, and pending operations."""
+        if now < self._next_dump:
+            return
+        began = time.thread_time()  # not of the clock: other processes may keep this one from running
+        pending, dumped = [], set()
+        for recorder, dump in flight_recorders().items():
+            with _no_fork():
+                text = dump(True, False)
+            found = self._readers.dump(text)
+            backend = _RECORDERS[recorder]
+            pending += [{**each, "group": each["group"] + backend} for each in found.pending]
+            for group, each in found.groups.items():
+                dumped.add((recorder, group))
+                self._recorded[recorder, group] = _Recorded(each.name, backend, each.uncounted, each.number)
+        self._next_dump = now + _RARE * (time.thread_time() - began)
+        self.pending, self._dumped, self.is_pending_known = pending, dumped, True
+
+    def forget_pending(self) -> None:
+        """The counters have changed."""
+        self.pending, self._dumped, self.is_pending_known = [], set(), False
+
+    def to_json(self) -> list[dict[str, Any]]:
+        numbers = {(name, ""): (number, number) for name, number in self._numbers.items() if not flight_recorders()}
+        # A name is used again after destroy_process_group: the higher id is the present group.
+        for key in sorted(self._counts.keys() & self._recorded.keys(), key=lambda key: key[1]):
+            (entered, left), recorded = self._counts[key], self._recorded[key]
+            if key in self._former.get(recorded.name, ()):
+                continue
+            if key in self._dumped:
+                group = recorded.name + recorded.backend
+                waiting = [each["number"] for each in self.pending if each["group"] == group and not each["p2p"]]
+                entered, left = recorded.number, min(waiting, default=recorded.number + 1) - 1
+            else:  # too high by what was sent and received since the last collective
+                entered, left = entered - recorded.uncounted, max(0, left - recorded.uncounted)
+            numbers[recorded.name, recorded.backend] = (entered, left)
+        backends = {backend for _, backend in numbers}
+        return [
+            {"name": name + backend, "label": label, "ranks": ranks, "entered": entered, "left": left}
+            for name, (label, ranks) in self._members.items()
+            for backend in sorted({"", *backends})
+            for entered, left in [numbers.get((name, backend), (0, 0))]
+            if entered or not backend
+        ]
+
+
+def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
+    """Functions that dump a flight recorder. Arguments: with entries, and only those that are active."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    return {name: getattr(module, name) for name in _RECORDERS if hasattr(module, name)}
+
+
+def _members(world: Any) -> Iterator[tuple[str, tuple[str, list[list[int]]]]]:
+    default = sys.modules["torch.distributed.distributed_c10d"].GroupMember.WORLD
+    for group, name in list(world.pg_names.items()):
+        label = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
+        label = "" if group is default else "unnamed" if label in ("", "undefined") else label
+        yield name, (label, pack_ranks(sorted(world.pg_group_ranks.get(group, ()))))
+
+
+def _sequence_numbers(world: Any, known: set[str]) -> Iterator[tuple[str, int]]:
+    for group, name in list(world.pg_names.items()):
+        if name not in known:
+            with suppress(RuntimeError):  # a backend without them
+                yield name, group._get_sequence_number_for_group()
+
+
+def _unused(world: Any) -> Iterator[str]:
+    """Names of groups that have done nothing yet. The recorder still has the destroyed groups of the same names, also
+    those of a process that this one was forked from."""
+    for group, name in list(world.pg_names.items()):
+        with suppress(RuntimeError):  # a backend without sequence numbers
+            if not any(group._get_backend(device)._get_sequence_number_for_group() for device in group._device_types):
+                yield name
+
+
+_dumping = threading.Lock()
+_may_fork = threading.local()
+
+
+@contextmanager
+def _no_fork() -> Iterator[None]:
+    """While the flight recorder is locked: a forked process would inherit the lock and hang in its collectives."""
+    with _dumping:
+        yield
+
+
+def _before_fork() -> None:
+    _may_fork.locked = _dumping.acquire(timeout=1.0)
+
+
+def _after_fork() -> None:
+    if getattr(_may_fork, "locked", False):
+        _dumping.release()
+
+
+_watch: RankWatch | None = None
+
+
+def abandon() -> None:
+    if _watch is not None:
+        _watch.abandon()
+
+
+def start(page: Path, heartbeat: Path, readers: Readers) -> RankWatch:
+    """Start the thread of this process. A forked process has none, and starts its own if it is a rank."""
+    global _watch
+    if _watch is None:
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+    _watch = RankWatch(page, heartbeat, readers)
+    return _watch

@@ -1,0 +1,77 @@
+"""Ranks that stand still, and what their launcher can read about them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.diagnose.evidence import RankEvidence
+from paceline.errors import PacelineError
+from paceline.launcher.local import rank_evidence
+from paceline.run import rank_page
+from paceline.run.folder import RunFolder
+from paceline.run.rank_page import RankPage
+from paceline.runtime import environment
+
+Pages = Mapping[int, RankPage]
+DEADLINE = 30.0
+
+
+def all_stand_still(pages: Pages, ranks: int) -> bool:
+    return len(pages) == ranks and all(page.place and page.stood >= 0.5 for page in pages.values())
+
+
+class Observer:
+    """Waits in a thread until `ready(pages)`, collects evidence, and kills the ranks."""
+
+    def __init__(self, folder: Path, ready: Callable[[Pages], object]) -> None:
+        self._folder, self._ready = folder, ready
+        self.evidence: list[RankEvidence] = []
+        self.pages: Pages = {}
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Observer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not (self.pages and self._ready(self.pages)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            with suppress(OSError):
+                self.logs = RunFolder(Path((self._folder / "logs").read_text()))
+                self.pages = rank_page.read_pages(self.logs)
+        pids = {rank: page.pid for rank, page in self.pages.items()}
+        self.evidence = rank_evidence.collect(self.logs, pids, node=0)
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def observe(
+    body: Callable[..., Any], ranks: int, folder: Path, ready: Callable[[Pages], object] | None = None
+) -> Observer:
+    """Run `body` on ranks until all of them stand still, and read what can be read from outside."""
+
+    def run() -> None:
+        logs = environment.log_folder()
+        assert logs is not None
+        part = folder / f"logs-{os.getpid()}"
+        part.write_text(str(logs))
+        part.replace(folder / "logs")
+        body()
+
+    with Observer(folder, ready or (lambda pages: all_stand_still(pages, ranks))) as observer:
+        with suppress(PacelineError):
+            paceline.launch(run, ranks=ranks)
+    return observer

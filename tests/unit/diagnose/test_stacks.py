@@ -1,0 +1,140 @@
+"""Stacks of processes, read from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.diagnose import stacks
+
+PROGRAM = """
+import ctypes, faulthandler, sys, threading, time
+def sleeps():
+    time.sleep(600)
+def computes():
+    while True:
+        pass
+def holds_the_gil():
+    ctypes.PyDLL(None).sleep(600)
+def waits_for_a_thread_that_holds_it():
+    threading.Thread(target=holds_the_gil, daemon=True).start()
+    time.sleep(600)
+class Images:
+    def __getitem__(self, index):
+        globals()[sys.argv[1]]()
+if len(sys.argv) > 2:
+    faulthandler.register(int(sys.argv[2]), file=open(sys.argv[3], "a"), all_threads=False)
+print(flush=True)
+Images()[0]
+"""
+
+
+@contextmanager
+def program(tmp_path: Path, *args: str) -> Iterator[int]:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    with subprocess.Popen([sys.executable, str(file), *args], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def names(stack: tuple[stacks.StackFrame, ...]) -> list[str]:
+    return [frame.function for frame in stack]
+
+
+def read_until(pid: int, wanted: list[str]) -> stacks.ProcessStacks:
+    deadline = time.monotonic() + 20
+    while True:
+        found = stacks.read_stacks([pid], {})[pid]
+        if names(found.main)[-len(wanted) :] == wanted or time.monotonic() > deadline:
+            return found
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "computes", "holds_the_gil"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_stack_of_a_process_ends_at_its_line(tmp_path: Path, kind: str, stopped: bool) -> None:
+    wanted = [kind, "__getitem__", "<module>"]
+    with program(tmp_path, kind) as pid:
+        found = read_until(pid, wanted)
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+            while stacks.state_of(pid) != "stopped":
+                time.sleep(0.01)
+            found = stacks.read_stacks([pid], {})[pid]
+        assert (names(found.main), found.missing) == (wanted, "")
+        line = found.main[0]
+        assert Path(line.file).name == "program.py"
+        assert PROGRAM.splitlines()[line.line - 1].strip() in (
+            "time.sleep(600)",
+            "while True:",
+            "pass",
+            "ctypes.PyDLL(None).sleep(600)",
+        )
+
+
+def test_another_thread_that_holds_the_gil_is_shown(tmp_path: Path) -> None:
+    with program(tmp_path, "waits_for_a_thread_that_holds_it") as pid:
+        deadline = time.monotonic() + 20
+        while not (found := stacks.read_stacks([pid], {})[pid]).gil_holder and time.monotonic() < deadline:
+            pass
+        assert "holds_the_gil" in names(found.gil_holder)
+        assert "waits_for_a_thread_that_holds_it" in names(found.main)
+
+
+def test_programs_without_python_and_processes_that_are_gone_are_told_apart(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        found = stacks.read_stacks([other.pid, 2**22 - 1], {})
+        other.kill()
+    assert [(each.main, each.missing) for each in found.values()] == [
+        ((), "not a Python program"), ((), "it has exited"),
+    ]  # fmt: skip
+    assert stacks.state_of(2**22 - 1) == "exited"
+
+
+def test_a_process_writes_its_own_stack_where_reading_it_is_not_permitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = tmp_path / "py-spy"
+    refuses.write_text("#!/bin/sh\necho 'Error: Permission denied (os error 13)' >&2\nexit 1\n")
+    refuses.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    own = tmp_path / "stack.txt"
+    real = sys.executable
+    monkeypatch.undo()
+    with (
+        program(tmp_path, "sleeps", str(int(stacks.STACK_SIGNAL)), str(own)) as pid,
+        program(tmp_path, "sleeps") as mute,
+    ):
+        monkeypatch.setattr(sys, "executable", real)
+        for _ in range(2):  # the file is appended to
+            found = stacks.read_stacks([pid, mute], {pid: own, mute: tmp_path / "none"})
+            assert names(found[pid].main) == ["sleeps", "__getitem__", "<module>"]
+            assert found[mute] == ((), (), "not permitted to read its memory")
+        assert stacks.state_of(mute) == "running"  # the signal would have ended it
+
+
+def test_outer_frames_that_a_forked_process_has_from_its_parent_are_left_out() -> None:
+    text = """Current thread 0x1 (most recent call first):
+  File "/a/data.py", line 88 in read_image
+  File "/lib/multiprocessing/process.py", line 314 in _bootstrap
+  File "/a/train.py", line 3 in <module>
+"""
+    assert stacks.parse_dump(text) == (("read_image", "/a/data.py", 88),)
+
+
+def test_children_are_found() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        assert child.pid in stacks.children_of(os.getpid())
+        child.kill()
