@@ -114,6 +114,7 @@ def test_a_copy_has_the_state_of_its_step_although_nothing_waits_for_the_gpu(mon
     copy.close()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_save_of_a_batch_norm_model_does_not_wait_for_the_gpu() -> None:
     model = nn.Sequential(*(nn.BatchNorm1d(256) for _ in range(50))).cuda()
     tensors = {name: LocalShard(tensor) for name, tensor in model.state_dict().items()}
@@ -122,8 +123,8 @@ def test_a_save_of_a_batch_norm_model_does_not_wait_for_the_gpu() -> None:
     given = [tensors[item.name].local for item in layout.items]
     copy.begin(given, range(len(given)))
     copy.finish()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         copy.begin(given, range(len(given)))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -40,16 +40,12 @@ class CudaGraphs:
     @contextmanager
     def warm_up(self, *, strict: bool) -> Iterator[None]:
         """Run a function as it will be captured. `strict`: raise if it waits for the GPU."""
-        current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+        current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        if strict:
-            with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
-                torch.cuda.set_sync_debug_mode("error")
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), _no_waiting() if strict else nullcontext():
                 yield
         finally:
-            torch.cuda.set_sync_debug_mode(mode)
             current.wait_stream(self._stream)
 
     def capture(self, function: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
@@ -71,3 +67,14 @@ class CudaGraphs:
             raise failed[0]
         self._pool = graph.pool()
         return graph.replay, results[0]
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

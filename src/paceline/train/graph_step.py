@@ -223,7 +223,7 @@ class GraphedStep:
         fixed = [replace(micro, batch=apply(micro.batch, torch.clone)) for micro in micros]
         keys = self._draw.keys
         rows: Tensor | None = None
-        if keys is not None and keys.used:
+        if keys is not None and keys.used is not False:  # None: compiled code does not tell
             rows = keys.of_step(micros[-1].step, sum(micro.samples for micro in micros)).to(self._device)
         noise = self._noise[shape]
 
