@@ -16,7 +16,7 @@ a step of one rank on half of the batch, while another one keeps the second core
     (compute + bytes of DDP / rate of the link) / (compute + bytes of the method / rate of the link).
 
 Loss does not depend on the link and is that of held-out data, after the same samples in the same order. Throughput and
-bytes of rounds are those after the warm-up; for the loss, it takes 100 steps.
+bytes of rounds are those after the warm-up; for the loss, it takes 200 steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from slow_link import Pair, limit_rate, measure_link, on_both, sent_bytes, two_machines
-from slow_network_cases import CASES, EVERY, LOSS_STEPS, METHODS, Case, Method
+from slow_network_cases import CASES, EVERY, LOSS_STEPS, LOSS_WARM_UP, METHODS, Case, Method
 from slow_network_report import RATES, render, write_docs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -152,7 +152,7 @@ def loss_after(pair: Pair, case: Case, method: Method, steps: int) -> dict[str, 
     training, validation = case.data()
 
     def by_trainer() -> dict[str, Any]:
-        warm_up = ("sync.warmup=100",) if method.is_local else ()
+        warm_up = (f"sync.warmup={LOSS_WARM_UP}",) if method.is_local else ()
         config = case.config((*SILENT, f"eval_every={steps}", *method.sync, *warm_up))
         started = time.perf_counter()
         history = trainer_with_hook(config, method).train(training, validation, max_steps=steps)

@@ -19,7 +19,7 @@ from paceline.train.factory import build_data, build_meta_model
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 EVERY = 50
-LOSS_STEPS = 1000
+LOSS_STEPS, LOSS_WARM_UP = 1000, 200
 MLP = {
     "model": {"name": "mlp", "inputs": 2048, "width": 2048, "hidden": 4, "classes": 10},
     "optimizer": {"name": "adamw", "lr": 1e-4},
@@ -61,7 +61,10 @@ METHODS = (
     Method("fp16", ("sync.compress=fp16",), share=0.5),
     Method("bf16", ("sync.compress=bf16",), share=0.5),
     Method("int8", ("sync.compress=int8",), share=0.25),
-    *(Method(f"powersgd, rank {rank}", ("sync.compress=powersgd", f"sync.rank={rank}"), share=0.02) for rank in RANKS),
+    *(
+        Method(f"powersgd, rank {rank}", ("sync.compress=powersgd", f"sync.rank={rank}"), share=0.005 * rank)
+        for rank in (*RANKS, 32)
+    ),
     Method("local SGD", local()),
     Method("DiLoCo", local(NESTEROV)),
     Method("DiLoCo, bf16", local(NESTEROV, "sync.compress=bf16")),
