@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.data.batches import layout_of, samples_in, shapes_of
 from paceline.data.loader import Loader, MicroBatch
@@ -386,5 +387,6 @@ class CustomLoop:
 
 def close_custom_loop(recorder: Recorder, sinks: Sinks) -> None:
     """Called when the trainer is garbage-collected or the process ends: a custom loop has no explicit end."""
-    recorder.flush_last()
+    with _disable_current_modes():  # the collector runs anywhere, also where another model's FLOPs are counted
+        recorder.flush_last()
     sinks.close()

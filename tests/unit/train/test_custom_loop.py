@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import paceline
@@ -328,3 +331,16 @@ def test_a_loader_whose_batches_are_not_trained_on_is_warned_about(capsys: Any) 
     for _ in trainer.loader(tiny.blobs(32)):
         pass
     assert "yields the same epoch again" in capsys.readouterr().out
+
+
+def test_a_trainer_that_is_garbage_collected_under_a_fake_mode_writes_its_records(tmp_path: Path) -> None:
+    trainer = tiny.classifier_trainer(run=str(tmp_path), log_every=100)
+    for batch in trainer.loader(tiny.blobs(32)):
+        trainer.training_step(batch)
+    trainer.itself = trainer  # type: ignore[attr-defined]  # only the garbage collector can free it
+    del trainer
+    with FakeTensorMode():  # as while the FLOPs of another model are counted
+        gc.collect()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(math.isfinite(record["loss"]) for record in records)
