@@ -21,7 +21,7 @@ from paceline.run.rank_page import RankPage
 from paceline.runtime import environment
 
 Pages = Mapping[int, RankPage]
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 def all_stand_still(pages: Pages, ranks: int) -> bool:
@@ -45,17 +45,21 @@ class Observer:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._observe()
+        finally:  # or the test would wait for them
+            for page in self.pages.values():
+                with suppress(ProcessLookupError):
+                    os.kill(page.pid, signal.SIGKILL)
+
+    def _observe(self) -> None:
         deadline = time.monotonic() + DEADLINE
         while not (self.pages and self._ready(self.pages)) and time.monotonic() < deadline:
             time.sleep(0.02)
             with suppress(OSError):
                 self.logs = RunFolder(Path((self._folder / "logs").read_text()))
                 self.pages = rank_page.read_pages(self.logs)
-        pids = {rank: page.pid for rank, page in self.pages.items()}
-        self.evidence = rank_evidence.collect(self.logs, pids, node=0)
-        for pid in pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.evidence = rank_evidence.collect(self.logs, {rank: page.pid for rank, page in self.pages.items()}, node=0)
 
 
 def observe(

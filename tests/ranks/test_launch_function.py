@@ -79,6 +79,32 @@ print("twenty of twenty")
 """
 
 
+GARBAGE = """
+import gc, threading
+import torch.distributed as torch_dist
+import paceline
+
+def collect():
+    for _ in range(8):  # one of them gets the memory of the thread of the store, and is taken for it
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    gc.collect()
+    return paceline.dist.world()
+
+gc.disable()
+store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+cycle = [store]
+cycle.append(cycle)
+del store, cycle
+print(paceline.launch(collect, ranks=2))
+"""
+
+
+def test_ranks_do_not_destroy_what_their_parent_left_to_its_garbage_collector() -> None:
+    """A store joins its thread, which does not exist in a forked process."""
+    done = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "2\n", done.stderr
+
+
 def test_it_works_after_the_parent_ran_threads_and_autograd_twenty_times_of_twenty() -> None:
     """In an interpreter of its own, with as many threads as it likes."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -25,6 +25,7 @@ import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 
 from paceline.runtime import collectives, environment, gloo_threads
+from paceline.runtime.fork import fork
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -61,7 +62,7 @@ def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0)
 def _fork(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    process = os.fork()
+    process = fork()
     if process == 0:
         code = 1
         try:

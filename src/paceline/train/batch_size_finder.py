@@ -30,6 +30,7 @@ from paceline.parallel.meta_init import is_meta, materialize
 from paceline.precision import policies
 from paceline.runtime import collectives, process_group, serialization
 from paceline.runtime import device as devices
+from paceline.runtime.fork import fork
 from paceline.train.oom import is_out_of_memory
 
 _FITS, _TOO_LARGE, _FAILED = 0, 3, 4
@@ -111,7 +112,7 @@ def _start_fork_server(folder: Path, work: Callable[[Any], None]) -> tuple[int, 
     """Fork a process that forks one trial per request: (fd to write sizes, fd to read results, its pid)."""
     requests, write_requests = os.pipe()
     read_results, results = os.pipe()
-    server = os.fork()
+    server = fork()
     if server:
         os.close(requests)
         os.close(results)
@@ -120,7 +121,7 @@ def _start_fork_server(folder: Path, work: Callable[[Any], None]) -> tuple[int, 
     os.close(read_results)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent closes the pipe
     while size := int.from_bytes(os.read(requests, 8), "little"):
-        child = os.fork()
+        child = fork()
         if child == 0:
             _run_trial(folder, size, work)
         _, status = os.waitpid(child, 0)

@@ -33,6 +33,7 @@ from paceline.launcher.local.single_node import launch_single_node
 from paceline.launcher.local.titles import set_title
 from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.workload import Workload
+from paceline.runtime.fork import fork
 from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
 from paceline.text import plural
 
@@ -128,7 +129,7 @@ def _is_hosted(master: Endpoint, token: str) -> bool:
 def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Fingerprint) -> Iterator[None]:
     """Run the coordinator in its own process, until all nodes know how the job ended."""
     theirs, ours = os.pipe()
-    process = os.fork()
+    process = fork()
     if process == 0:
         status = 1
         try:

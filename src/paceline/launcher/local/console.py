@@ -24,6 +24,7 @@ from types import FrameType
 
 from paceline.launcher.local.titles import set_title
 from paceline.run import regular_files
+from paceline.runtime.fork import fork
 
 _DRAIN_SECONDS = 2.0
 _LOOK_SECONDS = 0.1  # between polls of followed logs
@@ -43,7 +44,7 @@ class Console:
         self._screen = (os.dup(1), os.dup(2))
         readers, writers = _terminal() if os.isatty(1) else _pipes()
         stop_reader, self._stop = os.pipe()
-        self._copier = os.fork()
+        self._copier = fork()
         if self._copier == 0:
             try:
                 set_title("paceline: console", "pl-console")

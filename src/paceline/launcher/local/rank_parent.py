@@ -27,6 +27,7 @@ from types import FrameType
 from paceline.errors import LaunchError
 from paceline.launcher.local.interrupts import HANDLED
 from paceline.launcher.local.titles import set_title
+from paceline.runtime.fork import fork
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux prctl
 _BLOCKED = {*HANDLED, signal.SIGUSR2, signal.SIGCHLD}
@@ -60,7 +61,7 @@ class RankProcesses:
         pipes = (reports, commands, interrupted)
         launcher = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        self._parent = os.fork()
+        self._parent = fork()
         if self._parent == 0:
             status = 1
             try:
