@@ -23,6 +23,7 @@ ELSEWHERE = {
     "data/gathered_rows": ["ranks/test_evaluation"],
     "data/predictions": ["ranks/test_evaluation"],
     "diagnose/hang_advice": ["unit/diagnose/test_hang"],
+    "diagnose/log_files/log_events": ["unit/diagnose/log_files/test_verdict"],
     "diagnose/rank_place": ["unit/diagnose/test_hang"],
     "diagnose/waits": ["unit/diagnose/test_hang"],
     "guard/forward_state": ["ranks/test_forward_state"],

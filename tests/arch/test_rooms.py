@@ -12,13 +12,13 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 026).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 027).
 CEILINGS = {
     "": 480,
     "config": 1_430,
     "plan": 2_250,
     "run": 1_420,
-    "diagnose": 2_480,
+    "diagnose": 3_220,
     "watch": 1_500,
     "runtime": 3_250,
     "launcher": 6_350,

@@ -27,6 +27,7 @@ import forked
 import paceline
 import snapshots
 from paceline import testing
+from paceline.diagnose import catalog
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "launch.md"
 
@@ -173,7 +174,9 @@ def test_errors_and_their_codes(in_folder: Path) -> None:
     kinds = sorted([base, *base.__subclasses__()], key=lambda kind: kind.__name__)
     assert all(getattr(paceline.errors, kind.__name__) is kind for kind in kinds)
     codes = [code for kind in kinds for code in explained(in_folder, kind.family)]
-    assert sorted(explained(in_folder)) == sorted(codes)
+    of_logs = sorted(catalog.log_pages())
+    assert sorted(explained(in_folder)) == sorted([*codes, *of_logs])
+    snapshots.compare("log_codes", of_logs)
     snapshots.compare("errors", {"classes": {kind.__name__: kind.family for kind in kinds}, "codes": sorted(codes)})
 
 

@@ -1,14 +1,18 @@
-"""`paceline explain`: the catalog page of an error code."""
+"""`paceline explain`: the catalog page of a code, or what happened first in a log."""
 
 from __future__ import annotations
 
+import json as json_format
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline.cli.options import examples
 
-EXAMPLES = examples("explain", "explain launch", "explain config.unknown-key")
+EXAMPLES = examples(
+    "explain", "explain nccl", "explain config.unknown-key", "explain train.log", "explain runs/gpt", "explain -"
+)
 
 
 def _codes(incomplete: str) -> list[str]:
@@ -18,16 +22,27 @@ def _codes(incomplete: str) -> list[str]:
 
 
 def explain(
-    code: Annotated[
+    subject: Annotated[
         str,
         typer.Argument(
-            metavar="[CODE]",
-            help="error code as printed in brackets, e.g. config.unknown-key, or a family of codes; default: list all",
+            metavar="[CODE | LOGFILE | FOLDER | -]",
+            help="a code such as config.unknown-key, or a family of codes; the log of any PyTorch run, a folder with "
+            "the logs of its ranks, or - for standard input; default: list all codes",
             autocompletion=_codes,
         ),
     ] = "",
+    json: Annotated[bool, typer.Option("--json", help="print the cause of a log as JSON")] = False,
 ) -> None:
-    """Explain an error code: its meaning, its common causes and how to fix it."""
-    from paceline.diagnose import catalog
+    """Explain an error code, or find out what happened first in a log: on which rank, why, and what to do.
 
-    print(catalog.page(code.strip("[]")) if code else catalog.summaries(catalog.pages()))
+    The exit status is 1 if a log has a failure that is not in the catalog."""
+    from paceline.diagnose import catalog
+    from paceline.diagnose.log_files import log_report, verdict
+
+    if subject != "-" and not Path(subject or "\0").exists() and not any(map(str.isspace, subject)):
+        print(catalog.page(subject.strip("[]")) if subject else catalog.summaries(catalog.pages()))
+        return
+    is_log = subject == "-" or Path(subject).exists()
+    found = verdict.explain_log(subject) if is_log else verdict.explain_text(subject)
+    print(json_format.dumps(found.to_json(), indent=2) if json else log_report.describe(found))
+    raise typer.Exit(1 if found.code == "unknown" else 0)

@@ -1,9 +1,10 @@
-"""The page of each error code, from `catalog.md` next to this file."""
+"""The page of each code: of paceline's errors in `catalog.md`, of failures in logs in `log_files/catalog.md`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from paceline.errors import PacelineError, did_you_mean
@@ -11,11 +12,38 @@ from paceline.errors import PacelineError, did_you_mean
 
 def pages() -> dict[str, str]:
     """The page of every code."""
-    text = Path(__file__).with_name("catalog.md").read_text(encoding="utf-8")
+    return own_pages() | log_pages()
+
+
+@cache
+def own_pages() -> dict[str, str]:
+    return _read("catalog.md")
+
+
+@cache
+def log_pages() -> dict[str, str]:
+    return _read("log_files/catalog.md")
+
+
+def _read(name: str) -> dict[str, str]:
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     found = {}
     for part in text.split("\n## ")[1:]:
         code, _, body = part.partition("\n")
         found[code.strip()] = f"{code.strip()}\n\n{body.strip()}"
+    return found
+
+
+def sections(code: str) -> dict[str, str]:
+    """The parts of a page, each as one line: "" for what happened, and "Why", "Check", "Fix", if it has them."""
+    found: dict[str, str] = {}
+    label = ""
+    for paragraph in pages()[code].split("\n\n")[1:]:
+        start = re.match(r"\*\*([\w ]+):\*\* ", paragraph)
+        if start:
+            label = start[1]
+        text = " ".join(paragraph[start.end() if start else 0 :].split())
+        found[label] = f"{found[label]} {text}" if label in found else text
     return found
 
 
