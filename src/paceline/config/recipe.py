@@ -46,6 +46,7 @@ from paceline.config.sections import (
     TrainSection,
     as_list,
     expand,
+    path_as_text,
     short,
 )
 
@@ -136,7 +137,9 @@ class Config(Section):
     fallback: bool = Field(False, description="if distributed initialization fails, use gloo or a single rank")
     env: Env = Field({}, description="environment variables of every rank")
 
-    run: str | bool | None = Field(None, description="name or path of the run folder; false: no files are written")
+    run: Annotated[str | bool | None, BeforeValidator(path_as_text)] = Field(
+        None, description="name or path of the run folder; false: no files are written"
+    )
     log_every: PositiveInt = Field(10, description="steps between log points")
     quiet: bool = Field(False, description="show warnings and errors only")
     eval_every: PositiveInt | None = Field(None, description="steps between evaluations; default: once per epoch")

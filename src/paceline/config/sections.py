@@ -6,6 +6,7 @@ adding one requires no change in this file.
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -78,6 +79,10 @@ def _known_recompute(value: str) -> str:
 def _number_as_text(value: Any) -> Any:
     """Convert `OMP_NUM_THREADS: 4` to "4". Booleans are rejected, because programs spell them differently."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def path_as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 Names = Annotated[list[str], BeforeValidator(as_list)]

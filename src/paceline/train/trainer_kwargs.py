@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
@@ -54,7 +55,7 @@ class TrainerKwargs(TypedDict, total=False):
     backend: Literal["nccl", "gloo", "mpi"] | None
     timeout: float
     fallback: bool
-    run: str | bool | None
+    run: str | os.PathLike[str] | bool | None
     log_every: int
     eval_every: int | None
     save_every: int | None

@@ -334,7 +334,7 @@ def test_a_loader_whose_batches_are_not_trained_on_is_warned_about(capsys: Any) 
 
 
 def test_a_trainer_that_is_garbage_collected_under_a_fake_mode_writes_its_records(tmp_path: Path) -> None:
-    trainer = tiny.classifier_trainer(run=str(tmp_path), log_every=100)
+    trainer = tiny.classifier_trainer(run=tmp_path, log_every=100)
     for batch in trainer.loader(tiny.blobs(32)):
         trainer.training_step(batch)
     trainer.itself = trainer  # type: ignore[attr-defined]  # only the garbage collector can free it
