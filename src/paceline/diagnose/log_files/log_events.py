@@ -19,14 +19,14 @@ UNKNOWN = ""  # the code of an exception without a signature
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 _CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
-_LIBRARY = re.compile(r"(?:site|dist)-packages|/lib/python\d|<frozen|<string>|/torch/|paceline/launcher/")
+_LIBRARY = re.compile(r"(?:site|dist)-packages|[/\\]lib[/\\]|/lib/python\d|<frozen|<string>|/torch/|paceline/launcher/")
 _EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:\([\w.]+\))?(?::\s|:$|$)")
 _ENDS_LIKE_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Iteration|Expired)$")
 _IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread .*(?:wandb|tqdm|NetStat)")
 # Exceptions that repeat those of another process.
 _WRAPPERS = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SignalException|SystemExit"
-    r"|SpawnException|TrainingFailedError|TuneError|BrokenProcessPool|RayTaskError)$"
+    r"|SpawnException|TrainingFailedError|TuneError|AirflowException|BrokenProcessPool|RayTaskError)$"
 )
 _HANDLED = re.compile(
     r"\b(?:retry|skipp|ignor|recover|fall(?:ing|s)? ?back|continuing|resum|halving|reduc(?:e|ing) (?:the )?batch"
@@ -103,6 +103,13 @@ class _Stream:
     spawned: int | None = None
 
 
+def _role_of_unknown(name: str, text: str) -> EventRole:
+    if _WRAPPERS.search(name):
+        return "consequence"
+    # With an empty message, the next lines tell: those of torch.multiprocessing.spawn, for example.
+    return "symptom" if text.rstrip().endswith(":") else "cause"
+
+
 def find_events(lines: Iterable[LogLine], own_codes: Iterable[str] = ()) -> LogFacts:
     """`own_codes`: those of paceline."""
     reader = _Reader(frozenset(own_codes))
@@ -153,7 +160,7 @@ class _Reader:
             if self._in_root_cause and facts.root_rank is None:
                 facts.root_rank = self._table_rank
         elif (found := _TABLE_EXIT.match(text)) and self._table_rank is not None:
-            facts.rank_of_pid.setdefault(int(found[1]), self._table_rank)
+            facts.rank_of_pid[int(found[1])] = self._table_rank  # not a local rank
         elif (found := _NCCL_RANK.search(text)) and line.pid is not None:
             facts.rank_of_pid.setdefault(line.pid, int(found[1]))
         elif found := _SRUN_TASK.match(text) or _REPORTED.search(text):
@@ -191,8 +198,7 @@ class _Reader:
         if is_ignored:
             return
         known = self._match(line.text)
-        wrapper = bool(_WRAPPERS.search(name)) or line.text.strip() == "Exception:"  # of torch.multiprocessing.spawn
-        code, role = known or (UNKNOWN, "consequence" if wrapper else "cause")
+        code, role = known or (UNKNOWN, _role_of_unknown(name, line.text))
         event = LogEvent(code, role, line, order, self._rank(stream, line), stream.place, is_raised=True)
         before = stream.chained if is_chained else None
         if before is not None and before in self.facts.events:
@@ -236,8 +242,6 @@ class _Reader:
     def _rank(self, stream: _Stream, line: LogLine) -> int | None:
         if line.rank is not None:
             return line.rank
-        if found := _LOCAL_RANK.search(line.text):
-            return int(found["rank"])
         if _TABLE_EXIT.match(line.text) or "received by PID" in line.text:
             return self._table_rank
         return stream.spawned

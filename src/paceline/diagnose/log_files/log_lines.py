@@ -11,6 +11,7 @@ Every launcher marks lines in its own way:
     gpu-7:812:901 [3] NCCL WARN text       NCCL
     2024-08-12T10:00:00.123Z text          docker, kubectl
     trainer-1  | text                      docker compose
+    [2024-03-19, 02:41:31 UTC] {subprocess.py:93} INFO - text              Airflow
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _PREFIXES = (
     re.compile(r"(?!\S*(?:Error|Exception|Warning)\b)(?P<node>[a-zA-Z][\w.-]*\d[\w.-]*): (?=\S)(?!.{0,3}$)"),
     re.compile(r"[\w.-]+-\d+\s+\| ?"),
     re.compile(r"(?:stdout|stderr) [FP] "),
+    re.compile(r"\[[^\]]{10,40}\] \{[\w.]+:\d+\} [A-Z]+ - "),
 )
 # Inside the text, where the writer names itself.
 _NAMED = re.compile(

@@ -26,6 +26,7 @@ _SURVIVED_LINES, _SURVIVED_TRACEBACK_LINES = 3, 10
 _NAN_LINES = 2  # a single one may be a metric of an empty batch
 _MAX_THEN = 4  # consequences that are shown
 _MAX_QUOTED = 300  # characters of a line
+_PID = re.compile(r"\bpid[:= ]+(\d+)", re.IGNORECASE)
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _COLLECTIVE = re.compile(r"(?:SeqNum=(?P<number>\d+), )?OpType=(?P<operation>\w+)")
 _OF_WHOLE_JOB = ("slurm.cancelled", "slurm.node-failed", "slurm.preempted", "slurm.time-limit")
@@ -154,9 +155,9 @@ def _rank_of(event: LogEvent, facts: LogFacts) -> int | None:
         return facts.rank_of_pid[event.line.pid]
     if event.rank is not None:
         return event.rank
-    for pid in re.findall(r"\bpid[:= ]+(\d+)|\bPID (\d+)", event.line.text):
-        if (number := int(pid[0] or pid[1])) in facts.rank_of_pid:
-            return facts.rank_of_pid[number]
+    for pid in map(int, _PID.findall(event.line.text)):
+        if pid in facts.rank_of_pid:
+            return facts.rank_of_pid[pid]
     if (event.role in ("cause", "symptom") or event.code == "torchrun.child-failed") and facts.root_rank is not None:
         return facts.root_rank
     gpu = _GPU.search(event.line.text) if event.code.startswith("cuda.") else None

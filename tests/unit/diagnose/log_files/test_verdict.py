@@ -1,7 +1,7 @@
 """What is found in the logs of real kinds of failure.
 
-`first` was written after public threads by somebody who did not know the patterns; `second` too, and by the time it was
-read first, the patterns had been tried on nothing else.
+Each set was written after public threads by somebody who did not know the patterns. What was found in it at first is in
+docs/errors/README.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.diagnose.log_files.verdict import LogVerdict, explain_log, explain
 
 LOGS = Path(__file__).parent
 # The wanted rank is not in the log, or several fail alike, and which one is meant is a matter of taste.
-DEBATABLE = 13
+DEBATABLE = 18
 
 
 def wanted(name: str) -> dict[str, dict[str, Any]]:
@@ -30,7 +30,7 @@ def explain(*parts: str) -> LogVerdict:
     return explain_log(str(LOGS.joinpath(*parts)))
 
 
-CASES = [(folder, name, each["code"]) for folder in ("first", "second") for name, each in wanted(folder).items()]
+CASES = [(folder, name, each["code"]) for folder in ("first", "second", "third") for name, each in wanted(folder).items()]
 
 
 @pytest.mark.parametrize(("folder", "name", "code"), CASES)
@@ -40,15 +40,15 @@ def test_the_cause_of_a_log_is_found(folder: str, name: str, code: str) -> None:
 
 def test_the_rank_that_failed_first_is_named() -> None:
     coded = [(folder, name) for folder, name, code in CASES if code not in ("unknown", "none")]
-    assert len(coded) == 140
+    assert len(coded) == 190
     wrong = [name for folder, name in coded if explain(folder, name).rank != wanted(folder)[name]["rank"]]
     assert len(wrong) <= DEBATABLE, wrong
 
 
 def test_enough_kinds_of_failure_are_tried() -> None:
     codes = [code for _, _, code in CASES]
-    assert len({*codes} - {"unknown", "none"}) >= 80
-    assert codes.count("unknown") + codes.count("none") == 35
+    assert len({*codes} - {"unknown", "none"}) > 100
+    assert codes.count("unknown") + codes.count("none") == 50
 
 
 def test_a_consequence_counts_only_if_there_is_nothing_else() -> None:
