@@ -19,6 +19,8 @@ ELSEWHERE = {
     "bench/recipe_run": ["ranks/test_bench_recipes"],
     "cli/bench_launch": ["ranks/test_bench_recipes"],
     "cli/bench_recipes": ["ranks/test_bench_recipes"],
+    "cli/doctor": ["ranks/test_doctor_command"],
+    "cli/main": ["ranks/test_launch_command"],
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
     "data/gathered_rows": ["ranks/test_evaluation"],
     "data/predictions": ["ranks/test_evaluation"],

@@ -32,7 +32,7 @@ CEILINGS = {
     "monitor": 1_600,
     "guard": 3_050,
     "train": 8_180,
-    "doctor": 800,
+    "doctor": 3_700,
     "bench": 1_450,
     "search": 700,
     "testing": 630,

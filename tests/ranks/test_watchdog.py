@@ -123,7 +123,7 @@ def test_slow_ranks_and_a_paused_job_do_not_hang(jobs: dict[str, Job]) -> None:
 def test_a_rank_that_others_wait_for_is_named_with_its_line(jobs: dict[str, Job]) -> None:
     job = jobs["report"]
     [launcher] = job.launchers
-    eventually(lambda: launcher.says("waiting on"))
+    eventually(lambda: launcher.says("still waiting"))
     (job.folder / "go").touch()
     assert launcher.end() == 0, job.said()
     report = job.report()

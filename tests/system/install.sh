@@ -9,7 +9,7 @@ if [ "${PACELINE_SYSTEM_TESTS:-}" != 1 ]; then
     exit 0
 fi
 
-packages="openssh-server openssh-client iproute2 slurm-wlm munge"
+packages="openssh-server openssh-client iproute2 nftables slurm-wlm munge"
 missing=""
 for package in $packages; do
     state=$(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null || true)

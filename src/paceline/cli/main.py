@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, bench_recipes, checkpoint, config, explain, launch, node, options, parity, train
+from paceline.cli import (
+    bench,
+    bench_recipes,
+    checkpoint,
+    config,
+    doctor,
+    explain,
+    launch,
+    node,
+    options,
+    parity,
+    train,
+)
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -39,6 +51,7 @@ app.command("train", cls=options.HintedCommand, context_settings=train.CONTEXT, 
 app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT, epilog=_LAUNCHES)(launch.launch)
 app.command("node", hidden=True)(node.node)
 app.command("parity", context_settings=parity.CONTEXT, epilog=parity.EXAMPLES)(parity.parity)
+app.command("doctor", cls=options.HintedCommand, context_settings=doctor.CONTEXT, epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")

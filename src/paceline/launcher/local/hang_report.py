@@ -79,10 +79,10 @@ class NextAction(NamedTuple):
 def next_action(spec: LaunchSpec, restarts: int, hang: Hang, found: Standstill) -> NextAction:
     """What `--on-hang` leads to, after so many restarts."""
     if spec.on_hang == "report":
-        return NextAction("waiting on (--on-hang restart or stop would stop the ranks)", stops=False, ends_run=False)
+        return NextAction("still waiting (--on-hang restart or stop would stop the ranks)", stops=False, ends_run=False)
     if not found.lasts and hang.kind not in _FINAL:
         lasting = format_duration(LASTING * found.limit)
-        return NextAction(f"waiting on, for up to {lasting} (--on-hang {spec.on_hang})", stops=False, ends_run=False)
+        return NextAction(f"still waiting, for up to {lasting} (--on-hang {spec.on_hang})", stops=False, ends_run=False)
     if spec.on_hang == "stop":
         return NextAction("stopping the run (--on-hang stop)")
     if restarts < spec.max_restarts:

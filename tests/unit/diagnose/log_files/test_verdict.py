@@ -30,7 +30,8 @@ def explain(*parts: str) -> LogVerdict:
     return explain_log(str(LOGS.joinpath(*parts)))
 
 
-CASES = [(folder, name, each["code"]) for folder in ("first", "second", "third") for name, each in wanted(folder).items()]
+SETS = ("first", "second", "third")
+CASES = [(folder, name, each["code"]) for folder in SETS for name, each in wanted(folder).items()]
 
 
 @pytest.mark.parametrize(("folder", "name", "code"), CASES)

@@ -76,7 +76,7 @@ def test_ranks_are_stopped_if_the_policy_says_so() -> None:
     job = Job(on_hang="stop")
     job.standstill(lasts=False)  # they may only be slow
     job.answer()
-    assert not job.conclude() and "  waiting on, for up to 20.0 s" in job.shown[0]["text"]
+    assert not job.conclude() and "  still waiting, for up to 20.0 s" in job.shown[0]["text"]
     job.standstill(lasts=False)  # of another node, of which all have answered
     assert not job.conclude()
     job.standstill()

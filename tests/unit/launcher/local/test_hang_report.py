@@ -46,7 +46,7 @@ def test_every_report_of_a_run_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
         told.continued(4.0)
     said = capsys.readouterr().err
     assert said.count("data.py:88") >= 3 and said.count("progress again, after 4.0 s") == 3
-    assert "\nwarning: " in said and "(limit 2.0 s in training: 20 × the median step of 0.1 s)\n  waiting on" in said
+    assert "\nwarning: " in said and "(limit 2.0 s in training: 20 × the median step of 0.1 s)\n  still waiting" in said
     last = report(tmp_path)
     assert (last["generation"], last["kind"], last["seconds"], last["limit"]) == (2, "stands-still", 2.3, 2.0)
     assert [each["generation"] for each in last["earlier"]] == [1, 0]
@@ -71,7 +71,7 @@ def test_the_policy_decides(
     told = policy(tmp_path, **options)
     assert told.order() is None
     told.standstill(FOUND, RANKS)  # they may only be slow
-    assert "  waiting on" in capsys.readouterr().err and told.order() is None
+    assert "  still waiting" in capsys.readouterr().err and told.order() is None
     told.standstill(FOUND._replace(seconds=21.0, lasts=True), RANKS)
     assert said in capsys.readouterr().err and told.order() == order
     assert (told.hang is not None) == (order == 0)

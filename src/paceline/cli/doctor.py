@@ -1,0 +1,97 @@
+"""`paceline doctor`: whether this machine, or several hosts, are fit to train."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli import options, workloads
+from paceline.config.launch import LaunchSpec
+
+if TYPE_CHECKING:
+    from paceline.config.recipe import Config
+    from paceline.doctor.finding import Finding
+
+CONTEXT = {"allow_interspersed_args": True}
+EXAMPLES = options.examples(
+    "doctor", "doctor recipe.yaml -n 4", "doctor --hosts node1,node2", "doctor --json", "doctor --bundle runs/gpt"
+)
+
+
+@options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
+def doctor(
+    arguments: workloads.Arguments = None,
+    json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+    bundle: Annotated[
+        str | None,
+        typer.Option("--bundle", metavar="RUN", help="pack this run for a bug report, without secrets"),
+    ] = None,
+    **launch_options: Any,
+) -> None:
+    """Check whether this machine is fit to train: versions, GPUs, limits, shared memory, disk, network, environment
+    variables, and a real all-reduce. With --hosts, --slurm, --ray or --nodes, check all nodes and the links between
+    them. With a recipe, check that as well.
+
+    The exit status is 1 if a check failed."""
+    from paceline.doctor import findings_report
+    from paceline.doctor.finding import worst
+
+    config = workloads.read_recipe(arguments, launch_options["ranks"])[0] if arguments else None
+    facts = {"device": None if config is None else config.device, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
+    spec = LaunchSpec.resolve(config, {**launch_options, **facts})
+    if bundle is None and any((spec.hosts, spec.slurm, spec.ray, spec.nodes, spec.master)):
+        raise SystemExit(_several_nodes(config, spec, json=json))
+    findings = _this_machine(config, spec)
+    if bundle is not None:
+        from paceline.doctor.bundle import write_bundle
+
+        print(f"written: {write_bundle(Path(bundle), findings=findings)}")
+        return
+    print(findings_report.to_json(findings) if json else findings_report.describe(findings))
+    raise SystemExit(1 if worst(findings) == "fail" else 0)
+
+
+def _this_machine(config: Config | None, spec: LaunchSpec) -> list[Finding]:
+    from paceline.doctor import gpus
+    from paceline.doctor.machine import check_machine, check_training
+
+    graphics = gpus.read()
+    machine = check_machine(graphics, ranks=spec.ranks, folder=_run_folder(config), port=spec.port)
+    return [*machine, *check_training(graphics, config, spec.ranks)]
+
+
+def _run_folder(config: Config | None) -> Path:
+    return Path(config.run).parent if config is not None and isinstance(config.run, str) else Path("runs")
+
+
+def _several_nodes(config: Config | None, spec: LaunchSpec, *, json: bool) -> int:
+    """One rank per node runs the checks; the first one reports."""
+    from paceline.doctor import findings_report, node_probe, ssh_hosts
+    from paceline.doctor.finding import worst
+    from paceline.launcher.backends.hostfile import read_hosts
+    from paceline.launcher.backends.ssh import read_ssh
+    from paceline.launcher.dispatch import dispatch
+
+    before: list[Finding] = []
+    if spec.hosts:
+        before = ssh_hosts.check(
+            read_hosts(spec.hosts),
+            ssh=read_ssh(spec.ssh or "ssh"),
+            python=spec.python or sys.executable,
+            folder=str(Path.cwd()),
+            address=spec.address,
+        )
+        if worst(before) == "fail":  # a launch would fail for the same reason
+            print(findings_report.to_json(before) if json else findings_report.describe(before))
+            return 1
+    request = node_probe.ProbeRequest(
+        json=json,
+        ranks=spec.ranks,
+        device=None if config is None else config.device,
+        backend=None if config is None else config.backend,
+        findings=tuple(before),
+    )
+    return dispatch(node_probe.workload(request), node_probe.one_rank_per_node(spec), sys.argv[1:])

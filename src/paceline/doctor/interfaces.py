@@ -1,0 +1,213 @@
+"""Checks what ranks need of this machine's network: loopback, an interface to other hosts, a host name, and ports.
+
+Ranks on one machine use loopback only. On several, `paceline launch` uses the interface that reaches the coordinator;
+ranks started in another way leave the choice to gloo, which resolves the host name, and to NCCL.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.config.launch import DEFAULT_PORT
+from paceline.doctor.finding import Finding
+from paceline.errors import LaunchError
+from paceline.launcher.interface import interface_of
+from paceline.runtime.network import LOOPBACK, is_loopback, listen
+
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921
+_RUNNING = 0x40  # flag of an interface: up, and a cable is connected
+_ELSEWHERE = "198.51.100.1"  # reserved for documentation: the default route leads there
+_VIRTUAL = re.compile(r"docker|virbr|veth|br-|cni|flannel|cali|podman|lxc|lxd")
+_SLOW = 1000  # Mb/s
+_FEW_PORTS = 1000
+
+
+class NetworkInterface(NamedTuple):
+    name: str
+    is_up: bool = True
+    address: str = ""  # IPv4
+    mtu: int = 1500
+    speed: int = 0  # Mb/s; 0: unknown
+
+
+@dataclass(frozen=True)
+class InterfaceFacts:
+    interfaces: tuple[NetworkInterface, ...] = ()
+    loopback_error: str = ""
+    route: str | None = None  # name of the interface to the master, or else of the default route
+    host: str = ""
+    addresses: tuple[str, ...] = ()  # that the host name resolves to
+    host_error: str = ""
+    listeners: Mapping[int, str] = field(default_factory=dict)  # process by port
+    ephemeral: tuple[int, int] = (32768, 60999)
+    chosen: str = ""  # GLOO_SOCKET_IFNAME
+
+
+def read(
+    master: str | None = None, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+) -> InterfaceFacts:
+    loopback_error = ""
+    try:
+        listen(LOOPBACK, None).close()
+    except LaunchError as error:
+        loopback_error = error.what
+    host = socket.gethostname()
+    addresses, host_error = resolve(host)
+    masters = resolve(master)[0] if master else ()
+    low, high = (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return InterfaceFacts(
+        tuple(_interfaces(root)), loopback_error, _route([*masters, _ELSEWHERE]), host, addresses, host_error,
+        _listeners(root), (int(low), int(high)), environment.get("GLOO_SOCKET_IFNAME", ""),
+    )  # fmt: skip
+
+
+def resolve(name: str, seconds: float = 5.0) -> tuple[tuple[str, ...], str]:
+    """The addresses of a name, or why there are none. A name server that does not answer is given up."""
+    found: dict[str, None] = {}
+    errors = [f"no answer within {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            found.update((str(each[4][0]), None) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+            errors[0] = ""
+        except OSError as error:
+            errors[0] = error.strerror or str(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return tuple(found), errors[0]
+
+
+def _interfaces(root: Path) -> Iterator[NetworkInterface]:
+    for _, name in socket.if_nameindex():
+        flags, mtu, address = (_ask(number, name) for number in (_SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFADDR))
+        speed = 0
+        with suppress(OSError, ValueError):  # a virtual one has none, or -1
+            speed = int((root / "sys/class/net" / name / "speed").read_text())
+        yield NetworkInterface(
+            name,
+            bool(int.from_bytes(flags[:2], sys.byteorder) & _RUNNING),
+            socket.inet_ntoa(address[4:8]) if any(address) else "",
+            int.from_bytes(mtu[:4], sys.byteorder),
+            max(speed, 0),
+        )
+
+
+def _ask(request: int, interface: str) -> bytes:
+    """A property of an interface; zeros if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        return fcntl.ioctl(probe, request, struct.pack("40s", interface.encode()[:15]))[16:]
+    return bytes(24)
+
+
+def _route(addresses: Iterable[str]) -> str | None:
+    for address in addresses:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((address, DEFAULT_PORT))  # sends nothing
+            return interface_of(probe.getsockname()[0])
+    return None
+
+
+def _listeners(root: Path) -> dict[int, str]:
+    """The process that listens on each TCP port."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # no IPv6
+            for line in (root / "proc/net" / table).read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+                if state == "0A":  # LISTEN
+                    sockets[f"socket:[{inode}]"] = int(local.rpartition(":")[2], 16)
+    found = dict.fromkeys(sockets.values(), "an unknown process (sudo ss -ltnp)")
+    for process in (root / "proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if (target := str(descriptor.readlink())) in sockets:
+                        found[sockets[target]] = f"{(process / 'comm').read_text().strip()} (pid {process.name})"
+    return found
+
+
+def check(facts: InterfaceFacts, *, port: int | None, several_hosts: bool) -> list[Finding]:
+    """`port`: of the coordinator; None: the default."""
+    loopback = Finding("loopback", "ok", f"{LOOPBACK} accepts connections")
+    if facts.loopback_error:
+        why, fix = "ranks on this machine cannot connect to each other", "sudo ip link set lo up"
+        loopback = Finding("loopback", "fail", facts.loopback_error, why, fix)
+    low, high = facts.ephemeral
+    ephemeral = Finding("ephemeral ports", "ok", f"{low} to {high}")
+    if high - low + 1 < _FEW_PORTS:
+        why = "each connection between ranks takes one; without a free one, ranks cannot connect"
+        fix = "sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+        ephemeral = Finding("ephemeral ports", "warn", f"only {low} to {high}", why, fix)
+    return [
+        loopback,
+        _interface(facts) if several_hosts else Finding("network interface", "ok", "lo: ranks are on one machine"),
+        _host_name(facts, several_hosts),
+        _port(facts.listeners, port, several_hosts),
+        ephemeral,
+    ]
+
+
+def _interface(facts: InterfaceFacts) -> Finding:
+    check = "network interface"
+    up = [each for each in facts.interfaces if each.is_up and each.address and not is_loopback(each.address)]
+    virtual = [f"{each.name} ({each.address})" for each in up if _VIRTUAL.match(each.name)]
+    used = next((each for each in up if each.name == (facts.chosen or facts.route)), None)
+    if not up:
+        what = "no interface except loopback is up and has an IPv4 address"
+        return Finding(check, "fail", what, "other hosts cannot be reached", "ip -br address lists the interfaces")
+    if used is None and facts.chosen:
+        what = f"GLOO_SOCKET_IFNAME={facts.chosen} is not one of {', '.join(each.name for each in up)}"
+        return Finding(check, "fail", what, "gloo cannot bind to it", "unset GLOO_SOCKET_IFNAME, or correct it")
+    if used is None:
+        what = f"no route to other hosts through {', '.join(each.name for each in up)}"
+        return Finding(check, "warn", what, "the interface cannot be detected", f"pass --interface {up[0].name}")
+    what = f"{used.name} ({used.address}, MTU {used.mtu}{f', {used.speed} Mb/s' * (used.speed > 0)})"
+    if 0 < used.speed < _SLOW:
+        fix = f"check the cable and the switch (ethtool {used.name}), or pass --interface with a faster one"
+        return Finding(check, "warn", what, f"1 GB of gradients takes {8000 / used.speed:.0f} s", fix)
+    if virtual and not facts.chosen:
+        why = "without paceline launch, ranks may choose an interface that other hosts cannot reach"
+        return Finding(check, "warn", f"{what}, and {', '.join(virtual)}", why, _export(used.name))
+    return Finding(check, "ok", what)
+
+
+def _export(interface: str) -> str:
+    return f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
+
+
+def _host_name(facts: InterfaceFacts, several_hosts: bool) -> Finding:
+    what = f"{facts.host} resolves to {', '.join(facts.addresses)}"
+    fix = f"write its address into /etc/hosts: ADDRESS {facts.host}"
+    if facts.host_error:
+        what = f"{facts.host} does not resolve: {facts.host_error}"
+        return Finding("host name", "warn", what, "gloo looks for the address of this machine by name", fix)
+    if several_hosts and all(map(is_loopback, facts.addresses)) and not facts.chosen:
+        why = "without paceline launch, gloo tells this address to the other hosts"
+        fix = f"{_export(facts.route)}, or {fix}" if facts.route else fix
+        return Finding("host name", "warn", what, why, fix)
+    return Finding("host name", "ok", what)
+
+
+def _port(listeners: Mapping[int, str], port: int | None, several_hosts: bool) -> Finding:
+    if port is None and not several_hosts:
+        return Finding("port", "ok", "ranks on one machine use a free one")
+    first = port or DEFAULT_PORT
+    ports = (first, first + 1) if several_hosts else (first,)  # of launchers, and of ranks
+    taken = [f"{each} is in use by {listeners[each]}" for each in ports if each in listeners]
+    if not taken:
+        return Finding("port", "ok", f"{' and '.join(map(str, ports))} free")
+    fix = f"use another port: --master HOST:{first + 100}" if several_hosts else "use another port, or none"
+    return Finding("port", "fail", ", ".join(taken), "the launch fails (launch.port-in-use)", fix)

@@ -1,0 +1,222 @@
+"""What one rank per node runs in `paceline doctor --hosts a,b`: `python -m paceline.doctor.node_probe REQUEST`.
+
+    facts        every node checks itself, and publishes its facts in the store of the launcher
+    connections  all at once, every node tries to connect to its peers
+    links        one node after the other measures the links to its peers
+    all-reduce   all together, unless it is clear that it would fail
+    report       the first node judges, and reports
+
+The first node reports, so that it works with every launch backend, as in bench/comm_rank.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from paceline.config.launch import LaunchSpec
+from paceline.doctor import findings_report, links
+from paceline.doctor.all_reduce_check import SECONDS as ALL_REDUCE_SECONDS
+from paceline.doctor.all_reduce_check import AllReduceResult, all_reduce, judge_all_reduce
+from paceline.doctor.finding import Finding, worst
+from paceline.doctor.links import LinkServer, LinkTimes
+from paceline.doctor.network_check import Link, NodeFacts, judge_links, judge_nodes, names_of
+from paceline.doctor.node_facts import node_facts, own_address, users_environment
+from paceline.launcher.backends.hostfile import read_hosts
+from paceline.launcher.workload import Target, Workload
+from paceline.runtime import environment
+from paceline.runtime.network import LOOPBACK, listen
+
+LocalChecks = Callable[[], list[Finding]]
+
+_STORE_SECONDS = 10.0  # to connect to the store
+_CHECK_SECONDS = 120.0  # for the local checks of a node
+_SPARE_SECONDS = 10.0  # for a slow machine, on top of what a step takes
+_ALL_PAIRS = 4  # nodes up to which every pair is measured
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """`ranks`: that training would start on each node. `findings`: of checks before the launch, for the report."""
+
+    json: bool = False
+    ranks: int | None = None
+    device: str | int | None = None
+    backend: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> ProbeRequest:
+        values = json.loads(text)
+        return cls(**{**values, "findings": tuple(Finding(**each) for each in values["findings"])})
+
+
+def workload(request: ProbeRequest) -> Workload:
+    """For `dispatch`, with the spec of `one_rank_per_node`."""
+
+    def preload() -> None:
+        import paceline.runtime.process_group  # noqa: F401
+
+    target = Target("module", "paceline.doctor.node_probe", (request.to_text(),))  # for other nodes
+    return Workload(lambda: main(request), preload, target=target, name="paceline doctor")
+
+
+def one_rank_per_node(spec: LaunchSpec) -> LaunchSpec:
+    def entry(name: str) -> str:
+        user, at, machine = name.rpartition("@")
+        return f"{user}{at}[{machine}]:1" if ":" in machine else f"{name}:1"
+
+    hosts = spec.hosts and ",".join(entry(host.name) for host in read_hosts(spec.hosts))
+    return replace(spec, ranks=1, hosts=hosts, run=None)
+
+
+def main(request: ProbeRequest, local_checks: LocalChecks | None = None) -> None:
+    """`local_checks`: by default, those of `doctor/machine.py`."""
+    board = NodeBoard()
+    if board.node == 0:
+        board.publish("token", secrets.token_hex(links.TOKEN_BYTES))
+    token = bytes.fromhex(board.read("token", 0, _STORE_SECONDS))
+    address = own_address()
+    with closing(LinkServer(listen(address, None), token)) as server:
+        findings = (local_checks or _machine_checks(request, board.nodes))()
+        board.publish("facts", asdict(node_facts(address, server.port, request.device, findings)))
+        nodes = [NodeFacts(**each) for each in board.gather("facts", _CHECK_SECONDS)]
+        measured = _measure(board, nodes, token)
+    is_first = board.node == 0
+    found = [*judge_nodes(nodes), *judge_links(nodes, measured)]
+    if is_first:
+        board.publish("continues", board.nodes > 1 and worst(found) != "fail")
+    if board.read("continues", 0, _SPARE_SECONDS):
+        own = all_reduce(request.device, request.backend)
+        board.publish("all-reduce", own.to_json())
+        if own.is_stuck and not is_first:
+            os._exit(0)  # the thread would keep the process group from closing
+        if is_first:
+            results = board.gather("all-reduce", ALL_REDUCE_SECONDS + _SPARE_SECONDS)
+            found.append(judge_all_reduce(names_of(nodes), [AllReduceResult(**each) for each in results]))
+    if is_first:
+        _report(request, nodes, measured, found)
+
+
+def _machine_checks(request: ProbeRequest, nodes: int) -> LocalChecks:
+    from paceline.doctor import gpus, machine
+
+    user = users_environment()
+    return lambda: machine.check_machine(
+        gpus.read(environment=user), ranks=request.ranks, several_hosts=nodes > 1, environment=user
+    )
+
+
+class NodeBoard:
+    """Where the nodes publish JSON for each other: the store of the launcher. Ranks are nodes, as each has one."""
+
+    def __init__(self) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        info = environment.read_rank_info() or environment.RankInfo()
+        self.node, self.nodes = info.rank, info.world
+        host, port = environment.rendezvous_endpoint() or (LOOPBACK, 0)
+        limit = timedelta(seconds=_STORE_SECONDS)
+        self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+
+    def publish(self, name: str, value: Any) -> None:
+        self._store.set(f"paceline/doctor/{name}/{self.node}", json.dumps(value))
+
+    def read(self, name: str, node: int, seconds: float) -> Any:
+        """What a node has published, or will within so many seconds."""
+        key = f"paceline/doctor/{name}/{node}"
+        try:
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.1)))
+        except RuntimeError:  # of torch
+            raise TimeoutError(f"Node {node} has not answered in time (waited for: {name}).") from None
+        return json.loads(self._store.get(key))
+
+    def gather(self, name: str, seconds: float) -> list[Any]:
+        """Of all nodes."""
+        deadline = time.monotonic() + seconds
+        return [self.read(name, node, deadline - time.monotonic()) for node in range(self.nodes)]
+
+
+def peers_of(node: int, nodes: int) -> list[int]:
+    """The nodes to which a node connects: all of a few; of many, its neighbours in a ring and the first one. Each link
+    is measured in both directions."""
+    if nodes <= _ALL_PAIRS:
+        return [each for each in range(nodes) if each != node]
+    ring = {(node - 1) % nodes, (node + 1) % nodes, 0}
+    return sorted(set(range(nodes)) - {0}) if node == 0 else sorted(ring - {node})
+
+
+def _measure(board: NodeBoard, nodes: Sequence[NodeFacts], token: bytes) -> list[Link]:
+    """The links of all nodes, measured one after the other, so that they do not compete."""
+    peers = peers_of(board.node, board.nodes)
+
+    def connect(peer: int) -> str:
+        return _error_of(lambda: links.ping((nodes[peer].address, nodes[peer].port), token))
+
+    with ThreadPoolExecutor(max(1, len(peers))) as pool:  # a firewall that drops packets costs its timeout once
+        errors = dict(zip(peers, pool.map(connect, peers), strict=True))
+    board.publish("connected", True)
+    board.gather("connected", 2 * links.CONNECT_SECONDS + _SPARE_SECONDS)
+    before = sum(len(peers_of(node, board.nodes)) for node in range(board.node))
+    if board.node:
+        board.read("links", board.node - 1, before * links.LINK_SECONDS + _SPARE_SECONDS)
+    own = [_measure_link(board.node, peer, nodes[peer], token, errors[peer]) for peer in peers]
+    board.publish("links", [asdict(link) for link in own])
+    number = sum(len(peers_of(node, board.nodes)) for node in range(board.nodes))
+    everything = board.gather("links", number * links.LINK_SECONDS + _SPARE_SECONDS)
+    return [_link(values) for of_node in everything for values in of_node]
+
+
+def _measure_link(source: int, target: int, there: NodeFacts, token: bytes, error: str) -> Link:
+    if error:
+        return Link(source, target, error=error, is_open=False)
+    times: list[LinkTimes] = []
+    error = _error_of(lambda: times.append(links.measure((there.address, there.port), token)))
+    return Link(source, target, times[0] if times else None, error)
+
+
+def _error_of(attempt: Callable[[], None]) -> str:
+    try:
+        attempt()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _link(values: dict[str, Any]) -> Link:
+    return Link(**{**values, "times": values["times"] and LinkTimes(**values["times"])})
+
+
+def _report(request: ProbeRequest, nodes: Sequence[NodeFacts], measured: Sequence[Link], found: list[Finding]) -> None:
+    names = names_of(nodes)
+    local = [
+        replace(Finding(**each), host=name)  # type: ignore[arg-type]
+        for name, node in zip(names, nodes, strict=True)
+        for each in node.findings
+    ]
+    findings = [*request.findings, *local, *found]
+    table = [
+        {"from": names[link.source], "to": names[link.target], "latency_us": round(link.times.latency * 1e6, 1),
+         "gbit_s": round(link.times.bandwidth / 1e9, 3)}
+        for link in measured if link.times is not None
+    ]  # fmt: skip
+    text = findings_report.to_json(findings, links=table) if request.json else findings_report.describe(findings)
+    print(text, flush=True)  # noqa: T201
+    if worst(findings) == "fail":
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main(ProbeRequest.from_text(sys.argv[1]))

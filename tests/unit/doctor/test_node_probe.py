@@ -1,0 +1,118 @@
+"""The probe of several nodes, as ranks of one launch on this machine. Real ones: tests/system/test_doctor_hosts.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+from paceline.config.launch import LaunchSpec
+from paceline.doctor.finding import Finding
+from paceline.doctor.node_probe import ProbeRequest, one_rank_per_node, peers_of, workload
+
+SCRIPT = """
+import os, sys, threading
+from paceline.config.launch import LaunchSpec
+from paceline.doctor import node_probe
+from paceline.doctor.all_reduce_check import AllReduceResult
+from paceline.doctor.finding import Finding
+from paceline.launcher.dispatch import dispatch
+from paceline.launcher.workload import Workload
+
+nodes, request, deed = sys.argv[1:]
+def local_checks():
+    if deed == "silent" and os.environ["RANK"] == "1":
+        threading.Event().wait()
+    return [Finding("disk", "fail" if deed == "fail" else "ok", "looked at")]
+def body():
+    node_probe.main(node_probe.ProbeRequest.from_text(request), local_checks)
+if deed == "silent":
+    node_probe._CHECK_SECONDS = 1.0
+if deed == "stuck":
+    node_probe.all_reduce = lambda *_: AllReduceResult(error="it did not end", is_stuck=True)
+raise SystemExit(dispatch(Workload(body), LaunchSpec(ranks=int(nodes)), []))
+"""
+
+
+def run(folder: Path, nodes: int, request: ProbeRequest, deed: str = "") -> tuple[int, str, str]:
+    script = folder / "probe.py"
+    script.write_text(SCRIPT)
+    done = forked.script(script, str(nodes), request.to_text(), deed, cwd=folder)
+    return done.returncode, done.stdout, done.stderr
+
+
+def report(folder: Path, nodes: int, deed: str = "") -> tuple[int, dict[str, Any]]:
+    before = Finding("login", "ok", "logged in", host="a")
+    code, said, errors = run(folder, nodes, ProbeRequest(json=True, device="cpu", findings=(before,)), deed)
+    assert said, errors
+    return code, json.loads(said)
+
+
+def test_nodes_that_reach_each_other_are_reported_with_their_links(tmp_path: Path) -> None:
+    code, found = report(tmp_path, 3)
+    assert code == 0
+    checks = [each["check"] for each in found["findings"]]
+    assert checks == ["login", *["disk"] * 3, "versions", "GPUs", "MTU", "connections", "latency", "bandwidth", "clock",
+                      "all-reduce"]  # fmt: skip
+    assert "fail" not in {each["status"] for each in found["findings"]}
+    assert len({each["host"] for each in found["findings"] if each["check"] == "disk"}) == 3
+    assert len({(link["from"], link["to"]) for link in found["links"]}) == 6
+    assert all(link["latency_us"] > 0 and link["gbit_s"] > 0 for link in found["links"])
+
+
+def test_a_failed_check_of_a_node_is_in_the_report_and_the_exit_status(tmp_path: Path) -> None:
+    code, found = report(tmp_path, 2, "fail")
+    assert (code, found["status"]) == (1, "fail")
+    [reduced] = [each for each in found["findings"] if each["check"] == "all-reduce"]
+    assert reduced["status"] == "ok"  # it can be tried all the same
+
+
+def test_an_all_reduce_that_does_not_end_is_reported_and_leaves_nobody_behind(tmp_path: Path) -> None:
+    code, found = report(tmp_path, 2, "stuck")
+    assert code == 1
+    assert found["findings"][-1]["what"].endswith("it did not end")
+
+
+def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    code, _, errors = run(tmp_path, 2, ProbeRequest(device="cpu"), "silent")
+    assert code == 1
+    assert "Node 1 has not answered in time (waited for: facts)." in errors
+
+
+def test_a_single_node_reports_itself(tmp_path: Path) -> None:
+    code, said, _ = run(tmp_path, 1, ProbeRequest(device="cpu"))
+    assert code == 0
+    assert "disk: looked at" in said and "all-reduce" not in said
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 5, 9])
+def test_every_link_is_measured_in_both_directions(nodes: int) -> None:
+    links = {(node, peer) for node in range(nodes) for peer in peers_of(node, nodes)}
+    assert {(peer, node) for node, peer in links} == links
+    assert all(node != peer for node, peer in links)
+    assert nodes == 1 or {peer for _, peer in links} == set(range(nodes))
+
+
+def test_a_few_nodes_connect_to_all_and_many_to_their_neighbours_and_the_first() -> None:
+    assert peers_of(2, 4) == [0, 1, 3]
+    assert peers_of(4, 9) == [0, 3, 5]
+    assert peers_of(0, 9) == list(range(1, 9))
+
+
+def test_a_request_reaches_other_nodes_as_text() -> None:
+    request = ProbeRequest(json=True, ranks=4, device="cpu", findings=(Finding("login", "ok", "x", host="a"),))
+    assert ProbeRequest.from_text(request.to_text()) == request
+    target = workload(request).target
+    assert target is not None and (target.name, target.args) == ("paceline.doctor.node_probe", (request.to_text(),))
+
+
+def test_each_host_gets_one_rank(tmp_path: Path) -> None:
+    spec = one_rank_per_node(LaunchSpec(hosts="a:4,me@b,me@[fd00::2]:2", ranks=8, run="x"))
+    assert (spec.hosts, spec.ranks, spec.run) == ("a:1,me@b:1,me@[fd00::2]:1", 1, None)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\nb slots=4\n")
+    assert one_rank_per_node(LaunchSpec(hosts=str(hostfile))).hosts == "a:1,b:1"
+    assert one_rank_per_node(LaunchSpec(ray="auto")).hosts is None
