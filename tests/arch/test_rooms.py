@@ -18,7 +18,7 @@ CEILINGS = {
     "config": 1_430,
     "plan": 2_250,
     "run": 1_420,
-    "diagnose": 3_220,
+    "diagnose": 3_330,
     "watch": 1_500,
     "runtime": 3_250,
     "launcher": 6_350,

@@ -25,9 +25,16 @@ def test_a_failed_check_sets_the_exit_status_and_says_what_to_do(tmp_path: Path)
     done = forked.paceline("doctor", cwd=tmp_path, env={**HEALTHY, "NCCL_SOCKET_IFNAME": "absent0"})
     assert done.returncode == 1
     last = done.stdout.splitlines()
-    assert "training would fail" in last[-1]
+    assert "training is likely to fail" in last[-1]
     assert any(line.startswith("fail  ") and "NCCL_SOCKET_IFNAME" in line for line in last), done.stdout
     assert any(line.startswith("      fix: ") for line in last)
+
+
+def test_a_machine_that_is_part_of_a_job_does_not_join_it(tmp_path: Path) -> None:
+    job = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "1"}
+    done = forked.paceline("doctor", "--json", cwd=tmp_path, env={**HEALTHY, **job})
+    found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+    assert found["all-reduce"]["status"] == "ok", done.stderr
 
 
 def test_a_recipe_is_checked_too(tmp_path: Path) -> None:

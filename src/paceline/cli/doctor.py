@@ -58,9 +58,9 @@ def _this_machine(config: Config | None, spec: LaunchSpec) -> list[Finding]:
     from paceline.doctor import gpus
     from paceline.doctor.machine import check_machine, check_training
 
-    graphics = gpus.read()
-    machine = check_machine(graphics, ranks=spec.ranks, folder=_run_folder(config), port=spec.port)
-    return [*machine, *check_training(graphics, config, spec.ranks)]
+    gpu_facts = gpus.read()
+    machine = check_machine(gpu_facts, ranks=spec.ranks, folder=_run_folder(config), port=spec.port)
+    return [*machine, *check_training(gpu_facts, config, spec.ranks)]
 
 
 def _run_folder(config: Config | None) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json as json_format
+import stat
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline.cli.options import examples
+from paceline.errors import PacelineError
 
 EXAMPLES = examples(
     "explain", "explain nccl", "explain config.unknown-key", "explain train.log", "explain runs/gpt", "explain -"
@@ -39,10 +41,30 @@ def explain(
     from paceline.diagnose import catalog
     from paceline.diagnose.log_files import log_report, verdict
 
-    if subject != "-" and not Path(subject or "\0").exists() and not any(map(str.isspace, subject)):
+    if subject == "-" or _is_log(subject):
+        found = verdict.explain_log(subject)
+    elif any(map(str.isspace, subject)):
+        found = verdict.explain_text(subject)
+    else:
         print(catalog.page(subject.strip("[]")) if subject else catalog.summaries(catalog.pages()))
         return
-    is_log = subject == "-" or Path(subject).exists()
-    found = verdict.explain_log(subject) if is_log else verdict.explain_text(subject)
     print(json_format.dumps(found.to_json(), indent=2) if json else log_report.describe(found))
     raise typer.Exit(1 if found.code == "unknown" else 0)
+
+
+def _is_log(subject: str) -> bool:
+    from paceline.diagnose import catalog
+    from paceline.diagnose.log_files import log_scan
+
+    codes = catalog.pages()
+    try:
+        kind = Path(subject).stat().st_mode if subject else 0
+    except OSError:  # no such file; or it is a message, which may be too long for a name
+        kind = 0
+    if kind:  # a folder of the project may have the name of a family of codes
+        return not stat.S_ISDIR(kind) or not any(code.startswith(f"{subject}.") for code in codes)
+    if subject not in codes and not any(map(str.isspace, subject)) and log_scan.has_log_name(subject):
+        raise PacelineError(
+            "no-logs", f"No such file: {subject}.", fix="check the path; paceline explain lists all codes"
+        )
+    return False

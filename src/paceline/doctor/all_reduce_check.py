@@ -72,13 +72,14 @@ def _run(device: str | int | None, backend: str | None) -> AllReduceResult:
     return result
 
 
-def judge_all_reduce(names: list[str], results: list[AllReduceResult]) -> Finding:
-    """From the results of all nodes."""
+def judge_all_reduce(names: list[str], results: list[AllReduceResult], *, of: str = "") -> Finding:
+    """From the results of all nodes; `of`: what took part, if not these."""
     failed = [(result.took, name, result.error) for name, result in zip(names, results, strict=True) if result.error]
     if failed:
         _, name, error = min(failed)  # the others fail later, because they wait for this one
         fix = "run again with NCCL_DEBUG=INFO (TORCH_DISTRIBUTED_DEBUG=DETAIL for gloo), and check --interface"
-        return Finding("all-reduce", "fail", f"An all-reduce fails first on {name}: {error}", "", fix, name)
+        first = f"An all-reduce of {of} fails" if of else f"An all-reduce fails first on {name}"
+        return Finding("all-reduce", "fail", f"{first}: {error}", "", fix, "" if of else name)
     small, large = (max(getattr(each, size) for each in results) for size in ("small", "large"))
     times = f"{format_ms(small)} for one number, {format_ms(large)} for 16 MiB"
-    return Finding("all-reduce", "ok", f"{len(names)} nodes, {results[0].backend}: {times}")
+    return Finding("all-reduce", "ok", f"{of or f'{len(names)} nodes'}, {results[0].backend}: {times}")

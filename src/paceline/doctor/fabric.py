@@ -32,6 +32,10 @@ class FabricFacts:
     ports: tuple[FabricPort, ...] = ()  # that NCCL_IB_HCA allows
     peer_memory: str = ""  # what lets ports access GPU memory
 
+    @property
+    def has_infiniband(self) -> bool:
+        return any(port.link_layer == "InfiniBand" and port.state == "ACTIVE" for port in self.ports)
+
 
 def read(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> FabricFacts:
     ports = []
@@ -88,7 +92,7 @@ def _states(name: str, ports: Sequence[FabricPort], active: Sequence[FabricPort]
     if not active and not several_hosts:
         return Finding(name, "ok", f"{what}; not used on one machine")
     if not active:
-        return Finding(name, "fail", what, "NCCL falls back to TCP, which is many times slower", fix)
+        return Finding(name, "warn", what, "NCCL falls back to TCP, which is many times slower", fix)
     use = f"export NCCL_IB_HCA='={','.join(port.name for port in active)}'"
     if down:
         return Finding(name, "warn", what, "NCCL uses the others only", f"{fix}; if it is not needed: {use}")

@@ -28,7 +28,8 @@ def describe(findings: Sequence[Finding]) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     numbers = {status: sum(each.status == status for each in findings) for status in ORDER}
     if numbers["fail"]:
-        return f"{plural(numbers['fail'], 'problem')} and {plural(numbers['warn'], 'warning')}: training would fail."
+        found = f"{plural(numbers['fail'], 'problem')} and {plural(numbers['warn'], 'warning')}"
+        return f"{found}: training is likely to fail."
     if numbers["warn"]:
         return f"{plural(numbers['warn'], 'warning')}: training works, but see above."
     return f"{plural(numbers['ok'], 'check')} passed."

@@ -33,6 +33,9 @@ _SLOW = 1000  # Mb/s
 _FEW_PORTS = 1000
 
 
+_EPHEMERAL = ("32768", "60999")  # Linux's default
+
+
 class NetworkInterface(NamedTuple):
     name: str
     is_up: bool = True
@@ -65,7 +68,10 @@ def read(
     host = socket.gethostname()
     addresses, host_error = resolve(host)
     masters = resolve(master)[0] if master else ()
-    low, high = (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    try:
+        low, high = (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:  # not Linux
+        low, high = _EPHEMERAL
     return InterfaceFacts(
         tuple(_interfaces(root)), loopback_error, _route([*masters, _ELSEWHERE]), host, addresses, host_error,
         _listeners(root), (int(low), int(high)), environment.get("GLOO_SOCKET_IFNAME", ""),

@@ -23,7 +23,7 @@ from paceline.doctor.finding import Finding, Status, graded
 from paceline.text import format_bytes, plural
 
 _MIB, _GIB = 2**20, 2**30
-_SHM_FAIL = 64 * _MIB  # Docker's default: a few batches of images fill it, and the next write is a SIGBUS
+_SHM_FAIL = 16 * _MIB  # less than gloo, NCCL or one batch of a loader worker needs; Docker's default is 64 MiB
 _SHM_WARN = _GIB  # 8 workers with 2 prefetched batches of 64 MiB
 _OPEN_FILES = 4096  # workers, connections and shared tensors take one or more each; many systems allow 1024
 _ENOUGH_FILES = 65536

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from paceline.doctor.finding import Finding
 
 _RANKS = 2
 _SECONDS = 20.0
+_OF_A_JOB = re.compile(r"(?:PET|SLURM|OMPI|PMI|TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_\w+|(?:NODE_)?RANK|WORLD_SIZE")
 
 
 def check(device: str | int | None, backend: str | None, gpus: int) -> Finding:
@@ -18,15 +22,23 @@ def check(device: str | int | None, backend: str | None, gpus: int) -> Finding:
 
     where = None if device != "cpu" and gpus >= _RANKS else "cpu"
 
-    def rank() -> list[dict[str, object]]:
-        from paceline.runtime import collectives
-
-        own = all_reduce(where, backend if where is None else None, _SECONDS).to_json()
-        return [own] if collectives.rank() == 0 else []
+    def rank() -> dict[str, object]:
+        return all_reduce(where, backend if where is None else None, _SECONDS).to_json()
 
     try:
-        results = [AllReduceResult(**each) for each in paceline.launch(rank, ranks=_RANKS)]
+        with _without_job():
+            result = paceline.launch(rank, ranks=_RANKS)
     except PacelineError as error:
-        results = [AllReduceResult(error=error.what)]
-    found = judge_all_reduce(["rank 0"], results)
-    return replace(found, what=found.what.replace("1 nodes", f"{_RANKS} ranks"), host="")
+        return Finding("all-reduce", "fail", error.what, error.why, error.fix)
+    return judge_all_reduce([""], [AllReduceResult(**result)], of=f"{_RANKS} ranks")
+
+
+@contextmanager
+def _without_job() -> Iterator[None]:
+    """Hide the variables of a job that this machine is part of, such as those in a pod: its ranks must not be met."""
+    names = [name for name in os.environ if _OF_A_JOB.fullmatch(name)]
+    hidden = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -16,7 +16,7 @@ _CPU_RANKS = 2  # that a recipe starts without GPUs
 
 
 def check_machine(
-    graphics: GpuFacts,
+    gpu_facts: GpuFacts,
     *,
     ranks: int | None = None,
     several_hosts: bool = False,
@@ -26,35 +26,35 @@ def check_machine(
 ) -> list[Finding]:
     """`ranks`: that training would start here, by default one per GPU; `folder`: in which runs are."""
     network, adapters = interfaces.read(environment=environment), fabric.read()
-    ranks = ranks or _default_ranks(graphics)
-    has_infiniband = bool(adapters.ports)
+    ranks = ranks or _default_ranks(gpu_facts)
+    needs_locked_memory = adapters.has_infiniband and several_hosts and bool(gpu_facts.gpus)
     return [
-        *software.check(graphics.gpus),
-        *gpus.check(graphics),
-        *fabric.check(adapters, len(graphics.gpus), several_hosts),
-        *limits.check(ranks, has_infiniband=has_infiniband, several_hosts=several_hosts),
+        *software.check(gpu_facts.gpus),
+        *gpus.check(gpu_facts),
+        *fabric.check(adapters, len(gpu_facts.gpus), several_hosts),
+        *limits.check(ranks, has_infiniband=needs_locked_memory, several_hosts=several_hosts),
         *storage.check(folder),
         *interfaces.check(network, port=port, several_hosts=several_hosts),
         *variables.check(
             environment,
             interfaces=[each.name for each in network.interfaces],
-            gpus=graphics.number,
+            gpus=gpu_facts.number,
             ranks=ranks,
-            has_infiniband=has_infiniband,
+            has_infiniband=adapters.has_infiniband,
             several_hosts=several_hosts,
         ),
     ]
 
 
-def check_training(graphics: GpuFacts, config: Config | None, ranks: int | None) -> list[Finding]:
+def check_training(gpu_facts: GpuFacts, config: Config | None, ranks: int | None) -> list[Finding]:
     """What a launch would check before ranks start, and a real all-reduce on the device of the recipe."""
     device, backend = (None, None) if config is None else (config.device, config.backend)
-    recipe = [] if config is None else [_check_recipe(config, ranks or _default_ranks(graphics))]
-    return [*recipe, local_ranks.check(device, backend, len(graphics.gpus))]
+    recipe = [] if config is None else [_check_recipe(config, ranks or _default_ranks(gpu_facts))]
+    return [*recipe, local_ranks.check(device, backend, len(gpu_facts.gpus))]
 
 
-def _default_ranks(graphics: GpuFacts) -> int:
-    return len(graphics.gpus) or _CPU_RANKS
+def _default_ranks(gpu_facts: GpuFacts) -> int:
+    return len(gpu_facts.gpus) or _CPU_RANKS
 
 
 def _check_recipe(config: Config, ranks: int) -> Finding:

@@ -56,18 +56,18 @@ def test_a_port_that_is_down_beside_active_ones_is_a_warning_until_it_is_exclude
 
 
 @pytest.mark.parametrize("layer", ["InfiniBand", "Ethernet"])
-def test_only_ports_that_are_down_are_a_failure_with_several_hosts(tmp_path: Path, layer: str) -> None:
+def test_only_ports_that_are_down_are_a_warning_with_several_hosts(tmp_path: Path, layer: str) -> None:
     port(tmp_path, "mlx5_0", POLLING, layer=layer)
     port(tmp_path, "mlx5_1", POLLING, layer=layer)
     (found,) = judged(tmp_path, gpus=8).values()
-    assert found.status == "fail" and found.what.startswith("mlx5_0:1 is DOWN (Polling), mlx5_1:1")
+    assert found.status == "warn" and found.what.startswith("mlx5_0:1 is DOWN (Polling), mlx5_1:1")
     assert all(each.status == "ok" for each in judged(tmp_path, gpus=8, several_hosts=False).values())
 
 
 def test_a_port_that_waits_for_a_subnet_manager_says_so(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_0", INIT)
     found = judged(tmp_path)["InfiniBand"]
-    assert found.status == "fail" and "subnet manager" in found.fix
+    assert found.status == "warn" and "subnet manager" in found.fix
 
 
 def test_different_rates_are_a_warning_but_not_between_infiniband_and_ethernet(tmp_path: Path) -> None:

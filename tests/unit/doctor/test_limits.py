@@ -91,9 +91,10 @@ def test_every_problem_comes_with_a_reason_and_a_fix() -> None:
     assert all(each.status != "ok" and each.why and each.fix for each in findings)
 
 
-def test_a_small_shared_memory_is_a_failure_with_the_docker_flag() -> None:
+def test_a_small_shared_memory_is_a_warning_with_the_docker_flag_and_hardly_any_a_failure() -> None:
     found = judged("shared memory", shm=(64 * MIB, 64 * MIB))
-    assert found.status == "fail" and "64.0 MiB" in found.what
+    assert found.status == "warn" and "64.0 MiB" in found.what
+    assert judged("shared memory", shm=(8 * MIB, 8 * MIB)).status == "fail"
     assert "--shm-size=16g" in found.fix and "--ipc=host" in found.fix and "emptyDir" in found.fix
     assert judged("shared memory", shm=(512 * MIB, 512 * MIB)).status == "warn"
 

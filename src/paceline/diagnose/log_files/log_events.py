@@ -29,17 +29,17 @@ _WRAPPERS = re.compile(
     r"|SpawnException|TrainingFailedError|TuneError|AirflowException|BrokenProcessPool|RayTaskError)$"
 )
 _HANDLED = re.compile(
-    r"\b(?:retry|skipp|ignor|recover|fall(?:ing|s)? ?back|continuing|resum|halving|reduc(?:e|ing) (?:the )?batch"
+    r"\b(?:retry(?:ing)?|skipp(?:ing|ed)|ignor(?:ing|ed)|recover(?:ed|ing)|fall(?:ing|s)? ?back|continuing"
+    r"|resum(?:ed|ing)|halving|reduc(?:ed?|ing) (?:the )?batch"
     r"|caught (?:an? )?(?:torch\.|[\w.]*(?:Error|[Ee]xception)))",
     re.IGNORECASE,
 )
 _WARNING = re.compile(r"^\[?W\d{3,4}\b|^\[W\b|\bWARN(?:ING)?\b|Warning: |\bwarn\b", re.I)
-_NOTE = re.compile(r"^\[?I\d{3,4}\b|\bINFO\b|\bDEBUG\b")
+_NOTE = re.compile(r"^\[?I\d{3,4}\b|^\[I\b|(?<!=)\bINFO\b|\bDEBUG\b(?!=)")
 _OF_NCCL = re.compile(r"NCCL WARN")
 _QUIET_NAN = re.compile(r"\bloss['\"]?\s*(?:[=:]\s*|\s)(?:tensor\()?(?:nan|NaN|NAN)\b")
-_PROGRESS = re.compile(
-    r"\b(?:step|iter(?:ation)?|epoch|batch|train|it)\b.*\d.*\b(?:loss|lr|it/s|s/it|acc)|\d+%\|.*(?:it/s|s/it)", re.I
-)
+_STEP = re.compile(r"\b(?:steps?|iter(?:ation)?s?|epoch|batch|it)\b|\d%\|", re.IGNORECASE)
+_METRIC = re.compile(r"\b(?:loss|lr|learning_rate|acc|tokens/s)\b\W{1,4}-?\d|\d ?(?:it/s|s/it)", re.IGNORECASE)
 _VAGUE = re.compile(
     r"^terminate called after throwing|^\s*what\(\): |^\S+: error: |^(?:ERROR|FATAL|CRITICAL)\b|: Assertion `.+' failed"
     r"|\bfatal error\b|^panic: ",
@@ -83,7 +83,8 @@ class LogFacts:
     """What was found in a log."""
 
     events: list[LogEvent] = field(default_factory=list)
-    progress: dict[int | None, list[int]] = field(default_factory=dict)  # by rank: the order of lines about steps
+    # By file and rank: the order of lines about steps.
+    progress: dict[tuple[str, int | None], list[int]] = field(default_factory=dict)
     root_rank: int | None = None  # as the launcher reported it
     root_node: str = ""
     rank_of_pid: dict[int, int] = field(default_factory=dict)
@@ -108,6 +109,12 @@ def _role_of_unknown(name: str, text: str) -> EventRole:
         return "consequence"
     # With an empty message, the next lines tell: those of torch.multiprocessing.spawn, for example.
     return "symptom" if text.rstrip().endswith(":") else "cause"
+
+
+def _is_exception(text: str) -> bool:
+    """Whether it is the last line of a traceback, which may be all that was copied."""
+    found = _EXCEPTION.match(text)
+    return found is not None and _ENDS_LIKE_ERROR.search(found["name"]) is not None
 
 
 def find_events(lines: Iterable[LogLine], own_codes: Iterable[str] = ()) -> LogFacts:
@@ -213,21 +220,21 @@ class _Reader:
         text, rank = line.text, self._rank(stream, line)
         if known := self._match(text):
             code, role = known
-            if _HANDLED.search(text) and code != "amp.loss-scale":
+            if not _is_exception(text):
+                if _HANDLED.search(text) and code != "amp.loss-scale":
+                    return
+                if _NOTE.search(text) and not _OF_NCCL.search(text):
+                    return
+            if _WARNING.search(text) and not _OF_NCCL.search(text):
+                self.facts.events.append(LogEvent(code, "mention", line, order, rank, is_specific=role == "cause"))
                 return
-            if not _OF_NCCL.search(text):
-                if _NOTE.search(text) and role != "consequence":
-                    return
-                if _WARNING.search(text):
-                    self.facts.events.append(LogEvent(code, "mention", line, order, rank, is_specific=role == "cause"))
-                    return
             self.facts.events.append(LogEvent(code, role, line, order, rank))
         elif _QUIET_NAN.search(text):
             self.facts.nan_losses.append(LogEvent("numerics.nan", "cause", line, order, rank))
-        elif _PROGRESS.search(text):
-            self.facts.progress.setdefault(line.rank, []).append(order)
-        elif (found := _EXCEPTION.match(text)) and _ENDS_LIKE_ERROR.search(found["name"]) and not _WARNING.search(text):
-            role = "consequence" if _WRAPPERS.search(found["name"]) else "symptom"
+        elif _STEP.search(text) and _METRIC.search(text):
+            self.facts.progress.setdefault((line.file, line.rank), []).append(order)
+        elif _is_exception(text) and not _WARNING.search(text):
+            role = "consequence" if _WRAPPERS.search(text.partition(":")[0]) else "symptom"
             self.facts.events.append(LogEvent(UNKNOWN, role, line, order, rank))
         elif _VAGUE.search(text) and not _HANDLED.search(text):
             self.facts.events.append(LogEvent(UNKNOWN, "mention", line, order, rank))

@@ -79,10 +79,14 @@ def parse(file: str, number: int, raw: str, rank: int | None = None) -> LogLine:
     return LogLine(file, number, text, rank, node, pid)
 
 
-_RANK_OF_FILE = re.compile(r"(?:rank|local_rank|worker|proc|process)[-_.]?(\d+)|(?:^|/)(\d+)/std(?:err|out)(?:\.log)?$")
+_RANK_IN_NAME = re.compile(r"(?:^|[^A-Za-z])(?:local_rank|rank|worker|proc|process)[-_.]?(\d+)(?:\D|$)")
+_RANK_FOLDER = re.compile(r"(?:local_rank|rank|worker)[-_.]?(\d+)")
 
 
 def rank_of_file(path: str) -> int | None:
-    """The rank whose output a file holds, by its name: `rank_3.log`, `attempt_0/3/stderr.log`."""
-    found = _RANK_OF_FILE.findall(path)
-    return int(found[-1][0] or found[-1][1]) if found else None
+    """The rank whose output a file holds, by its name: `rank_3.log`, `rank3/train.log`, `attempt_0/3/stderr.log`."""
+    *_, folder, name = ["", *path.split("/")]
+    found = _RANK_IN_NAME.search(name) or _RANK_FOLDER.fullmatch(folder)
+    if found:
+        return int(found[1])
+    return int(folder) if folder.isdecimal() and name.startswith(("stderr", "stdout")) else None

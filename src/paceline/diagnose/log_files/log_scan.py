@@ -1,62 +1,131 @@
 """Reads logs of any size, in bounded memory: of a large one, only the surroundings of lines that look like a failure.
 
 A log of a gigabyte is mostly progress. Searching blocks of bytes for a few words is a hundred times faster than
-matching each line, and every failure has one of these words in or near its lines.
+matching each line, and nearly every failure has one of these words in or near its lines.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
+import os
 import re
+import stat
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from paceline.diagnose.log_files.log_lines import LogLine, parse, rank_of_file
+from paceline.errors import PacelineError
 
-WORDS = (b"rror", b"raceback", b"illed", b"ailed", b"NCEL", b"ignal", b"imed out")
+WORDS = (
+    b"rror", b"raceback", b"illed", b"ailed", b"NCEL", b"ignal", b"imed out", b"core dumped", b"Xid", b" nan",
+    b"victed",
+)  # fmt: skip
 SMALL = 32 * 2**20  # bytes of a log of which every line is matched
 _BLOCK = 2**18
 _AFTER = 80  # lines that are kept after one with a word
 _MAX_ALIKE = 300  # lines that differ in digits only
 _MAX_LINE = 2000  # bytes of a line that are matched
 _MAX_KEPT = 100_000  # lines; after them, only the end of the log is read
-_DIGITS = bytes.maketrans(b"0123456789abcdef", b"0" * 16)
-_LOG_NAME = re.compile(r"\.(?:log|txt|out|err|stderr|stdout)(?:\.\d+)?$|(?:^|[_-])(?:stderr|stdout|log|err|out)$")
 _MAX_FILES = 4096
+_MAX_STREAM = 2**31  # bytes that are read of what is not a file
+_DIGITS = bytes.maketrans(b"0123456789abcdef", b"0" * 16)
+_LOG_NAME = re.compile(
+    r"\.(?:log|txt|out|err|std(?:err|out))(?:\.\d+)?(?:\.gz)?$|(?:^|[_-])(?:std(?:err|out)|log|err|out)$"
+)
 
 Numbered = tuple[int, bytes]
+
+
+def has_log_name(name: str) -> bool:
+    return _LOG_NAME.search(name) is not None
 
 
 def log_files(path: Path) -> list[Path]:
     """The file itself, or the logs in a folder, those of low ranks first."""
     if not path.is_dir():
         return [path]
-    found = [each for each in sorted(path.rglob("*")) if each.is_file() and _LOG_NAME.search(each.name)]
-    return sorted(found[:_MAX_FILES], key=lambda each: (rank_of_file(str(each)) or 0, str(each)))
+    found = [
+        Path(folder, name) for folder, _, names in os.walk(path) for name in names if has_log_name(name)
+    ]  # os.walk skips folders that it can't read
+    ordered = sorted(found, key=lambda each: (rank_of_file(str(each)) or 0, str(each)))
+    return ordered[:_MAX_FILES]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
+    """The text of a log and its size, if it can be sought. Compressed logs, pipes and UTF-16 are read as well."""
+    kind = path.stat().st_mode
+    if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+        raise PacelineError("no-logs", f"{path} is a device, not a log.")
+    with path.open("rb") as file:
+        if not stat.S_ISREG(kind):
+            with spooled(file) as text:
+                yield text
+            return
+        start = file.read(2)
+        file.seek(0)
+        if start == b"\x1f\x8b":
+            with gzip.open(file) as plain:
+                yield plain, None  # type: ignore[misc]
+        elif start in (b"\xff\xfe", b"\xfe\xff"):  # of PowerShell
+            data = file.read(4 * SMALL).decode("utf-16", "replace").encode()
+            yield io.BytesIO(data), len(data)
+        else:
+            yield file, path.stat().st_size
+
+
+@contextmanager
+def spooled(stream: IO[bytes]) -> Iterator[tuple[BinaryIO, int]]:
+    """A copy on disk of a stream, which can be sought."""
+    with tempfile.TemporaryFile() as file:
+        while file.tell() < _MAX_STREAM and (block := stream.read(_BLOCK)):
+            file.write(block)
+        size = file.tell()
+        file.seek(0)
+        yield file, size
 
 
 def read(file: BinaryIO, name: str, size: int | None) -> Iterator[LogLine]:
     """The lines that may tell of a failure. `size`: in bytes, or None if the end can't be sought."""
     rank = rank_of_file(name)
-    lines = enumerate(file, 1) if size is not None and size <= SMALL else _near_words(file, size)
+    lines = enumerate(_lines(file), 1) if size is not None and size <= SMALL else _near_words(file, size)
     for number, line in _different(lines):
         yield parse(name, number, line.decode("utf-8", "replace"), rank)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    for block in _blocks(file):
+        yield from block.split(b"\n")[: -1 if block.endswith(b"\n") else None]
 
 
 def _different(lines: Iterable[Numbered]) -> Iterator[Numbered]:
     """Without the many repetitions of a line that differ in their numbers only, such as progress."""
     is_new = _novelty()
-    return ((number, line[:_MAX_LINE]) for number, line in lines if is_new(line))
+    return ((number, shown) for number, line in lines if is_new(shown := _shown(line)))
+
+
+def _shown(line: bytes) -> bytes:
+    """What a terminal shows of a line: a progress bar rewrites it after each carriage return."""
+    return line.rstrip(b"\r\n").rpartition(b"\r")[2][:_MAX_LINE]
 
 
 def _novelty() -> Callable[[bytes], bool]:
-    """A function that tells whether few lines like this one were seen before."""
-    seen: Counter[int] = Counter()
+    """A function that tells whether few lines like this one were seen before; of lines about progress, since the last
+    line with a word: whether training continued after it matters."""
+    failures: Counter[int] = Counter()
+    others: Counter[int] = Counter()
 
     def is_new(line: bytes) -> bool:
-        shape = hash(line[:_MAX_LINE].translate(_DIGITS))
+        shape = hash(line.translate(_DIGITS))
+        seen = failures if any(word in line for word in WORDS) else others
         seen[shape] += 1
+        if seen is failures and seen[shape] <= _MAX_ALIKE:
+            others.clear()
         return seen[shape] <= _MAX_ALIKE
 
     return is_new
@@ -67,9 +136,7 @@ def _near_words(file: BinaryIO, size: int | None) -> Iterator[Numbered]:
     is_new = _novelty()
     number = kept = left = 0  # left: how many more lines belong to the last one with a word
     for block in _blocks(file):
-        hits = {
-            start for start in _lines_with_words(block) if is_new(block[start : start + _MAX_LINE].split(b"\n", 1)[0])
-        }
+        hits = {start for start, end in _lines_with_words(block) if is_new(_shown(block[start:end]))}
         at = 0
         for start in sorted({0, *hits} if left else hits):
             if start < at:
@@ -89,20 +156,21 @@ def _near_words(file: BinaryIO, size: int | None) -> Iterator[Numbered]:
             kept = -_MAX_KEPT
 
 
-def _lines_with_words(block: bytes) -> set[int]:
-    """Where these lines start."""
+def _lines_with_words(block: bytes) -> set[tuple[int, int]]:
+    """Where these lines start and end."""
     found = set()
     for word in WORDS:
         at = block.find(word)
         while at >= 0:
-            found.add(block.rfind(b"\n", 0, at) + 1)
             end = block.find(b"\n", at)
-            at = block.find(word, end) if end >= 0 else -1
+            end = len(block) if end < 0 else end
+            found.add((block.rfind(b"\n", 0, at) + 1, end))
+            at = block.find(word, end)
     return found
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Blocks of whole lines, unless a line is longer than a block."""
+    """Blocks of whole lines, unless a line is longer than a few blocks."""
     rest = b""
     while block := file.read(_BLOCK):
         block = rest + block

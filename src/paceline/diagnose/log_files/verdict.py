@@ -73,20 +73,23 @@ def explain_text(text: str) -> LogVerdict:
 
 def _lines(path: str) -> Iterator[LogLine]:
     if path == "-":
-        yield from log_scan.read(sys.stdin.buffer, "standard input", None)
+        with log_scan.spooled(sys.stdin.buffer) as (text, size):
+            yield from log_scan.read(text, "standard input", size)
         return
     files = log_scan.log_files(Path(path))
     if not files:
         raise PacelineError(
             "no-logs", f"No logs in {path}.", fix="pass a log, or a folder with *.log, *.out or *.err files"
         )
+    unreadable: list[str] = []
     for file in files:
         try:
-            with file.open("rb") as opened:
-                yield from log_scan.read(opened, str(file), file.stat().st_size)
+            with log_scan.opened(file) as (text, size):
+                yield from log_scan.read(text, str(file), size)
         except OSError as error:
-            if len(files) == 1:
-                raise PacelineError("no-logs", f"Cannot read {file}: {error.strerror}.") from None
+            unreadable.append(f"{file}: {error.strerror or error}")
+    if len(unreadable) == len(files):
+        raise PacelineError("no-logs", f"Cannot read {unreadable[0]}.", fix="check its permissions")
 
 
 def find_verdict(facts: LogFacts) -> LogVerdict:
@@ -97,6 +100,8 @@ def find_verdict(facts: LogFacts) -> LogVerdict:
     alike = [each for each in events if each.code == first.code and first.code]
     ranks = sorted({rank for each in alike if (rank := _rank_of(each, facts)) is not None})
     rank = _missing_rank(alike) if first.code in _WAITED else _rank_of(first, facts)
+    if rank is None and len(ranks) == 1:
+        rank = ranks[0]
     if first.code in _OF_WHOLE_JOB:
         rank = None
     is_root = facts.root_rank is not None and facts.root_rank == rank
@@ -146,7 +151,7 @@ def _tells_more(event: LogEvent, unknown: LogEvent) -> bool:
 
 def _was_survived(event: LogEvent, facts: LogFacts) -> bool:
     """Whether the rank has taken steps after it."""
-    later = sum(order > event.order for order in facts.progress.get(event.line.rank, ()))
+    later = sum(order > event.order for order in facts.progress.get((event.line.file, event.line.rank), ()))
     return later >= (_SURVIVED_TRACEBACK_LINES if event.is_raised else _SURVIVED_LINES)
 
 

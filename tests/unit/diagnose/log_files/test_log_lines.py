@@ -41,6 +41,8 @@ def test_a_prefix_names_rank_and_node(raw: str, rank: int | None, node: str, tex
         ("attempt_0/4/stderr.log", 4),
         ("train.log", None),
         ("2024/x.log", None),
+        ("lora_rank16/train.log", None),
+        ("preproc2.log", None),
     ],
 )
 def test_a_file_may_belong_to_a_rank(path: str, rank: int | None) -> None:

@@ -6,6 +6,7 @@ docs/errors/README.md.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.diagnose.log_files.verdict import LogVerdict, explain_log, explain_text
+from paceline.errors import PacelineError
 
 LOGS = Path(__file__).parent
 # The wanted rank is not in the log, or several fail alike, and which one is meant is a matter of taste.
@@ -139,3 +141,84 @@ def test_a_damaged_log_does_not_break_it(damage: str, tmp_path: Path) -> None:
     file.write_bytes(damaged)
     found = explain_log(str(file))
     assert found.code == "ddp.unused-parameters" or damage == "one line"
+
+
+STEPS = "".join(f"epoch 0 step {step} loss 2.{step} lr 0.1\n" for step in range(40))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gpu-1:12:40 [0] NCCL WARN [Service thread] Accept failed Resource temporarily unavailable",
+        "I0812 10:00:00.123 ProcessGroupNCCL.cpp:900] HeartbeatMonitor environments: TORCH_NCCL_ENABLE_MONITORING: 1",
+        "[I ProcessGroupWrapper.cpp:562] [Rank 0] Running collective: CollectiveFingerPrint(OpType=ALLREDUCE)",
+        "Registered handlers for SIGTERM and SIGHUP",
+        "no NaN found in weights",
+        "NaN found: 0",
+        "Loss is inferred from the labels",
+        "Evicted 12 shards from the local cache",
+        "trial 12 is infeasible",
+        "waiting for clients to connect",
+        "{'kill_signal': 'SIGKILL'}",
+        "[W socket.cpp:601] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99).",
+    ],
+)
+def test_a_harmless_line_is_no_failure(line: str) -> None:
+    assert explain_text(f"{line}\n").code == "none"
+    real = "[rank1]: ValueError: bad fold\n"
+    assert explain_text(f"{line}\n[rank1]: Traceback (most recent call last):\n{real}").code == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO)", "nccl.system-error"),
+        ("OSError: [Errno 28] No space left on device: runs/resume-1/ckpt.pt", "host.no-space"),
+        ("DistStoreError: Timed out initializing process group in store based barrier on rank 0 (num_workers_joined=3)",
+         "rendezvous.timeout"),
+        ("BlockingIOError: [Errno 11] unable to lock file, 'Resource temporarily unavailable'", "unknown"),
+        ("requests.exceptions.ConnectionError: api.wandb.ai: Name or service not known", "unknown"),
+        ("urllib3.exceptions.ProtocolError: ('Connection broken: ConnectionResetError(104)', 1)", "unknown"),
+        ("ValueError: Invalid rank for LoRA", "unknown"),
+        ("eglInitialize: EGL initialization error", "none"),
+    ],
+)  # fmt: skip
+def test_a_line_has_the_code_of_its_writer(line: str, code: str) -> None:
+    assert explain_text(line).code == code
+
+
+def test_progress_of_another_log_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "slurm-101.out").write_text("Traceback (most recent call last):\nRuntimeError: CUDA out of memory.\n")
+    (tmp_path / "slurm-102.out").write_text(STEPS)
+    assert explain_log(str(tmp_path)).code == "cuda.out-of-memory"
+
+
+def test_an_error_in_a_long_run_may_be_survived(tmp_path: Path) -> None:
+    steps = [f"{{'loss': 2.{step:04}, 'learning_rate': 0.1, 'epoch': 0.1}}\n" for step in range(2000)]
+    file = tmp_path / "train.log"
+    file.write_text(
+        "".join([*steps[:1000], "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n", *steps[1000:]])
+    )
+    assert explain_log(str(file)).code == "none"
+
+
+def test_what_follows_a_long_progress_bar_is_read(tmp_path: Path) -> None:
+    bar = "\r".join(f" {step}%|##| {step}/100 [00:01<00:02, 3.1it/s]" for step in range(90))
+    file = tmp_path / "train.log"
+    file.write_text(
+        f"{bar}slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2024-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
+    )
+    assert explain_log(str(file)).code == "slurm.time-limit"
+
+
+def test_compressed_and_utf_16_logs_are_read(tmp_path: Path) -> None:
+    text = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
+    (tmp_path / "a.log.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "b.log").write_bytes(text.encode("utf-16"))
+    assert {explain_log(str(tmp_path / name)).code for name in ("a.log.gz", "b.log")} == {"cuda.out-of-memory"}
+
+
+def test_a_device_and_a_folder_without_logs_are_refused(tmp_path: Path) -> None:
+    for path in ("/dev/zero", str(tmp_path)):
+        with pytest.raises(PacelineError, match=r"\[paceline.no-logs\]"):
+            explain_log(path)
