@@ -6,11 +6,10 @@ import textwrap
 
 from paceline.diagnose import catalog
 from paceline.diagnose.log_files.log_lines import LogLine
-from paceline.diagnose.log_files.verdict import LogVerdict
+from paceline.diagnose.log_files.verdict import MAX_QUOTED, LogVerdict
 from paceline.diagnose.rank_names import rank_names
 
 _WIDTH = 110
-_MAX_QUOTED = 300
 
 
 def describe(verdict: LogVerdict) -> str:
@@ -53,7 +52,7 @@ def _headline(verdict: LogVerdict) -> str:
 
 def _quote(line: LogLine) -> str:
     text = line.text.strip()
-    return text if len(text) <= _MAX_QUOTED else f"{text[: _MAX_QUOTED - 1]}…"
+    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 1]}…"
 
 
 def _consequence(code: str, rank: int | None, line: LogLine) -> str:

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.diagnose import catalog
-from paceline.diagnose.log_files import log_events, log_scan
+from paceline.diagnose.log_files import log_events, log_patterns, log_scan
 from paceline.diagnose.log_files.log_events import UNKNOWN, LogEvent, LogFacts
 from paceline.diagnose.log_files.log_lines import LogLine, parse
 from paceline.errors import PacelineError
 
-_ROLES = ("cause", "symptom", "waited", "consequence")
 # That many lines about later steps mean that a rank survived an error.
 _SURVIVED_LINES, _SURVIVED_TRACEBACK_LINES = 3, 10
 _NAN_LINES = 2  # a single one may be a metric of an empty batch
 _MAX_THEN = 4  # consequences that are shown
-_MAX_QUOTED = 300  # characters of a line
+MAX_QUOTED = 300  # characters of a line
 _PID = re.compile(r"\bpid[:= ]+(\d+)", re.IGNORECASE)
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _COLLECTIVE = re.compile(r"(?:SeqNum=(?P<number>\d+), )?OpType=(?P<operation>\w+)")
@@ -55,7 +54,7 @@ class LogVerdict:
             "node": self.node or None,
             "file": line.file if line else None,
             "line": line.number if line else None,
-            "text": line.text.strip()[:_MAX_QUOTED] if line else None,
+            "text": line.text.strip()[:MAX_QUOTED] if line else None,
             "place": self.place or None,
             "then": [{"code": each.code, "rank": each.rank, "line": each.line.number} for each in self.then],
         }
@@ -115,7 +114,7 @@ def find_verdict(facts: LogFacts) -> LogVerdict:
 
 
 def _first(events: Sequence[LogEvent], nan_losses: Sequence[LogEvent]) -> LogEvent | None:
-    found = {role: next((each for each in events if each.role == role), None) for role in _ROLES}
+    found = {role: next((each for each in events if each.role == role), None) for role in log_patterns.ROLES}
     cause, symptom = found["cause"], found["symptom"]
     if cause is not None and not cause.code:
         # An exception without a signature, unless something known came before it, or was said in passing.
