@@ -54,3 +54,12 @@ def test_a_log_is_explained_and_an_unknown_failure_has_another_exit_status(tmp_p
     done = forked.paceline("explain", "train.log", "--json", cwd=tmp_path)
     assert (done.returncode, json.loads(done.stdout)["code"]) == (1, "unknown")
     assert forked.paceline("explain", "bus error in worker", cwd=tmp_path).returncode == 0
+
+
+def test_a_message_may_be_longer_than_a_file_name_and_a_folder_may_have_the_name_of_a_family(tmp_path: Path) -> None:
+    message = "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. " * 4
+    done = forked.paceline("explain", message, cwd=tmp_path)
+    assert done.stdout.startswith("[ddp.unused-parameters]"), done.stderr
+    (tmp_path / "config").mkdir()
+    assert "config.unknown-key" in forked.paceline("explain", "config", cwd=tmp_path).stdout
+    assert "No such file: absent.log" in forked.paceline("explain", "absent.log", cwd=tmp_path).stderr

@@ -130,3 +130,13 @@ def test_ports_are_selected_as_nccl_does(tmp_path: Path, setting: str, allowed: 
 def test_devices_of_other_networks_are_not_judged(tmp_path: Path) -> None:
     port(tmp_path, "rdmap0s6", rate=ROCE, layer="Unspecified")  # EFA
     assert judged(tmp_path, gpus=8)["InfiniBand"].what == "none"
+
+
+@pytest.mark.parametrize(("layer", "state", "counts"), [
+    ("InfiniBand", UP, True), ("InfiniBand", POLLING, False), ("Ethernet", UP, False),
+])  # fmt: skip
+def test_only_an_active_port_of_infiniband_makes_a_machine_have_it(
+    tmp_path: Path, layer: str, state: tuple[str, str], counts: bool
+) -> None:
+    port(tmp_path, "mlx5_0", state, layer=layer)
+    assert fabric.read(tmp_path, {}).has_infiniband is counts
