@@ -21,6 +21,7 @@ import torch
 
 from paceline.cli.main import main
 from paceline.runtime import process_group
+from paceline.runtime.fork import fork
 
 
 def paceline(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -43,7 +44,7 @@ def start(program: Callable[[], object], cwd: Path, output: int, errors: int) ->
     """The id of a process, in a session of its own, that runs a program and exits with its status."""
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         status = 70
         try:

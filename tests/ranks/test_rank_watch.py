@@ -121,6 +121,44 @@ def test_without_a_flight_recorder_sequence_numbers_are_used(tmp_path: Path, mon
     assert waits.missing == "names of pending operations: this torch has no _dump_of_another_torch"
 
 
+def test_the_recorder_is_not_read_while_a_group_is_created() -> None:
+    """torch's functions that dump it take no lock."""
+
+    def body() -> list[int]:
+        import torch.distributed as torch_dist
+        from torch._C import _distributed_c10d
+
+        dist.barrier()
+        dumps = []
+        counted = _distributed_c10d._dump_fr_trace_json
+        _distributed_c10d._dump_fr_trace_json = lambda *args: dumps.append(1) or counted(*args)
+        watch = rank_watch._watch
+        assert watch is not None
+        watch._stop.set()
+        watch._thread.join()
+
+        def tick() -> int:
+            dumps.clear()
+            thread = threading.Thread(target=watch.tick)
+            thread.start()
+            thread.join()
+            return len(dumps)
+
+        numbers = [tick()]
+
+        class Map(dict):  # type: ignore[type-arg]
+            def __setitem__(self, key: object, value: object) -> None:
+                numbers.append(tick())
+                super().__setitem__(key, value)
+
+        torch_dist.distributed_c10d._pg_map = Map(torch_dist.distributed_c10d._pg_map)
+        torch_dist.new_group([dist.rank()], use_local_synchronization=True)
+        return [*numbers, tick()]
+
+    before, *during, after = paceline.launch(body, ranks=2)
+    assert before > 0 and after > 0 and during == [0]
+
+
 def test_no_page_is_written_after_the_end() -> None:
     def body() -> str:
         folder = environment.log_folder()

@@ -31,6 +31,7 @@ _HINTS = {  # part of torch's message → what to do
     "Found no NVIDIA driver": f"this machine has no GPU; {_MOVED}",
     "No CUDA GPUs are available": f"no GPU is visible to this rank; {_MOVED}",
 }
+_CRASH_FRAMES = 5
 _DUMPED = re.compile(r' +File "(.+)", line \d+ in ')
 
 
@@ -168,12 +169,20 @@ def tail(folder: RunFolder, rank: int, lines: int = 20, since: int = 0) -> str:
 
 
 def _without_dump(lines: list[str]) -> list[str]:
-    """Of a dump that faulthandler wrote, which has the stacks of all threads, only lines of the user's code."""
+    """Of a dump that faulthandler wrote, which has the stacks of all threads: where the thread that crashed was, and
+    lines of the user's code."""
     start = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")), None)
     if start is None:
         return lines
-    frames = [line for line in lines[start:] if (found := _DUMPED.match(line)) and _is_script(found.group(1))]
-    return lines[: start + 1] + frames
+    crashed = next((number for number in range(start, len(lines)) if lines[number].startswith("Current thread")), start)
+    kept = []
+    for number, line in enumerate(lines[start + 1 :], start + 1):
+        is_crash = crashed < number <= crashed + _CRASH_FRAMES and crashed > start
+        if (found := _DUMPED.match(line)) and (is_crash or _is_script(found[1])):
+            kept.append(line)
+        elif number == crashed:
+            kept.append("in the thread that crashed, innermost call first:")
+    return lines[: start + 1] + kept
 
 
 def _is_script(file: str) -> bool:

@@ -89,3 +89,7 @@ def test_the_tail_of_a_crash_keeps_the_lines_of_the_users_code(folder: RunFolder
     said = ["terminate called", "Fatal Python error: Aborted"]
     folder.rank_log(0).write_text("\n".join([*said, "", "Thread 0x0 (most recent call first):", *stack, own, *stack]))
     assert failures.tail(folder, 0).splitlines() == [*said, own]
+    threads = ["", "Thread 0x1 (most recent call first):", *stack, "", "Current thread 0x2 (most recent call first):"]
+    folder.rank_log(0).write_text("\n".join([*said, *threads, *stack, own]))
+    crashed = "in the thread that crashed, innermost call first:"
+    assert failures.tail(folder, 0).splitlines() == [*said, crashed, *stack[:5], own]

@@ -29,7 +29,8 @@ _WRAPPERS = re.compile(
     r"|SpawnException|TrainingFailedError|TuneError|AirflowException|BrokenProcessPool|RayTaskError)$"
 )
 _HANDLED = re.compile(
-    r"\b(?:retry(?:ing)?|skipp(?:ing|ed)|ignor(?:ing|ed)|recover(?:ed|ing)|fall(?:ing|s)? ?back|continuing"
+    r"\bthrown while requesting\b"
+    r"|\b(?:retry(?:ing)?|skipp(?:ing|ed)|ignor(?:ing|ed)|recover(?:ed|ing)|fall(?:ing|s)? ?back|continuing"
     r"|resum(?:ed|ing)|halving|reduc(?:ed?|ing) (?:the )?batch"
     r"|caught (?:an? )?(?:torch\.|[\w.]*(?:Error|[Ee]xception)))",
     re.IGNORECASE,
@@ -44,6 +45,7 @@ _VAGUE = re.compile(
     r"^terminate called after throwing|^\s*what\(\): |^\S+: error: |^(?:ERROR|FATAL|CRITICAL)\b|: Assertion `.+' failed"
     r"|\bfatal error\b|^panic: ",
 )
+_NOT_STARTED = re.compile(r"^(?:sbatch|salloc|srun|slurmstepd): (?:fatal: |error: execve\(\): )")
 _PACELINE = re.compile(r"^\[(?P<code>[a-z]+\.[a-z][a-z0-9-]+)\] ")
 _OF_WORKER = re.compile(
     r"Caught \w+ in (?:DataLoader worker process|pin memory thread|replica) \d"
@@ -147,6 +149,9 @@ class _Reader:
         if _CHAIN.search(text):
             stream.is_chained = True
             return
+        if stream.is_chained and _is_exception(text):  # its traceback was left out
+            self._raised(stream, order, line, text.partition(":")[0])
+            return
         if _IGNORED.match(text):
             stream.is_ignored = True
             return
@@ -236,6 +241,8 @@ class _Reader:
         elif _is_exception(text) and not _WARNING.search(text):
             role = "consequence" if _WRAPPERS.search(text.partition(":")[0]) else "symptom"
             self.facts.events.append(LogEvent(UNKNOWN, role, line, order, rank))
+        elif _NOT_STARTED.match(text):
+            self.facts.events.append(LogEvent(UNKNOWN, "symptom", line, order, rank))
         elif _VAGUE.search(text) and not _HANDLED.search(text):
             self.facts.events.append(LogEvent(UNKNOWN, "mention", line, order, rank))
 

@@ -28,7 +28,9 @@ _PREFIXES = (
     re.compile(r"\((?:[\w.:]+\s+)?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:-]+))?\)\s?"),
     re.compile(r"\s{0,4}(?P<rank>\d{1,5}): (?!\d)"),
     re.compile(r"\[(?P<node>[a-zA-Z][\w.-]*)\]:? (?=\[rank)"),
-    re.compile(r"(?!\S*(?:Error|Exception|Warning)\b)(?P<node>[a-zA-Z][\w.-]*\d[\w.-]*): (?=\S)(?!.{0,3}$)"),
+    re.compile(
+        r"(?!\S*(?:Error|Exception|Warning)\b)(?P<node>[a-zA-Z][\w.-]*\d[\w.-]*): (?=\S|\s+File \"|\s{4})(?!.{0,3}$)"
+    ),
     re.compile(r"[\w.-]+-\d+\s+\| ?"),
     re.compile(r"(?:stdout|stderr) [FP] "),
     re.compile(r"\[[^\]]{10,40}\] \{[\w.]+:\d+\} [A-Z]+ - "),

@@ -32,6 +32,7 @@ _OF_WHOLE_JOB = ("slurm.cancelled", "slurm.node-failed", "slurm.preempted", "slu
 _ABOUT_GPU = re.compile(r"\b(?:gpu|cuda|nccl|device|bf16)", re.IGNORECASE)
 _OF_KERNEL = ("cuda.ecc", "cuda.gpu-lost", "host.oom-killer")
 _WORLD = re.compile(r"world_size=(\d+)")
+_LAST_ERROR_LINES = 5
 _WAITED = ("nccl.timeout", "gloo.timeout", "rendezvous.timeout")
 
 
@@ -129,6 +130,9 @@ def _first(events: Sequence[LogEvent], nan_losses: Sequence[LogEvent]) -> LogEve
     best = cause or symptom or found["waited"] or found["consequence"]
     if best is None:
         return None
+    if best.code in ("nccl.internal-error", "nccl.system-error"):  # NCCL's "Last error" tells why
+        near = (each for each in events if each.rank == best.rank and each.order < best.order + _LAST_ERROR_LINES)
+        best = next((each for each in near if each.code == "nccl.lost-peer"), best)
     if best.role != "cause":  # a warning may tell more about it
         family = best.code.partition(".")[0]
         told = (each for each in events if each.role == "mention" and each.order < best.order and each.is_specific)

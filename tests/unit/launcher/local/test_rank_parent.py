@@ -114,12 +114,13 @@ def test_a_process_that_cannot_be_forked_has_a_code(monkeypatch: pytest.MonkeyPa
 
 
 LAUNCHER = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 from paceline.launcher.local.rank_parent import RankProcesses, _Parent
 def rank(local):
     signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("terminated").touch())
     pathlib.Path("ready").touch()
-    signal.pause()
+    while not os.path.exists("terminated"):  # a signal that arrives just before signal.pause() does not end it
+        time.sleep(0.01)
 with RankProcesses(1, rank, grace=60.0, orphan_seconds=0.0) as ranks:
     while not os.path.exists("ready"):
         ranks.receive(0.01)
