@@ -8,7 +8,8 @@
     ├── DataError         datasets, loaders, batches                    data.*
     ├── ModelError        names, options and losses of models           model.*
     ├── TrainError        the Trainer and its step                      train.*
-    └── CheckpointError   checkpoints and run folders                   checkpoint.*
+    ├── CheckpointError   checkpoints and run folders                   checkpoint.*
+    └── SearchError       search spaces and studies                     search.*
 
 An error has a code (`config.unknown-key`), a message, a reason and a fix. `paceline explain CODE` shows the page of
 each code in the catalogue (diagnose/catalog.md).
@@ -100,6 +101,12 @@ class CheckpointError(PacelineError):
     """Error of a checkpoint or a run folder."""
 
     family = "checkpoint"
+
+
+class SearchError(PacelineError):
+    """Invalid search space, or error of a study."""
+
+    family = "search"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from paceline.cli import (
     node,
     options,
     parity,
+    sweep,
     train,
 )
 from paceline.errors import PacelineError
@@ -56,6 +57,7 @@ app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
+app.add_typer(sweep.app, name="sweep")
 _BENCH: dict[str, Any] = {"cls": options.HintedCommand, "context_settings": bench.CONTEXT}
 bench.app.command("step", epilog=bench_recipes.STEP_EXAMPLES, **_BENCH)(bench_recipes.step)
 bench.app.command("scaling", epilog=bench_recipes.SCALING_EXAMPLES, **_BENCH)(bench_recipes.scaling)

@@ -215,8 +215,7 @@ def merge(
                 fix="write e.g. train.epochs=3",
             )
         _require_plain(key, "an override")
-        value, _ = _parse_yaml(text, Path(f"override {key}"))
-        _require_plain(value, f"override {key}")
+        value = parse_value(text, f"override {key}")
         first = key.split(".")[0]
         if first != key and first in shorthands and isinstance(merged.get(first), (int, float, str)):
             merged[first] = {shorthands[first]: merged[first]}
@@ -226,6 +225,13 @@ def merge(
         leaves = flatten({key: value}, keep_empty=True)
         origins.update(dict.fromkeys(leaves, f"override {override}"))
     return merged, origins
+
+
+def parse_value(text: str, place: str) -> Any:
+    """The value of an override."""
+    value, _ = _parse_yaml(text, Path(place))
+    _require_plain(value, place)
+    return value
 
 
 def _set(target: dict[str, Any], path: list[str], value: Any, override: str) -> None:

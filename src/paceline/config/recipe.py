@@ -41,6 +41,7 @@ from paceline.config.sections import (
     ScheduleSection,
     Section,
     SplitSection,
+    SweepSection,
     SyncSection,
     TensorSection,
     TrainSection,
@@ -94,6 +95,7 @@ class Config(Section):
     )
     checkpoint: CheckpointSection = Field(CheckpointSection(), description="how checkpoints are saved")
     profile: Annotated[ProfileSection | None, short("profile")] = Field(None, description="profile some steps")
+    sweep: SweepSection = Field(SweepSection(), description="search over many runs: paceline sweep")
 
     batch: PositiveInt | None = Field(None, description="samples per optimizer step, over all ranks")
     batch_per_rank: PositiveInt | None = Field(None, description="samples per step and data rank, instead of batch")

@@ -345,6 +345,35 @@ class ProfileSection(Section):
 class TrainSection(Section):
     epochs: PositiveInt | None = Field(None, description="number of epochs, including those before a resume")
     max_steps: PositiveInt | None = Field(None, description="number of steps, including those before a resume")
+    pause_at: Annotated[int | float, AfterValidator(_steps_or_fraction)] | None = Field(
+        None,
+        gt=0,
+        description="stop at this step with a checkpoint, to be resumed later; below 1, a fraction of all steps",
+    )
+
+
+class SweepSection(Section):
+    """A search over many runs: `paceline sweep`."""
+
+    space: dict[str, Any] = Field(
+        {}, description="how keys vary: log(a, b), uniform(a, b), int(a, b), logint(a, b) or choice(a, b, …)"
+    )
+    trials: PositiveInt = Field(20, description="number of trials")
+    parallel: PositiveInt | None = Field(None, description="trials at a time; default: as many as the GPUs allow, or 1")
+    sampler: Literal["random", "grid", "tpe", "cmaes"] = Field("tpe", description="how values are chosen")
+    pruner: Literal["none", "median", "asha"] = Field(
+        "none", description="median: stop trials below the median; asha: continue only the best ones"
+    )
+    eta: Annotated[int, Field(ge=2)] = Field(3, description="asha: one of so many trials continues at each rung")
+    rungs: Annotated[int, Field(ge=2)] = Field(3, description="asha: number of rungs; each is eta times the one before")
+    seed: NonNegativeInt = Field(0, description="seed of the sampler")
+    metric: str = Field("loss", description="metric of the evaluation to optimize")
+    mode: Literal["min", "max"] | None = Field(None, description="None: min for loss, error and perplexity, else max")
+    minutes: PositiveFloat | None = Field(None, description="start no trial after this time")
+    steps: PositiveInt | None = Field(None, description="start no trial after so many optimizer steps of all trials")
+    retries: NonNegativeInt = Field(3, description="restarts of a trial after accidents, such as a lost machine")
+    per_gpu: PositiveInt = Field(1, description="trials that share a GPU")
+    storage: Literal["sqlite", "journal"] = Field("sqlite", description="journal: for a study on a network filesystem")
 
 
 def _section_of(name: str, options: type, **own: Any) -> type[Section]:

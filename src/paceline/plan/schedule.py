@@ -70,6 +70,21 @@ def derive_schedule(
     )
 
 
+def pause_step(pause_at: int | float | None, total: int | None) -> int | None:
+    """The step of `train.pause_at`; None if training ends before. A fraction is at least one step."""
+    if pause_at is None or (total is not None and 1 <= pause_at >= total):
+        return None
+    if pause_at >= 1:
+        return int(pause_at)
+    if total is None:
+        raise ConfigError(
+            "no-horizon",
+            f"train.pause_at is a fraction ({pause_at:g}) of all steps, but the data has no length.",
+            fix="set it in steps, or set max_steps",
+        )
+    return max(1, round(pause_at * total))
+
+
 def _horizon(
     config: Config, steps_per_epoch: int | None, epochs: int | None, max_steps: int | None, endless: bool
 ) -> Derived:

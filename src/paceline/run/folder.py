@@ -132,14 +132,14 @@ class RunFolder:
 
     def is_run_of(self, name: str) -> bool:
         """Whether `create(name)` could have created this folder."""
-        wanted = _path(name)
+        wanted = path_of(name)
         numbered = rf"{re.escape(wanted.name)}(-([2-9]|[1-9]\d+))?"
         return self.path.parent == wanted.parent and re.fullmatch(numbered, self.path.name) is not None
 
     @classmethod
     def create(cls, name: str) -> RunFolder:
         """Create a new run folder: `name` under runs/, or a path. An existing run is never written to."""
-        wanted = _path(name)
+        wanted = path_of(name)
         try:
             wanted.parent.mkdir(parents=True, exist_ok=True)
             if wanted.exists() and not wanted.is_dir():
@@ -198,7 +198,8 @@ def short(path: str | Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """The absolute path of a run by its name, which is below runs/, or by its path."""
     path = Path(name)
     if path.name in ("", ".."):
         raise not_usable(path, "invalid name")
@@ -208,7 +209,7 @@ def _path(name: str) -> Path:
 
 def _created(name: str) -> list[RunFolder]:
     """Newest first."""
-    wanted = _path(name)
+    wanted = path_of(name)
     folders = [RunFolder(path) for path in wanted.parent.iterdir()] if wanted.parent.is_dir() else []
     created = [folder for folder in folders if folder.is_run_of(name)]
     return sorted(created, key=lambda folder: -int(folder.path.name[len(wanted.name) + 1 :] or 1))

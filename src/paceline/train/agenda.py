@@ -33,6 +33,7 @@ class Agenda:
     log_every: int
     began_at: int = 0
     max_steps: int | None = None
+    is_pause: bool = False  # at max_steps: the run continues later
     steps_per_epoch: int | None = None
     eval_every: int | None = None  # None: at the end of every epoch
     save_every: int | None = None
@@ -91,7 +92,7 @@ class Agenda:
         if reason is None and self.poll is not None and (step >= self.poll.next or step % self.log_every == 0):
             reason = self._poll_ranks(step)
         if reason is None and step == self.max_steps:
-            reason = f"max_steps={step}"
+            reason = f"pause_at={step}" if self.is_pause else f"max_steps={step}"
         self.reason = reason or self.reason
         return reason is None
 

@@ -30,7 +30,7 @@ from paceline.models.usage_errors import explain_no_gradient
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.comm_hook import Reduce
 from paceline.parallel.ddp import broadcast_buffers
-from paceline.plan.schedule import derive_schedule
+from paceline.plan.schedule import derive_schedule, pause_step
 from paceline.run.history import History, Record, require_free_names
 from paceline.train import evaluate, factory, first_step, loop, oom
 from paceline.train.agenda import Agenda
@@ -166,6 +166,7 @@ class Trainer(MethodHints):
         rows |= dropout_rows(self.config, self.model, self._engine.draw)
         history = History(run=self._run.create(self.config, rows))
         total = min((steps for steps in (in_epochs, max_steps) if steps is not None), default=None)
+        pause = pause_step(self.config.train.pause_at, total)
         if not self.model.training:  # submodules in eval mode of a model in train mode stay as they are
             self.model.train()
         silent, log = self.config.quiet or not self.is_main_process, self._engine.log
@@ -176,7 +177,8 @@ class Trainer(MethodHints):
                 with choose_display(total, self.step_count, log, silent=silent) as display, self._engine.draw:
                     self._recorder = recorder = self._new_recorder(history, sinks, display)
                     poll = RankPoll(self._engine, self._saver, self._run, signals, self.config.save_minutes)
-                    job = self._job(loader, recorder, val, epochs, max_steps, poll)
+                    job = self._job(loader, recorder, val, epochs, max_steps if pause is None else pause, poll)
+                    job.agenda.is_pause = pause is not None
                     self._run_job(job, history)
             finally:
                 sinks.close()
@@ -188,8 +190,10 @@ class Trainer(MethodHints):
             if poll.request:
                 signals.end(poll.request)
         if self.step_count == self._run.began_at:
-            past = total is not None and self.step_count >= total
-            why = f"epochs and max_steps, counted from its beginning, end it at {total}" if past else history.ended
+            end = total if pause is None else pause
+            past = end is not None and self.step_count >= end
+            limits = "epochs and max_steps, counted from its beginning, end it" if pause is None else "pause_at ends it"
+            why = f"{limits} at {end}" if past else history.ended
             log.warning(f"train() took no step: the run is at step {self.step_count} ({why})")
         return history
 

@@ -1,0 +1,138 @@
+"""`paceline sweep`: search for good settings with many runs of a recipe, and `paceline sweep show`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from paceline.cli import options, workloads
+from paceline.config.launch import LaunchSpec
+
+if TYPE_CHECKING:
+    from paceline.config.recipe import Config
+    from paceline.config.sections import SweepSection
+
+CONTEXT = {"allow_interspersed_args": True}
+_PANEL = "Search"
+EXAMPLES = options.examples(
+    "sweep recipe.yaml --trials 50 'optimizer.lr=log(1e-5,1e-2)' 'batch=choice(32,64,128)'",
+    "sweep recipe.yaml --pruner asha --parallel 4",
+    "sweep show recipe-sweep --html",
+)
+
+
+class _SweepGroup(TyperGroup):
+    """`paceline sweep RECIPE` is `paceline sweep run RECIPE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_SweepGroup, no_args_is_help=True, help="Search for good settings with many runs of a recipe.", epilog=EXAMPLES
+)
+
+Trials = Annotated[int | None, typer.Option("--trials", min=1, help="number of trials", rich_help_panel=_PANEL)]
+Parallel = Annotated[
+    int | None,
+    typer.Option("--parallel", min=1, help="trials at a time; default: what GPUs allow, or 1", rich_help_panel=_PANEL),
+]
+Sampler = Annotated[
+    str | None,
+    typer.Option("--sampler", metavar="tpe | random | grid | cmaes", help="how values are chosen; default: tpe",
+                 rich_help_panel=_PANEL),
+]  # fmt: skip
+Pruner = Annotated[
+    str | None,
+    typer.Option("--pruner", metavar="none | median | asha", help="which trials end early; default: none",
+                 rich_help_panel=_PANEL),
+]  # fmt: skip
+Metric = Annotated[
+    str | None, typer.Option("--metric", help="metric of the evaluation; default: loss", rich_help_panel=_PANEL)
+]
+Mode = Annotated[
+    str | None,
+    typer.Option("--mode", metavar="min | max", help="which is better; default: by the metric", rich_help_panel=_PANEL),
+]
+Minutes = Annotated[
+    float | None, typer.Option("--minutes", help="start no trial after this time", rich_help_panel=_PANEL)
+]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="seed of the sampler", rich_help_panel=_PANEL)]
+Name = Annotated[
+    str | None, typer.Option("--name", help="name or path of the study; default: RECIPE-sweep", rich_help_panel=_PANEL)
+]
+
+
+@app.command("run", cls=options.HintedCommand, context_settings=CONTEXT, epilog=EXAMPLES)
+@options.launch_options(
+    without=("--nproc-per-node", "--nproc_per_node", "--dry-run", "--k8s", "--k8s-with", "--nodes", "--nnodes",
+             "--node-rank", "--node_rank", "--master", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-backend",
+             "--rdzv_backend", "--slurm", "--tee")
+)  # fmt: skip
+def run(
+    arguments: workloads.Arguments = None,
+    trials: Trials = None,
+    parallel: Parallel = None,
+    sampler: Sampler = None,
+    pruner: Pruner = None,
+    metric: Metric = None,
+    mode: Mode = None,
+    minutes: Minutes = None,
+    seed: Seed = None,
+    name: Name = None,
+    **launch_options: Any,
+) -> None:
+    """Run many trials of a recipe with other values, and continue a search that was interrupted. This is the default:
+    `paceline sweep RECIPE` is the same."""
+    given = {"trials": trials, "parallel": parallel, "sampler": sampler, "pruner": pruner, "metric": metric,
+             "mode": mode, "minutes": minutes, "seed": seed}  # fmt: skip
+    from paceline.search import recipe_sweep
+    from paceline.search.space import split_overrides
+
+    plain, space = split_overrides(arguments or [])
+    plain += [f"sweep.{key}={value}" for key, value in given.items() if value is not None]
+    config, recipe = workloads.read_recipe(plain, launch_options["ranks"])
+    section = with_space(config, space)
+    spec = LaunchSpec.resolve(config, {**launch_options, "ranks": workloads.ranks_of(config) or 1})
+    study = recipe_sweep.open_recipe_study(config, section, name or f"{recipe}-sweep")
+    status = recipe_sweep.run_recipe_sweep(study, config, replace(spec, run=None, tee=()))
+    if status:
+        raise SystemExit(status)
+    _show(study, html=False)
+
+
+def with_space(config: Config, space: dict[str, str]) -> SweepSection:
+    """The search of a recipe, with keys from the command line in place of its own."""
+    return config.sweep.model_copy(update={"space": {**config.sweep.space, **space}})
+
+
+@app.command("show", epilog=options.examples("sweep show mlp-sweep", "sweep show runs/mlp-sweep --html"))
+def show(
+    study: Annotated[str, typer.Argument(help="name or path of a study")],
+    html: Annotated[bool, typer.Option("--html", help="also write Optuna's plots as one HTML file")] = False,
+) -> None:
+    """Show the best trials, the importance of parameters and learning curves; write the best recipe."""
+    from paceline.run.study import StudyFolder
+    from paceline.search.study import Study
+
+    _show(Study.load(StudyFolder.of(study)), html=html)
+
+
+def _show(study: Any, *, html: bool) -> None:
+    from paceline.run.folder import short
+    from paceline.search import results
+
+    best = results.write_best(study)
+    print(results.summary(study))
+    if best is not None and study.recipe:
+        print(f"\nbest recipe: {short(study.folder.best_recipe)} (paceline train {short(study.folder.best_recipe)})")
+    if html:
+        results.write_html(study)
+        print(f"plots: {short(study.folder.report)}")
+    sys.stdout.flush()

@@ -1,0 +1,132 @@
+"""The folder of a study, the trials of one search: `runs/NAME`, with a run folder for each trial.
+
+folder = StudyFolder.of("mlp-sweep")
+folder.trial(3)              # the RunFolder runs/mlp-sweep/trials/0003
+values(folder.trial(3), "loss")   # [(20, 0.91), (40, 0.72)]: step and value of its evaluations
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.run import jsonl, ledger, regular_files
+from paceline.run.folder import ROOT, RunFolder, path_of, short
+
+_TRIALS = "trials"
+
+
+@dataclass(frozen=True)
+class StudyFolder:
+    path: Path
+
+    @classmethod
+    def of(cls, name: str) -> StudyFolder:
+        """By its name, which is below runs/, or by its path."""
+        return cls(path_of(name))
+
+    @property
+    def settings(self) -> Path:
+        """What the study searches, as JSON. It is written last, so a folder that has it is a study."""
+        return self.path / "sweep.json"
+
+    @property
+    def database(self) -> Path:
+        return self.path / "study.db"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "study.journal"
+
+    @property
+    def best_recipe(self) -> Path:
+        return self.path / "best.yaml"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def short(self) -> str:
+        return short(self.path)
+
+    @property
+    def exists(self) -> bool:
+        return self.settings.is_file()
+
+    def create(self) -> None:
+        (self.path / _TRIALS).mkdir(parents=True, exist_ok=True)
+
+    def trial(self, number: int) -> RunFolder:
+        return RunFolder(self.path / _TRIALS / f"{number:04d}")
+
+    def trial_output(self, number: int) -> Path:
+        """What the launcher of a trial prints, and its first rank."""
+        return self.path / _TRIALS / f"{number:04d}.log"
+
+    def trial_lock(self, number: int) -> Path:
+        """Locked while any process of a trial runs on this machine."""
+        return self.path / _TRIALS / f".{number:04d}.lock"
+
+    def write_settings(self, values: dict[str, Any]) -> None:
+        regular_files.replace(self.settings, (json.dumps(values, indent=1) + "\n").encode())
+
+    def read_settings(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(regular_files.read_text(self.settings))
+        return found
+
+
+def existing_studies(root: Path = ROOT) -> list[StudyFolder]:
+    """The studies below a folder, the newest first."""
+    found = [StudyFolder(path.absolute()) for path in root.iterdir()] if root.is_dir() else []
+    return sorted((each for each in found if each.exists), key=lambda each: -each.settings.stat().st_mtime)
+
+
+def values(trial: RunFolder, metric: str, *, has_ended: bool = True) -> list[tuple[int, float]]:
+    """The step and the value of each evaluation of a trial; of each step, if it has ended without an evaluation."""
+    evaluated: dict[int, float] = {}
+    stepped: dict[int, float] = {}
+    with suppress(OSError):
+        for record in _records(trial):
+            value, step = record.get(metric), record.get("step")
+            if isinstance(step, int) and isinstance(value, (int, float)) and math.isfinite(value):
+                (evaluated if record.get("evaluation") else stepped)[step] = float(value)
+    return sorted((evaluated or (stepped if has_ended else {})).items())
+
+
+def steps_of(trial: RunFolder) -> int:
+    """How many optimizer steps a trial has taken."""
+    with suppress(OSError):
+        return max((step for record in _records(trial) if isinstance(step := record.get("step"), int)), default=0)
+    return 0
+
+
+def _records(trial: RunFolder) -> Iterator[dict[str, Any]]:
+    return jsonl.read(trial.metrics)
+
+
+def completed_launches(trial: RunFolder) -> int:
+    """How many launches of a trial have ended well."""
+    return sum(event["event"] == "ended" and event.get("status") == 0 for event in ledger.events(trial))
+
+
+def last_failure(trial: RunFolder) -> dict[str, Any]:
+    """The last failure in the ledger of a trial: cause, rank and step; empty if there is none."""
+    return next((event for event in reversed(ledger.events(trial)) if event["event"] == "failed"), {})
+
+
+def append_evaluation(trial: RunFolder, step: int, metric: str, value: float) -> None:
+    """For trials that are functions: Trainers write these records themselves."""
+    trial.path.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"evaluation": True, "step": step, metric: value}) + "\n"
+    descriptor = regular_files.open_descriptor(trial.metrics, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Hyperparameter search: many runs over the GPUs one has, on Optuna."""

@@ -1,0 +1,174 @@
+"""Where trials run: each takes its ranks from a pool of machines, and no GPU is given to two of them.
+
+    this machine          a GPU per rank; without GPUs, as many trials at a time as `parallel` says
+    --hosts a:4,b:4       ranks of these hosts
+    a SLURM allocation    GPUs of its nodes; without GPUs, one trial at a time on a node
+    --ray auto            a placement group of each trial: Ray finds the machine
+
+A trial runs on one machine if its ranks fit, and otherwise on several whole ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.config.launch import LaunchSpec, NodeRange
+from paceline.config.sections import SweepSection
+from paceline.errors import SearchError
+from paceline.launcher.backends.hostfile import read_hosts
+from paceline.runtime.scheduler_env import read_allocation
+
+_HERE = ""  # the name of this machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a place for each rank. Places are the GPUs that CUDA_VISIBLE_DEVICES names, if there are any."""
+
+    name: str
+    places: tuple[str, ...]
+    has_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The places of a trial."""
+
+    taken: tuple[tuple[Machine, tuple[int, ...]], ...]  # with the indices of places
+    kind: str = "here"  # or hosts, slurm, ray
+
+    def __str__(self) -> str:
+        parts = []
+        for machine, indices in self.taken:
+            gpus = f"GPU {','.join(machine.places[index] for index in indices)}" if machine.has_gpus else ""
+            parts.append(" ".join(part for part in (machine.name, gpus) if part) or "this machine")
+        return "; ".join(parts)
+
+    @property
+    def node_env(self) -> dict[str, str]:
+        """Variables of the launcher of this trial: a part of the allocation is all that it sees."""
+        if self.kind != "slurm":
+            return {}
+        names = ",".join(machine.name for machine, _ in self.taken)
+        nodes = str(len(self.taken))
+        return {"SLURM_JOB_NODELIST": names, "SLURM_JOB_NUM_NODES": nodes, "SLURM_NNODES": nodes, "SLURM_PROCID": "0"}
+
+    def options(self, spec: LaunchSpec) -> LaunchSpec:
+        """The spec of a launch on these places."""
+        machine, indices = self.taken[0]
+        ranks = len(indices)
+        env = dict(spec.env)
+        if machine.has_gpus and len(self.taken) == 1:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.places[index] for index in indices)
+        if self.kind == "hosts":
+            hosts = ",".join(f"{machine.name}:{len(indices)}" for machine, indices in self.taken)
+            return replace(spec, hosts=hosts, ranks=None, env=env)
+        if self.kind == "ray":
+            return replace(spec, ranks=ranks, nodes=NodeRange(1, 1), env=env)
+        return replace(spec, ranks=ranks, env=env)
+
+
+@dataclass
+class Pool:
+    """The places of all machines."""
+
+    machines: Sequence[Machine]
+    ranks: int  # of a trial
+    parallel: int  # trials at a time
+    kind: str = "here"
+    _free: dict[int, list[int]] = field(default_factory=dict)  # by machine
+    _running: int = 0
+
+    def __post_init__(self) -> None:
+        self._free = {number: list(range(len(each.places))) for number, each in enumerate(self.machines)}
+        if not self._find():
+            largest = max((len(each.places) for each in self.machines), default=0)
+            raise SearchError(
+                "no-room",
+                f"A trial has {self.ranks} ranks, but there are {sum(len(each.places) for each in self.machines)} "
+                f"places on {len(self.machines)} machines, at most {largest} on one.",
+                why="a trial runs on one machine, or on whole machines with as many ranks together",
+                fix="use fewer ranks per trial (-n), or more GPUs",
+            )
+
+    @property
+    def has_room(self) -> bool:
+        return self._running < self.parallel and self._find() is not None
+
+    def take(self) -> Slot | None:
+        """Places for a trial; None if there are none now."""
+        found = self._find() if self.has_room else None
+        if found is None:
+            return None
+        self._running += 1
+        taken = []
+        for number, indices in found.items():
+            self._free[number] = [index for index in self._free[number] if index not in indices]
+            taken.append((self.machines[number], tuple(indices)))
+        return Slot(tuple(taken), self.kind)
+
+    def give_back(self, slot: Slot) -> None:
+        self._running -= 1
+        for machine, indices in slot.taken:
+            number = next(index for index, each in enumerate(self.machines) if each is machine)
+            self._free[number] = sorted([*self._free[number], *indices])
+
+    def _find(self) -> dict[int, list[int]] | None:
+        """By machine, the places of a trial: on the fullest machine that has room, or on whole ones."""
+        fitting = [number for number, free in self._free.items() if len(free) >= self.ranks]
+        if fitting:
+            number = min(fitting, key=lambda each: (len(self._free[each]), each))
+            return {number: self._free[number][: self.ranks]}
+        if any(len(each.places) >= self.ranks for each in self.machines):
+            return None
+        found: dict[int, list[int]] = {}
+        for number, free in self._free.items():
+            missing = self.ranks - sum(map(len, found.values()))
+            if missing and len(free) == len(self.machines[number].places) <= missing:
+                found[number] = free
+        return found if sum(map(len, found.values())) == self.ranks else None
+
+
+def open_pool(spec: LaunchSpec, section: SweepSection, environment: Mapping[str, str] = os.environ) -> Pool:
+    """The pool that the options of a launch describe. `spec.ranks` are those of a trial."""
+    ranks = spec.ranks or 1
+    if spec.hosts:
+        hosts = [Machine(each.name, _places(each.ranks or ranks), has_gpus=True) for each in read_hosts(spec.hosts)]
+        return _pool(hosts, ranks, section, "hosts")
+    if spec.ray:
+        return Pool([Machine("", _places(ranks * (section.parallel or 1)))], ranks, section.parallel or 1, "ray")
+    allocation = read_allocation(environment)
+    if allocation is not None and len(allocation.nodes) > 1:
+        per_node = allocation.gpus or ranks
+        has_gpus = allocation.gpus is not None
+        nodes = [Machine(name, _places(per_node), has_gpus=has_gpus) for name in allocation.nodes]
+        return _pool(nodes, ranks, section, "slurm")
+    visible = _visible_gpus(spec.device, environment)
+    if visible:
+        return _pool([Machine(_HERE, tuple(visible), has_gpus=True)], ranks, section, "here")
+    parallel = section.parallel or 1
+    return Pool([Machine(_HERE, _places(ranks * parallel))], ranks, parallel)
+
+
+def _pool(machines: Sequence[Machine], ranks: int, section: SweepSection, kind: str) -> Pool:
+    shared = [replace(each, places=each.places * section.per_gpu) for each in machines]
+    most = sum(len(each.places) for each in shared)
+    return Pool(shared, ranks, section.parallel or most, kind)
+
+
+def _places(number: int) -> tuple[str, ...]:
+    return tuple(map(str, range(number)))
+
+
+def _visible_gpus(device: Any, environment: Mapping[str, str]) -> list[str]:
+    """As they are named in CUDA_VISIBLE_DEVICES. Does not initialize CUDA."""
+    if str(device) == "cpu":
+        return []
+    from paceline.runtime.device import gpu_names
+
+    number = len(gpu_names())
+    named = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    return named[:number] if named else list(map(str, range(number)))

@@ -1,0 +1,167 @@
+"""Trials of a recipe: each is a launch of the recipe with other values, in a run folder of its own, and is resumed
+from its last checkpoint if it was interrupted or paused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from paceline.config.launch import LaunchSpec
+from paceline.config.recipe import Config
+from paceline.errors import ConfigError, PacelineError, SearchError, did_you_mean
+from paceline.launcher.dispatch import dispatch
+from paceline.launcher.workload import Workload
+from paceline.run.folder import RunFolder
+from paceline.runtime.fork import fork
+from paceline.search.placement import Slot
+from paceline.search.space import Parameter
+from paceline.search.study import Trial
+
+_SAMPLES = 8  # that are evaluated to learn the names of metrics
+
+
+class RecipeTrials:
+    """Starts trials of a recipe. `values` are those of the recipe, without its `sweep:` section."""
+
+    has_checkpoints = True
+
+    def __init__(self, values: Mapping[str, Any], spec: LaunchSpec, origin: str) -> None:
+        self._values, self._spec, self._origin = values, spec, origin
+
+    def config(self, params: Mapping[str, Any], **more: Any) -> Config:
+        """The recipe of a trial."""
+        values = dict(self._values)
+        for key, value in {**params, **more}.items():
+            _set(values, key.split("."), value)
+        return Config.from_dict(values, origin=self._origin)
+
+    def check(self, space: Sequence[Parameter], metric: str, ranks: int) -> None:
+        """Find errors before the first trial: in the bounds and choices of every parameter, and in the metric."""
+        from paceline.train.factory import check
+
+        middle = {parameter.key: parameter.extremes[0] for parameter in space}
+        for parameter in space:
+            for value in parameter.extremes:
+                self._require_key(parameter.key)
+                config = self.config({**middle, parameter.key: value})
+                check(config, ranks)
+        _require_metric(self.config(middle, run=False, quiet=True), metric)
+
+    def body(self, trial: Trial, folder: RunFolder, slot: Slot, fraction: float | None) -> int:
+        """In the process of a trial: train it to a fraction of its steps, or to the end. Returns the exit status."""
+        if folder.path.is_dir() and not folder.has_run:
+            shutil.rmtree(folder.path)  # it was killed before it had written anything
+        more = {"run": str(folder.path), "resume": "auto", "train.pause_at": fraction, "save_last": True}
+        config = self.config(trial.params, **more)
+        spec = replace(self._spec, run=str(folder.path), resume="auto")
+        return dispatch(_workload(config), slot.options(spec), ["train"])
+
+    def _require_key(self, key: str) -> None:
+        if key.split(".")[0] in ("run", "resume", "sweep", "launch"):
+            raise SearchError("bad-space", f"Invalid search space: {key} can't vary between trials.", fix="remove it")
+
+
+def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Without changing sections that other trials share."""
+    first, *rest = path
+    if rest:
+        inner = values.get(first)
+        section = dict(inner) if isinstance(inner, Mapping) else {} if inner is None else {"name": inner}
+        _set(section, rest, value)
+        value = section
+    values[first] = value
+
+
+def _workload(config: Config) -> Workload:
+    def body() -> None:
+        from paceline.train.trainer import Trainer
+
+        Trainer.from_config(config).train()
+
+    def prepare(world: int) -> None:
+        from paceline.train.factory import check
+
+        check(config, world)
+
+    return Workload(body, preload, prepare, recipe=config.model_dump(mode="json"))
+
+
+def preload() -> None:
+    """Imports that all trials share."""
+    import paceline.train.trainer  # noqa: F401
+
+
+def _require_metric(config: Config, metric: str) -> None:
+    """Raise if evaluations do not report the metric: those of an untrained model tell."""
+    if metric == "loss":
+        return
+    names = _in_child(lambda: _reported_metrics(config))
+    if metric not in names:
+        raise SearchError(
+            "no-metric",
+            f"No trial reports the metric {metric!r}.",
+            why="it is none of the metrics of the evaluation of this recipe",
+            fix=did_you_mean(metric, names),
+        )
+
+
+def _reported_metrics(config: Config) -> list[str]:
+    """The names in an evaluation of some samples, on one rank."""
+    from torch.utils.data import Subset
+
+    from paceline.train import factory
+    from paceline.train.trainer import Trainer
+
+    alone: dict[str, Any] = {
+        "strategy": "single",
+        "layout": None,
+        "run": False,
+        "quiet": True,
+        "compile": False,
+        "loggers": [],
+    }
+    trainer = Trainer.from_config(config.model_copy(update=alone))
+    _, val = factory.build_data(config)
+    if val is None:
+        return ["loss"]
+    some = Subset(val, range(min(len(val), _SAMPLES))) if hasattr(val, "__getitem__") else val
+    names = list(trainer.evaluate(some).values)
+    return names if config.ema is None else [*names, *(f"ema_{name}" for name in names)]
+
+
+def _in_child(read: Callable[[], list[str]]) -> list[str]:
+    """What a function returns in a forked process: this one must not start threads or use a GPU."""
+    receiving, sending = os.pipe()
+    pid = fork()
+    if pid == 0:
+        try:
+            result: dict[str, Any] = {"names": read()}
+        except PacelineError as error:
+            result = {"error": error.to_dict()}
+        except BaseException as error:
+            result = {"error": SearchError("no-metric", f"The recipe can't be evaluated: {error}").to_dict()}
+        finally:
+            with suppress(BaseException):
+                os.write(sending, json.dumps(result).encode())
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        found = json.loads(pipe.read() or b'{"names": []}')
+    os.waitpid(pid, 0)
+    if "error" in found:
+        raise PacelineError.from_dict(found["error"])
+    return list(found["names"])
+
+
+def recipe_values(config: Config) -> dict[str, Any]:
+    """What a recipe sets, without the search itself."""
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    values.pop("sweep", None)
+    if config.resume is not None:
+        raise ConfigError("bad-value", "A sweep resumes its trials by itself.", fix="remove resume")
+    return values

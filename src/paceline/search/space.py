@@ -1,0 +1,165 @@
+"""The search space: which keys of a recipe vary, and how.
+
+optimizer.lr=log(1e-5, 1e-2)         a float, on a logarithmic scale
+model.dropout=uniform(0, 0.5)        a float; uniform(0, 0.5, 0.1) in steps
+model.width=int(64, 512, 64)         an integer, here in steps of 64
+batch=logint(16, 1024)               an integer, on a logarithmic scale
+batch=choice(32, 64, 128)            one of these values, of any type
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import files
+from paceline.errors import ConfigError, SearchError, did_you_mean
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+_CALL = re.compile(r"\s*(?P<kind>[A-Za-z_]\w*)\s*\((?P<values>.*)\)\s*", re.DOTALL)
+_KINDS = {
+    "log": "log(1e-5, 1e-2)",
+    "uniform": "uniform(0, 0.5)",
+    "int": "int(64, 512, 64)",
+    "logint": "logint(16, 1024)",
+    "choice": "choice(32, 64, 128)",
+}
+_FIX = f"write one of {', '.join(_KINDS.values())}"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A key of a recipe that varies."""
+
+    key: str
+    kind: str
+    values: tuple[Any, ...]  # low, high and perhaps a step; or the choices
+
+    @classmethod
+    def parse(cls, key: str, text: Any) -> Parameter:
+        """From `log(1e-5, 1e-2)`, or from a list of choices."""
+        if isinstance(text, (list, tuple)):
+            return cls(key, "choice", tuple(text)).checked()
+        found = _CALL.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise _bad(key, f"{text!r} is not a set of values", fix=_FIX)
+        if found["kind"] not in _KINDS:
+            raise _bad(key, f"unknown function {found['kind']!r}", fix=did_you_mean(found["kind"], _KINDS))
+        return cls(key, found["kind"], tuple(_parsed(key, found["values"]))).checked()
+
+    def checked(self) -> Parameter:
+        values, expected = self.values, f"expected {_KINDS[self.kind]}"
+        if self.kind == "choice":
+            if not values:
+                raise _bad(self.key, "choice() has no values", fix=f"{expected}")
+            if len({json.dumps(value) for value in values}) < len(values):
+                raise _bad(self.key, "a value is listed twice", fix="list each value once")
+            return self
+        most = 2 if self.kind in ("log", "logint") else 3
+        kinds = (int,) if self.kind in ("int", "logint") else (int, float)
+        if not 2 <= len(values) <= most or not all(_is_number(value, kinds) for value in values):
+            raise _bad(self.key, f"{self} does not fit", fix=expected)
+        if not values[0] < values[1]:
+            raise _bad(self.key, f"in {self}, the lower bound is not below the upper bound", fix=expected)
+        if self.kind in ("log", "logint") and values[0] <= 0:
+            raise _bad(self.key, f"{self} starts at {values[0]}, which has no logarithm", fix="start above 0")
+        if len(values) == 3 and not 0 < values[2] <= values[1] - values[0]:
+            raise _bad(self.key, f"the step of {self} is not between 0 and the width of the range", fix=expected)
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(json.dumps(value) for value in self.values)})"
+
+    @property
+    def distribution(self) -> BaseDistribution:
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        if self.kind == "choice":
+            return CategoricalDistribution([_stored(value) for value in self.values])
+        low, high, *step = self.values
+        if self.kind in ("int", "logint"):
+            return IntDistribution(low, high, log=self.kind == "logint", step=step[0] if step else 1)
+        return FloatDistribution(float(low), float(high), log=self.kind == "log", step=float(step[0]) if step else None)
+
+    def decode(self, stored: Any) -> Any:
+        """The value for the recipe."""
+        if self.kind == "choice":
+            return next(value for value in self.values if _stored(value) == stored)
+        return stored
+
+    @property
+    def grid(self) -> list[Any] | None:
+        """All values as stored; None if there are infinitely many."""
+        if self.kind == "choice":
+            return [_stored(value) for value in self.values]
+        low, high, *step = self.values
+        if self.kind in ("int", "logint"):
+            return list(range(low, high + 1, step[0] if step else 1))
+        if not step:
+            return None
+        return [low + number * step[0] for number in range(math.floor((high - low) / step[0] + 1e-9) + 1)]
+
+    @property
+    def extremes(self) -> Sequence[Any]:
+        """Values that show whether all are valid."""
+        return self.values if self.kind == "choice" else self.values[:2]
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Plain overrides, and those that are part of the search space."""
+    plain, space = [], {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if _CALL.fullmatch(value):
+            space[key.strip()] = value
+        else:
+            plain.append(override)
+    return plain, space
+
+
+def parse_space(space: Mapping[str, Any]) -> list[Parameter]:
+    """The parameters, in the order in which they were given."""
+    return [Parameter.parse(key, value) for key, value in space.items()]
+
+
+def grid_cells(space: Sequence[Parameter]) -> list[dict[str, Any]]:
+    """Every combination, as stored; the last parameter varies first."""
+    columns = []
+    for parameter in space:
+        grid = parameter.grid
+        if grid is None:
+            raise _bad(
+                parameter.key,
+                f"a grid needs a list of values, not {parameter}",
+                fix="use choice(...) or uniform(low, high, step), or another sampler",
+            )
+        columns.append(grid)
+    return [dict(zip((each.key for each in space), cell, strict=True)) for cell in product(*columns)]
+
+
+def _parsed(key: str, text: str) -> list[Any]:
+    try:
+        return list(files.parse_value(f"[{text}]", key))
+    except ConfigError as error:
+        raise _bad(key, error.what.rstrip("."), fix=_FIX) from None
+
+
+def _stored(value: Any) -> Any:
+    """Optuna keeps numbers, text, booleans and None; a list or a section is kept as JSON."""
+    return json.dumps(value) if isinstance(value, (list, dict)) else value
+
+
+def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    return is_number and math.isfinite(float(value))
+
+
+def _bad(key: str, problem: str, *, fix: str) -> SearchError:
+    return SearchError("bad-space", f"Invalid search space: {key}: {problem}.", fix=fix)

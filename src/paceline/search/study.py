@@ -1,0 +1,263 @@
+"""A study: its trials, kept by Optuna in SQLite or in a journal. The process of the sweep is its only writer.
+
+Optuna has no paused trials. Those of successive halving are running for Optuna, and `paused` in their attributes; they
+become pruned when the search ends without continuing them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.config.sections import SweepSection
+from paceline.errors import SearchError
+from paceline.optim.best import Best
+from paceline.run.study import StudyFolder
+from paceline.search import sampling
+from paceline.search.space import Parameter, grid_cells, parse_space
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial, TrialState
+
+TrialStatus = Literal["running", "paused", "complete", "pruned", "failed"]
+
+FORMAT = 1
+# A study goes on only with the same values of these.
+_FIXED = ("sampler", "seed", "pruner", "eta", "rungs", "metric", "mode", "storage")
+
+
+@dataclass(frozen=True)
+class Trial:
+    number: int
+    params: Mapping[str, Any]  # by the key of the recipe
+    state: TrialStatus
+    value: float | None = None  # of the metric: the last one
+    values: Mapping[int, float] = field(default_factory=dict)  # by step
+    rung: int = 0  # that it has reached, or trains to
+    rung_values: Mapping[int, float] = field(default_factory=dict)
+    attempts: int = 0  # how often it was started
+    accidents: int = 0  # after which it was started again
+    completed_before: int = 0  # how many of its launches had ended well before the present one
+    steps: int = 0
+    seconds: float = 0.0
+    slot: str = ""  # where it ran
+    verdict: str = ""  # why it failed
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("complete", "pruned", "failed")
+
+
+class Study:
+    """Ask for trials and tell their results, in a loop of one's own or in that of `paceline sweep`."""
+
+    def __init__(self, folder: StudyFolder, section: SweepSection, recipe: Mapping[str, Any]) -> None:
+        self.folder, self.section, self.recipe = folder, section, recipe
+        self.space: list[Parameter] = parse_space(section.space)
+        if not self.space:
+            raise SearchError(
+                "no-space",
+                "The search space is empty.",
+                fix="say how a key varies, e.g. optimizer.lr=log(1e-5,1e-2), or in the recipe: sweep: {space: ...}",
+            )
+        self.minimizes = Best(section.metric, section.mode).mode == "min"
+        self._storage, self._study = self._open()
+
+    @classmethod
+    def load(cls, folder: StudyFolder) -> Study:
+        """An existing study."""
+        if not folder.exists:
+            raise SearchError("no-study", f"There is no study at {folder.short}.", fix="pass the name or path of one")
+        settings = folder.read_settings()
+        return cls(folder, SweepSection(**settings["sweep"]), settings["recipe"])
+
+    @property
+    def size(self) -> int:
+        """The number of trials; a grid has no more than cells."""
+        cells = len(grid_cells(self.space)) if self.section.sampler == "grid" else self.section.trials
+        return min(self.section.trials, cells)
+
+    def trials(self) -> list[Trial]:
+        return [self._trial(each) for each in self._frozen()]
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the best value, of those that have completed."""
+        done = [each for each in self.trials() if each.state == "complete" and each.value is not None]
+        return min(done, key=lambda each: self._order(each.value), default=None)
+
+    def ranked(self) -> list[Trial]:
+        """Completed trials before others, the best first."""
+        return sorted(self.trials(), key=lambda each: (each.state != "complete", self._order(each.value), each.number))
+
+    def ask(self) -> Trial:
+        """A new trial, with its parameters."""
+        from optuna.trial import TrialState, create_trial
+
+        known = self._frozen()
+        number = len(known)
+        params, kept = sampling.choose(
+            self.section, self.space, number, self.minimizes, [self._as_known(each) for each in known]
+        )
+        template = create_trial(
+            state=TrialState.RUNNING,
+            params=params,
+            distributions={parameter.key: parameter.distribution for parameter in self.space},
+            system_attrs=dict(kept),
+        )
+        with _quiet():
+            self._storage.create_new_trial(self._id, template_trial=template)
+        return self.trials()[number]
+
+    def tell(self, number: int, value: float | None = None, *, state: TrialStatus = "complete") -> None:
+        """The result of a trial. A failed one has no value."""
+        from optuna.trial import TrialState
+
+        states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+        if state == "complete" and value is None:
+            raise SearchError("no-value", f"Trial {number} is complete, but has no value of {self.section.metric!r}.")
+        self._set_state(number, states[state], value)
+
+    def report(self, number: int, step: int, value: float) -> None:
+        """A value on the way."""
+        with _quiet():
+            self._storage.set_trial_intermediate_value(self._trial_id(number), step, value)
+
+    def should_prune(self, number: int) -> bool:
+        """Whether a trial is worse than the median of the others at its last step."""
+        import optuna
+
+        if self.section.pruner != "median":
+            return False
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=0)
+        return pruner.prune(self._study, self._frozen()[number])
+
+    def update(self, number: int, **attributes: Any) -> None:
+        """Keep facts about a trial: attributes of `Trial`."""
+        for name, value in attributes.items():
+            with _quiet():
+                self._storage.set_trial_user_attr(self._trial_id(number), name, value)
+
+    def importances(self) -> dict[str, float]:
+        """How much of the variation of the metric each parameter explains; empty if there are too few trials."""
+        import optuna
+
+        with _quiet():
+            try:
+                found = optuna.importance.get_param_importances(
+                    self._study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
+                )
+            except (ValueError, RuntimeError):
+                return {}
+        return dict(found)
+
+    @property
+    def optuna_study(self) -> optuna.Study:
+        """For Optuna's own functions, such as its plots."""
+        return self._study
+
+    def _order(self, value: float | None) -> float:
+        return float("inf") if value is None else value if self.minimizes else -value
+
+    def _open(self) -> tuple[BaseStorage, optuna.Study]:
+        optuna = _import_optuna()
+        self._require_same()
+        self.folder.create()
+        with _quiet():
+            storage: BaseStorage
+            if self.section.storage == "journal":
+                backend = optuna.storages.journal.JournalFileBackend(str(self.folder.journal))
+                storage = optuna.storages.JournalStorage(backend)
+            else:
+                storage = optuna.storages.RDBStorage(f"sqlite:///{self.folder.database}")
+            study = optuna.create_study(
+                study_name="sweep",
+                storage=storage,
+                direction="minimize" if self.minimizes else "maximize",
+                load_if_exists=True,
+            )
+        settings = {"format": FORMAT, "sweep": self.section.model_dump(), "recipe": dict(self.recipe)}
+        if not self.folder.exists or self.folder.read_settings() != settings:
+            self.folder.write_settings(settings)
+        return storage, study
+
+    def _require_same(self) -> None:
+        """An existing study goes on, if it is the same search."""
+        if not self.folder.exists:
+            return
+        before = self.folder.read_settings()
+        now = {"space": self.section.space, **{key: getattr(self.section, key) for key in _FIXED}}
+        changed = [f"sweep.{key}" for key, value in now.items() if before["sweep"].get(key) != value]
+        if before["recipe"] != self.recipe:
+            changed.append("the recipe")
+        if changed:
+            raise SearchError(
+                "other-study",
+                f"{self.folder.short} is the study of another search: {', '.join(changed)} changed.",
+                why="results of different searches can't be compared",
+                fix="choose another name with --name, or remove the folder",
+            )
+
+    @property
+    def _id(self) -> int:
+        return self._study._study_id
+
+    def _frozen(self) -> list[FrozenTrial]:
+        return self._storage.get_all_trials(self._id, deepcopy=False)
+
+    def _trial_id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+
+    def _set_state(self, number: int, state: TrialState, value: float | None) -> None:
+        with _quiet():
+            self._storage.set_trial_state_values(self._trial_id(number), state, None if value is None else [value])
+
+    def _trial(self, frozen: FrozenTrial) -> Trial:
+        kept = dict(frozen.user_attrs)
+        states: dict[str, TrialStatus] = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+        state = states.get(frozen.state.name, "paused" if kept.pop("paused", False) else "running")
+        kept.pop("paused", None)
+        decoded = {each.key: each.decode(frozen.params[each.key]) for each in self.space if each.key in frozen.params}
+        last = frozen.values[0] if frozen.values else frozen.intermediate_values.get(frozen.last_step or 0)
+        rung_values = {int(rung): value for rung, value in kept.pop("rung_values", {}).items()}
+        return Trial(
+            frozen.number, decoded, state, last, dict(frozen.intermediate_values), rung_values=rung_values, **kept
+        )
+
+    def _as_known(self, frozen: FrozenTrial) -> FrozenTrial:
+        """For a sampler, which knows no paused trials: these are pruned."""
+        from optuna.trial import TrialState, create_trial
+
+        if not frozen.user_attrs.get("paused") or frozen.state.is_finished():
+            return frozen
+        return create_trial(
+            state=TrialState.PRUNED,
+            params=frozen.params,
+            distributions=frozen.distributions,
+            intermediate_values=frozen.intermediate_values,
+            system_attrs=frozen.system_attrs,
+        )
+
+
+def _import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise SearchError(
+            "no-optuna", "A sweep needs Optuna, which is not installed.", fix="pip install 'paceline[sweep]'"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Parts of Optuna are marked as experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,309 @@
+"""Runs the trials of a study: starts them on free places, follows them, and tells the study how they ended.
+
+Whatever happened to an earlier process of the same sweep, the study and the run folders say what is left to do:
+
+    running in the study      it was interrupted: it is started again, and resumes from its last checkpoint
+    paused                    it waits at a rung of successive halving
+    its last launch ended     its result is read from its run folder, and it is not started again
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from paceline import log
+from paceline.diagnose.exits import EXIT_STATUSES
+from paceline.run import failures
+from paceline.run import study as study_files
+from paceline.run.folder import RunFolder
+from paceline.run.lock import RunLock
+from paceline.search import halving, sampling, trial_process
+from paceline.search.placement import Pool, Slot
+from paceline.search.study import Study, Trial
+from paceline.search.trial_process import TrialProcess
+from paceline.text import format_duration
+
+_POLL_SECONDS = 0.2
+_READ_SECONDS = 1.0  # between two looks at the metrics of a running trial
+_STOP_SECONDS = 60.0  # for trials to save after Ctrl-C
+# Failures that a second start may not repeat. A trial that ran out of memory or raised would do so again.
+_ACCIDENTS = {EXIT_STATUSES[kind] for kind in ("lost-connection", "port-in-use", "timeout", "node-lost", "hang")}
+_KINDS = {status: kind for kind, status in EXIT_STATUSES.items()}
+
+
+class TrialBody(Protocol):
+    """What a trial does, in a process of its own. Returns an exit status."""
+
+    has_checkpoints: bool
+
+    def body(self, trial: Trial, folder: RunFolder, slot: Slot, fraction: float | None) -> int: ...
+
+
+@dataclass
+class _Running:
+    trial: Trial
+    slot: Slot
+    process: TrialProcess
+    seen: int = -1  # the last step whose value was reported
+    next_read: float = 0.0
+    is_pruned: bool = False
+
+
+@dataclass
+class Sweep:
+    """One process that works on a study."""
+
+    study: Study
+    pool: Pool
+    trials: TrialBody
+    waits: list[float] = field(default_factory=list)  # seconds for which a place was free while a trial was left
+    _running: dict[int, _Running] = field(default_factory=dict)
+    _interrupted: list[int] = field(default_factory=list)  # trials to start again
+    _signals: list[int] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _freed: list[float] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Work until the search is over. Returns the exit status."""
+        lock = RunLock(RunFolder(self.study.folder.path))
+        lock.take()
+        try:
+            with self._handled_signals():
+                self._announce()
+                self._interrupted = [each.number for each in self.study.trials() if each.state == "running"]
+                while not self._signals:
+                    self._follow()
+                    has_more = self._start_trials()
+                    if not self._running and not has_more:
+                        self._end_paused()
+                        return 0
+                    self._wait()
+                return self._stop()
+        finally:
+            for each in self._running.values():
+                each.process.send(signal.SIGKILL)
+            lock.release()
+
+    def _announce(self) -> None:
+        study, section = self.study, self.study.section
+        known = study.trials()
+        done = sum(each.has_ended for each in known)
+        again = f", {done} of which have ended" if known else ""
+        log.info(
+            f"sweep: {study.size} trials{again}, up to {self.pool.parallel} at a time, {self.pool.ranks} ranks each; "
+            f"study: {study.folder.short}"
+        )
+        if not sampling.is_repeatable(section.sampler) and self.pool.parallel > 1:
+            log.info(f"{section.sampler} learns from results: parameters depend on the order in which trials end")
+
+    def _wait(self) -> None:
+        """Until a trial ends, for a moment."""
+        descriptors = []
+        with suppress(AttributeError, OSError):  # not Linux
+            descriptors = [os.pidfd_open(each.process.pid) for each in self._running.values()]
+        try:
+            select.select(descriptors, [], [], _POLL_SECONDS)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _follow(self) -> None:
+        for number, running in list(self._running.items()):
+            status = running.process.poll()
+            self._read_values(running, at_once=status is not None)
+            if status is not None:
+                del self._running[number]
+                self.pool.give_back(running.slot)
+                self._freed.append(time.monotonic())
+                self._ended(running, status)
+
+    def _read_values(self, running: _Running, *, at_once: bool) -> None:
+        now, number = time.monotonic(), running.trial.number
+        if now < running.next_read and not at_once:
+            return
+        running.next_read = now + _READ_SECONDS
+        section = self.study.section
+        folder = self.study.folder.trial(number)
+        for step, value in study_files.values(folder, section.metric, has_ended=at_once):
+            if step > running.seen:
+                self.study.report(number, step, value)
+                running.seen = step
+        if not running.is_pruned and not at_once and self.study.should_prune(number):
+            running.is_pruned = True
+            running.process.send(signal.SIGTERM)
+
+    def _ended(self, running: _Running, status: int) -> None:
+        number, folder = running.trial.number, self.study.folder.trial(running.trial.number)
+        trial = self.study.trials()[number]
+        self.study.update(
+            number, steps=study_files.steps_of(folder), seconds=trial.seconds + time.monotonic() - running.process.began
+        )
+        if running.is_pruned:
+            self._tell(trial, "pruned")
+        elif status == 0:
+            self._reached(trial)
+        elif self._signals:
+            return  # it was stopped together with this process
+        elif (status in _ACCIDENTS or status > 128) and trial.accidents < self.study.section.retries:
+            log.info(f"trial {number}: {self._verdict(folder, status)}; starting it again")
+            self.study.update(number, accidents=trial.accidents + 1)
+            self._interrupted.append(number)
+        else:
+            self.study.update(number, verdict=self._verdict(folder, status))
+            self._tell(trial, "failed")
+
+    def _reached(self, trial: Trial) -> None:
+        """A launch of the trial has ended well: at a rung, or at the end."""
+        section = self.study.section
+        found = study_files.values(self.study.folder.trial(trial.number), section.metric)
+        if not found:
+            self.study.update(trial.number, verdict=f"it reported no value of {section.metric!r}")
+            self._tell(trial, "failed")
+            return
+        value = found[-1][1]
+        if self._fraction(trial.rung) is None:
+            self._tell(trial, "complete", value)
+            return
+        reached = {**trial.rung_values, trial.rung: value}
+        self.study.update(trial.number, rung_values=reached, paused=True)
+        log.info(f"trial {trial.number}: {section.metric} {value:.6g} at rung {trial.rung + 1} of {section.rungs}")
+
+    def _tell(self, trial: Trial, state: str, value: float | None = None) -> None:
+        before = self.study.best
+        last = trial.value if value is None else value
+        self.study.tell(trial.number, last if state != "failed" else None, state=state)  # type: ignore[arg-type]
+        ended = self.study.trials()[trial.number]
+        told = f"{self.study.section.metric} {ended.value:.6g}" if ended.value is not None else ""
+        best = self.study.best
+        mark = " (best so far)" if best is not None and best.number == trial.number and best != before else ""
+        why = f": {ended.verdict}" if state == "failed" else ""
+        words = [each for each in (state, told, f"{ended.steps} steps", format_duration(ended.seconds)) if each]
+        log.info(f"trial {trial.number}: {', '.join(words)}{mark}{why}")
+
+    def _verdict(self, folder: RunFolder, status: int) -> str:
+        """Why a trial failed, in a line."""
+        kind = _KINDS.get(status, f"signal {status - 128}" if status > 128 else f"exit status {status}")
+        known = study_files.last_failure(folder)
+        place = f" on rank {known['rank']}" if known.get("rank") is not None else ""
+        place += f" in step {known['step']}" if known.get("step") else ""
+        records = sorted(failures.read(folder).values(), key=lambda each: each.time)
+        text = records[0].text.strip() if records else self._last_output(folder)
+        line = text.splitlines()[0 if text.startswith("[") else -1] if text else ""
+        return f"{known.get('cause', kind)}{place}" + (f": {line[:200]}" if line else "")
+
+    def _last_output(self, folder: RunFolder) -> str:
+        output = self.study.folder.trial_output(int(folder.path.name))
+        with suppress(OSError):
+            return output.read_text(errors="replace").strip()
+        return ""
+
+    def _start_trials(self) -> bool:
+        """Start trials while there are places. Returns whether more are left to start."""
+        while True:
+            trial = self._next()
+            if trial is None:
+                return bool(self._interrupted)
+            slot = self.pool.take()
+            if slot is None:
+                return True
+            self._start(trial, slot)
+
+    def _next(self) -> Trial | None:
+        """The trial to start next: one that was interrupted, one that is promoted, or a new one."""
+        known = self.study.trials()
+        for number in self._interrupted:
+            trial = known[number]
+            if study_files.completed_launches(self.study.folder.trial(number)) > trial.completed_before:
+                self._interrupted.remove(number)  # only this process had not learned of its end
+                self._reached(trial)
+                return self._next()
+            if trial_process.is_free(self.study.folder.trial_lock(number)):
+                return trial
+        section = self.study.section
+        is_full = len(known) >= self.study.size or self._is_spent(known)
+        if section.pruner == "asha":
+            waits = [each for each in known if each.state == "running" and each.rung == 0]
+            promoted = halving.next_promotion(
+                known, section.rungs, section.eta, minimizes=self.study.minimizes, is_last=is_full and not waits
+            )
+            if promoted is not None:
+                return promoted
+        if is_full or not self.pool.has_room:
+            return None
+        return self.study.ask()
+
+    def _is_spent(self, known: list[Trial]) -> bool:
+        section = self.study.section
+        late = section.minutes is not None and time.monotonic() - self._began > 60 * section.minutes
+        return late or (section.steps is not None and sum(each.steps for each in known) >= section.steps)
+
+    def _start(self, trial: Trial, slot: Slot) -> None:
+        number, folder = trial.number, self.study.folder.trial(trial.number)
+        if number in self._interrupted:
+            self._interrupted.remove(number)
+        rung = trial.rung + 1 if trial.state == "paused" else trial.rung
+        self.study.update(
+            number, paused=False, rung=rung, attempts=trial.attempts + 1, slot=str(slot),
+            completed_before=study_files.completed_launches(folder),
+        )  # fmt: skip
+        fraction = self._fraction(rung)
+        process = trial_process.start(
+            lambda: self.trials.body(trial, folder, slot, fraction),
+            output=self.study.folder.trial_output(number),
+            lock=self.study.folder.trial_lock(number),
+            env=slot.node_env,
+        )
+        if self._freed:
+            self.waits.append(time.monotonic() - self._freed.pop(0))
+        self._running[number] = _Running(trial, slot, process, seen=max(trial.values, default=-1))
+        again = "resumed: " if trial.attempts else ""
+        log.info(f"trial {number}: {again}{format_params(trial.params)}")
+
+    def _fraction(self, rung: int) -> float | None:
+        section = self.study.section
+        return halving.rung_fraction(rung, section.rungs, section.eta) if section.pruner == "asha" else None
+
+    def _end_paused(self) -> None:
+        """The search is over: paused trials stay where they are."""
+        for trial in self.study.trials():
+            if trial.state == "paused":
+                self.study.tell(trial.number, trial.value, state="pruned")
+
+    def _stop(self) -> int:
+        """After a signal: trials save, and continue when the same command runs again."""
+        log.info("\nstopping: trials save a checkpoint; the same command continues. Press Ctrl-C again to kill them")
+        for running in self._running.values():
+            running.process.send(signal.SIGTERM)
+        end = time.monotonic() + _STOP_SECONDS
+        while self._running and len(self._signals) < 2 and time.monotonic() < end:
+            self._wait()
+            self._follow()
+        return 128 + self._signals[0]
+
+    @contextmanager
+    def _handled_signals(self) -> Iterator[None]:
+        def heard(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        before: dict[int, Callable[..., object] | int | None] = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, heard)
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def format_params(params: Mapping[str, object]) -> str:
+    return " ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in params.items()
+    )
