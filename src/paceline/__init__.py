@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from paceline.optim.optimizers import register_optimizer
     from paceline.run.history import History
     from paceline.runtime.noise import noise
+    from paceline.search.function_sweep import sweep
+    from paceline.search.study import Study
     from paceline.train.trainer import Trainer
 
 # public name -> (module, attribute); an attribute of None is the module itself.
@@ -32,6 +34,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "Loss": ("paceline.models.losses", "Loss"),
     "ModelSpec": ("paceline.models.spec", "ModelSpec"),
     "PipelineSpec": ("paceline.models.spec", "PipelineSpec"),
+    "Study": ("paceline.search.study", "Study"),
     "Trainer": ("paceline.train.trainer", "Trainer"),
     "dist": ("paceline.dist", None),
     "errors": ("paceline.errors", None),
@@ -44,6 +47,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "register_logger": ("paceline.monitor.loggers", "register_logger"),
     "register_model": ("paceline.models.zoo", "register_model"),
     "register_optimizer": ("paceline.optim.optimizers", "register_optimizer"),
+    "sweep": ("paceline.search.function_sweep", "sweep"),
     "testing": ("paceline.testing", None),
 }
 
@@ -53,6 +57,7 @@ __all__ = [
     "Loss",
     "ModelSpec",
     "PipelineSpec",
+    "Study",
     "Trainer",
     "dist",
     "errors",
@@ -65,6 +70,7 @@ __all__ = [
     "register_logger",
     "register_model",
     "register_optimizer",
+    "sweep",
 ]
 
 

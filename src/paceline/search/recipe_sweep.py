@@ -41,6 +41,6 @@ def run_recipe_sweep(study: Study, config: Config, spec: LaunchSpec) -> int:
 
 
 def _divide_cores(pool: Pool) -> None:
-    """Among all ranks that run here at a time, unless the user decided otherwise. Before torch is imported."""
+    """Among all ranks that run here at a time, unless the user decided otherwise."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault(_THREADS, str(max(1, cores // (pool.parallel * pool.ranks))))

@@ -54,7 +54,15 @@ class Trial:
 
 
 class Study:
-    """Ask for trials and tell their results, in a loop of one's own or in that of `paceline sweep`."""
+    """The trials of a search.
+
+    `paceline.sweep()` returns one. To run trials in a loop of one's own:
+
+        study = paceline.Study.open("mine", {"lr": "log(1e-5, 1e-2)"}, trials=20)
+        while not study.is_full:
+            trial = study.ask()
+            study.tell(trial.number, train(**trial.params))
+    """
 
     def __init__(self, folder: StudyFolder, section: SweepSection, recipe: Mapping[str, Any]) -> None:
         self.folder, self.section, self.recipe = folder, section, recipe
@@ -69,6 +77,11 @@ class Study:
         self._storage, self._study = self._open()
 
     @classmethod
+    def open(cls, name: str, space: Mapping[str, Any], **settings: Any) -> Study:
+        """A new study, or an existing one of the same search. `settings`: keys of a recipe's `sweep:` section."""
+        return cls(StudyFolder.of(name), SweepSection(**{**settings, "space": dict(space)}), {})
+
+    @classmethod
     def load(cls, folder: StudyFolder) -> Study:
         """An existing study."""
         if not folder.exists:
@@ -81,6 +94,11 @@ class Study:
         """The number of trials; a grid has no more than cells."""
         cells = len(grid_cells(self.space)) if self.section.sampler == "grid" else self.section.trials
         return min(self.section.trials, cells)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all of its trials."""
+        return len(self._frozen()) >= self.size
 
     def trials(self) -> list[Trial]:
         return [self._trial(each) for each in self._frozen()]

@@ -29,7 +29,7 @@ from paceline.search import halving, sampling, trial_process
 from paceline.search.placement import Pool, Slot
 from paceline.search.study import Study, Trial
 from paceline.search.trial_process import TrialProcess
-from paceline.text import format_duration
+from paceline.text import format_duration, plural
 
 _POLL_SECONDS = 0.2
 _READ_SECONDS = 1.0  # between two looks at the metrics of a running trial
@@ -98,7 +98,8 @@ class Sweep:
         done = sum(each.has_ended for each in known)
         again = f", {done} of which have ended" if known else ""
         log.info(
-            f"sweep: {study.size} trials{again}, up to {self.pool.parallel} at a time, {self.pool.ranks} ranks each; "
+            f"sweep: {plural(study.size, 'trial')}{again}, up to {self.pool.parallel} at a time, "
+            f"{plural(self.pool.ranks, 'rank')} each; "
             f"study: {study.folder.short}"
         )
         if not sampling.is_repeatable(section.sampler) and self.pool.parallel > 1:
