@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from paceline.run import ledger
-from paceline.run.study import StudyFolder
+from paceline.run.study_folder import StudyFolder
 from paceline.search.study import Study
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "mlp.yaml"

@@ -13,6 +13,12 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 
 # Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
 ELSEWHERE = {
+    "cli/sweep": ["ranks/test_sweep"],
+    "search/function_sweep": ["ranks/test_sweep"],
+    "search/recipe_sweep": ["ranks/test_sweep"],
+    "search/recipe_trials": ["ranks/test_sweep"],
+    "search/scheduler": ["ranks/test_sweep"],
+    "search/trial_process": ["ranks/test_sweep"],
     "bench/collective_times": ["ranks/test_bench_comm"],
     "bench/comm_rank": ["ranks/test_bench_comm"],
     "cli/bench": ["ranks/test_bench_comm"],

@@ -12,12 +12,12 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 027).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 028).
 CEILINGS = {
-    "": 480,
+    "": 500,
     "config": 1_430,
     "plan": 2_250,
-    "run": 1_420,
+    "run": 1_550,
     "diagnose": 3_330,
     "watch": 1_500,
     "runtime": 3_250,
@@ -34,9 +34,9 @@ CEILINGS = {
     "train": 8_180,
     "doctor": 3_700,
     "bench": 1_450,
-    "search": 700,
+    "search": 1_700,
     "testing": 630,
-    "cli": 1_740,
+    "cli": 1_880,
 }
 
 

@@ -96,9 +96,9 @@ def test_trainer() -> None:
 
 
 def test_functions_and_records() -> None:
-    kinds = (paceline.History, paceline.Loss)
+    kinds = (paceline.History, paceline.Loss, paceline.Study)
     names = (
-        "get_data", "get_model", "launch", "noise", "register_data", "register_logger", "register_model",
+        "get_data", "get_model", "launch", "noise", "register_data", "register_logger", "register_model", "sweep",
         "register_optimizer",
     )  # fmt: skip
     snapshots.compare(

@@ -1,7 +1,8 @@
-"""Two machines, as far as the network is concerned: namespaces of the kernel, joined by a cable (a veth pair).
+"""Machines, as far as the network is concerned: namespaces of the kernel, two of them joined by a cable (a veth pair),
+or several by a switch (a bridge).
 
-Each has an address of its own, an interface of its own and its own ports, and reaches the other and nobody else. Only
-root can make them. Their names hold this process's number; in the end they are gone, and with them the cable.
+Each has an address of its own, an interface of its own and its own ports, and reaches the others and nobody else. Only
+root can make them. Their names hold this process's number; in the end they are gone, and with them the cables.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,22 +48,51 @@ def joined() -> Iterator[tuple[Machine, Machine]]:
         for number, letter in ((1, "a"), (2, "b"))
     )
     first, second = both
-    made = []
-    try:
-        for machine in both:
-            _ip("netns", "add", machine.name)
-            made.append(machine)
+    with _made(both):
         # Made inside of a namespace, so that it is nowhere else, not even for a moment.
         cable = ("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
         _ip("-n", first.name, *cable, "netns", second.name)
-        for machine in both:
-            _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", machine.interface)
-            for interface in ("lo", machine.interface):
-                _ip("-n", machine.name, "link", "set", interface, "up")
+        _connect(both)
         yield first, second
+
+
+@contextmanager
+def switched(number: int) -> Iterator[tuple[Machine, ...]]:
+    """So many machines at one switch, which is in the first of them."""
+    machines = tuple(
+        Machine(f"paceline-{os.getpid()}-s{index}", f"pl{os.getpid()}s{index}", f"10.78.0.{index + 1}")
+        for index in range(number)
+    )
+    first, *others = machines
+    with _made(machines):
+        _ip("-n", first.name, "link", "add", first.interface, "type", "bridge")
+        for machine in others:
+            port = f"{machine.interface}p"
+            cable = ("link", "add", port, "master", first.interface, "type", "veth", "peer", "name", machine.interface)
+            _ip("-n", first.name, *cable, "netns", machine.name)
+            _ip("-n", first.name, "link", "set", port, "up")
+        _connect(machines)
+        yield machines
+
+
+@contextmanager
+def _made(machines: Sequence[Machine]) -> Iterator[None]:
+    made = []
+    try:
+        for machine in machines:
+            _ip("netns", "add", machine.name)
+            made.append(machine)
+        yield
     finally:
         for machine in made:
             _ip("netns", "delete", machine.name)
+
+
+def _connect(machines: Sequence[Machine]) -> None:
+    for machine in machines:
+        _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", machine.interface)
+        for interface in ("lo", machine.interface):
+            _ip("-n", machine.name, "link", "set", interface, "up")
 
 
 def _ip(*arguments: str) -> None:

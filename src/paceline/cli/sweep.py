@@ -118,7 +118,7 @@ def show(
     html: Annotated[bool, typer.Option("--html", help="also write Optuna's plots as one HTML file")] = False,
 ) -> None:
     """Show the best trials, the importance of parameters and learning curves; write the best recipe."""
-    from paceline.run.study import StudyFolder
+    from paceline.run.study_folder import StudyFolder
     from paceline.search.study import Study
 
     _show(Study.load(StudyFolder.of(study)), html=html)

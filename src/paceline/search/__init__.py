@@ -1,1 +1,0 @@
-"""Hyperparameter search: many runs over the GPUs one has, on Optuna."""

@@ -19,13 +19,13 @@ from paceline.config.recipe import Config
 from paceline.config.sections import SweepSection
 from paceline.errors import SearchError
 from paceline.launcher.function import launch
-from paceline.run import study as study_files
+from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
-from paceline.run.study import StudyFolder
+from paceline.run.study_folder import StudyFolder
 from paceline.search import recipe_sweep, recipe_trials
-from paceline.search.placement import Slot, open_pool
+from paceline.search.placement import TrialSlot, open_pool
+from paceline.search.scheduler import Sweep
 from paceline.search.study import Study, Trial
-from paceline.search.sweep import Sweep
 
 
 class TrialContext(Mapping[str, Any]):
@@ -58,7 +58,7 @@ class _FunctionTrials:
     def __init__(self, function: Callable[[TrialContext], float | None], metric: str) -> None:
         self._function, self._metric = function, metric
 
-    def body(self, trial: Trial, folder: RunFolder, slot: Slot, fraction: float | None) -> int:
+    def body(self, trial: Trial, folder: RunFolder, slot: TrialSlot, fraction: float | None) -> int:
         context = TrialContext(trial, folder, self._metric)
         ranks = sum(len(indices) for _, indices in slot.taken)
         value = launch(lambda: self._function(context), ranks=ranks)

@@ -29,12 +29,17 @@ class Machine:
     """A machine with a place for each rank. Places are the GPUs that CUDA_VISIBLE_DEVICES names, if there are any."""
 
     name: str
-    places: tuple[str, ...]
+    places: tuple[str, ...]  # a GPU that trials share is there more than once
     has_gpus: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many ranks of one trial fit: ranks do not share a GPU."""
+        return len(set(self.places))
 
 
 @dataclass(frozen=True)
-class Slot:
+class TrialSlot:
     """The places of a trial."""
 
     taken: tuple[tuple[Machine, tuple[int, ...]], ...]  # with the indices of places
@@ -77,18 +82,19 @@ class Pool:
 
     machines: Sequence[Machine]
     ranks: int  # of a trial
-    parallel: int  # trials at a time
+    parallel: int  # trials at a time, at most; then as many of these as there is room for
     kind: str = "here"
     _free: dict[int, list[int]] = field(default_factory=dict)  # by machine
     _running: int = 0
 
     def __post_init__(self) -> None:
         self._free = {number: list(range(len(each.places))) for number, each in enumerate(self.machines)}
-        if not self._find():
-            largest = max((len(each.places) for each in self.machines), default=0)
+        self.parallel = self._capacity()
+        if not self.parallel:
+            largest = max((each.size for each in self.machines), default=0)
             raise SearchError(
                 "no-room",
-                f"A trial has {self.ranks} ranks, but there are {sum(len(each.places) for each in self.machines)} "
+                f"A trial has {self.ranks} ranks, but there are {sum(each.size for each in self.machines)} "
                 f"places on {len(self.machines)} machines, at most {largest} on one.",
                 why="a trial runs on one machine, or on whole machines with as many ranks together",
                 fix="use fewer ranks per trial (-n), or more GPUs",
@@ -98,7 +104,7 @@ class Pool:
     def has_room(self) -> bool:
         return self._running < self.parallel and self._find() is not None
 
-    def take(self) -> Slot | None:
+    def take(self) -> TrialSlot | None:
         """Places for a trial; None if there are none now."""
         found = self._find() if self.has_room else None
         if found is None:
@@ -108,42 +114,55 @@ class Pool:
         for number, indices in found.items():
             self._free[number] = [index for index in self._free[number] if index not in indices]
             taken.append((self.machines[number], tuple(indices)))
-        return Slot(tuple(taken), self.kind)
+        return TrialSlot(tuple(taken), self.kind)
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: TrialSlot) -> None:
         self._running -= 1
         for machine, indices in slot.taken:
             number = next(index for index, each in enumerate(self.machines) if each is machine)
             self._free[number] = sorted([*self._free[number], *indices])
 
+    def _capacity(self) -> int:
+        """How many trials run at a time."""
+        slots: list[TrialSlot] = []
+        while (slot := self.take()) is not None:
+            slots.append(slot)
+        for each in slots:
+            self.give_back(each)
+        return len(slots)
+
     def _find(self) -> dict[int, list[int]] | None:
         """By machine, the places of a trial: on the fullest machine that has room, or on whole ones."""
-        fitting = [number for number, free in self._free.items() if len(free) >= self.ranks]
+        sizes = [each.size for each in self.machines]
+        fitting = [number for number, free in self._free.items() if min(len(free), sizes[number]) >= self.ranks]
         if fitting:
             number = min(fitting, key=lambda each: (len(self._free[each]), each))
             return {number: self._free[number][: self.ranks]}
-        if any(len(each.places) >= self.ranks for each in self.machines):
+        if max(sizes, default=0) >= self.ranks:
             return None
         found: dict[int, list[int]] = {}
         for number, free in self._free.items():
             missing = self.ranks - sum(map(len, found.values()))
-            if missing and len(free) == len(self.machines[number].places) <= missing:
-                found[number] = free
+            if missing and len(free) >= sizes[number] <= missing:
+                found[number] = free[: sizes[number]]
         return found if sum(map(len, found.values())) == self.ranks else None
 
 
 def open_pool(spec: LaunchSpec, section: SweepSection, environment: Mapping[str, str] = os.environ) -> Pool:
     """The pool that the options of a launch describe. `spec.ranks` are those of a trial."""
     ranks = spec.ranks or 1
+    may_have_gpus = str(spec.device) != "cpu"
     if spec.hosts:
-        hosts = [Machine(each.name, _places(each.ranks or ranks), has_gpus=True) for each in read_hosts(spec.hosts)]
+        named = read_hosts(spec.hosts)
+        hosts = [Machine(each.name, _places(each.ranks or ranks), has_gpus=may_have_gpus) for each in named]
         return _pool(hosts, ranks, section, "hosts")
     if spec.ray:
-        return Pool([Machine("", _places(ranks * (section.parallel or 1)))], ranks, section.parallel or 1, "ray")
+        return Pool([Machine("Ray", _places(ranks * (section.parallel or 1)))], ranks, section.parallel or 1, "ray")
     allocation = read_allocation(environment)
-    if allocation is not None and len(allocation.nodes) > 1:
-        per_node = allocation.gpus or ranks
-        has_gpus = allocation.gpus is not None
+    # A task of srun is on one node already, and its trials start there.
+    if allocation is not None and allocation.is_front_end and len(allocation.nodes) > 1:
+        has_gpus = may_have_gpus and bool(allocation.gpus)
+        per_node = (allocation.gpus or ranks) if has_gpus else ranks
         nodes = [Machine(name, _places(per_node), has_gpus=has_gpus) for name in allocation.nodes]
         return _pool(nodes, ranks, section, "slurm")
     visible = _visible_gpus(spec.device, environment)

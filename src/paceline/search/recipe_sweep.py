@@ -8,13 +8,13 @@ import sys
 from paceline.config.launch import LaunchSpec
 from paceline.config.recipe import Config
 from paceline.config.sections import SweepSection
-from paceline.run.study import StudyFolder
+from paceline.run.study_folder import StudyFolder
 from paceline.search import recipe_trials
 from paceline.search.placement import Pool, open_pool
 from paceline.search.recipe_trials import RecipeTrials
+from paceline.search.scheduler import Sweep
 from paceline.search.space import grid_cells, parse_space
 from paceline.search.study import Study
-from paceline.search.sweep import Sweep
 
 _THREADS = "OMP_NUM_THREADS"
 

@@ -18,7 +18,7 @@ from paceline.launcher.dispatch import dispatch
 from paceline.launcher.workload import Workload
 from paceline.run.folder import RunFolder
 from paceline.runtime.fork import fork
-from paceline.search.placement import Slot
+from paceline.search.placement import TrialSlot
 from paceline.search.space import Parameter
 from paceline.search.study import Trial
 
@@ -52,7 +52,7 @@ class RecipeTrials:
                 check(config, ranks)
         _require_metric(self.config(middle, run=False, quiet=True), metric)
 
-    def body(self, trial: Trial, folder: RunFolder, slot: Slot, fraction: float | None) -> int:
+    def body(self, trial: Trial, folder: RunFolder, slot: TrialSlot, fraction: float | None) -> int:
         """In the process of a trial: train it to a fraction of its steps, or to the end. Returns the exit status."""
         import torch
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline.config.sections import SweepSection
 from paceline.errors import SearchError
 from paceline.optim.best import Best
-from paceline.run.study import StudyFolder
+from paceline.run.study_folder import StudyFolder
 from paceline.search import sampling
 from paceline.search.space import Parameter, grid_cells, parse_space
 

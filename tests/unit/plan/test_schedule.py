@@ -6,7 +6,7 @@ import pytest
 
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.plan.schedule import SchedulePlan, derive_schedule
+from paceline.plan.schedule import SchedulePlan, derive_schedule, pause_step
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
@@ -103,3 +103,18 @@ def test_only_rows_that_bear_on_the_run_are_shown() -> None:
     assert set(plan_of(name="wsd", warmup=3).rows()) == {"learning rate", "horizon", "warm-up", "falls from"}
     assert plan_of(name="step", unit="epochs", at=[2, 4]).rows()["cuts at"].value == "20, 40"
     assert "cut every" in plan_of(name="step", every=2).rows()
+
+
+@pytest.mark.parametrize(
+    ("pause_at", "total", "step"),
+    [(None, 100, None), (20, 100, 20), (20, None, 20), (100, 100, None), (0.3, 100, 30), (0.001, 100, 1), (0.5, 1, 1)],
+)
+def test_a_pause_is_a_step_or_a_fraction_of_all_steps(
+    pause_at: int | float | None, total: int | None, step: int | None
+) -> None:
+    assert pause_step(pause_at, total) == step
+
+
+def test_a_fraction_of_an_unknown_number_of_steps_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"config\.no-horizon"):
+        pause_step(0.5, None)

@@ -22,11 +22,11 @@ from typing import Protocol
 from paceline import log
 from paceline.diagnose.exits import EXIT_STATUSES
 from paceline.run import failures
-from paceline.run import study as study_files
+from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
 from paceline.search import halving, sampling, trial_process
-from paceline.search.placement import Pool, Slot
+from paceline.search.placement import Pool, TrialSlot
 from paceline.search.study import Study, Trial
 from paceline.search.trial_process import TrialProcess
 from paceline.text import format_duration, plural
@@ -44,13 +44,13 @@ class TrialBody(Protocol):
 
     has_checkpoints: bool
 
-    def body(self, trial: Trial, folder: RunFolder, slot: Slot, fraction: float | None) -> int: ...
+    def body(self, trial: Trial, folder: RunFolder, slot: TrialSlot, fraction: float | None) -> int: ...
 
 
 @dataclass
 class _Running:
     trial: Trial
-    slot: Slot
+    slot: TrialSlot
     process: TrialProcess
     seen: int = -1  # the last step whose value was reported
     next_read: float = 0.0
@@ -197,7 +197,8 @@ class Sweep:
         place += f" in step {known['step']}" if known.get("step") else ""
         records = sorted(failures.read(folder).values(), key=lambda each: each.time)
         text = records[0].text.strip() if records else self._last_output(folder)
-        line = text.splitlines()[0 if text.startswith("[") else -1] if text else ""
+        lines = text.splitlines()
+        line = lines[0] if text.startswith("[") and not lines[0].endswith(":") else lines[-1] if lines else ""
         return f"{known.get('cause', kind)}{place}" + (f": {line[:200]}" if line else "")
 
     def _last_output(self, folder: RunFolder) -> str:
@@ -246,7 +247,7 @@ class Sweep:
         late = section.minutes is not None and time.monotonic() - self._began > 60 * section.minutes
         return late or (section.steps is not None and sum(each.steps for each in known) >= section.steps)
 
-    def _start(self, trial: Trial, slot: Slot) -> None:
+    def _start(self, trial: Trial, slot: TrialSlot) -> None:
         number, folder = trial.number, self.study.folder.trial(trial.number)
         if number in self._interrupted:
             self._interrupted.remove(number)
