@@ -142,16 +142,16 @@ def front(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fron
 
 
 def test_each_trial_has_a_host_of_its_own(front: Front, tmp_path: Path) -> None:
-    swept = front.sweep(tmp_path, "--trials", "8", "-n", "1")
-    swept.assert_complete(8, nodes=1, ranks=1)
+    swept = front.sweep(tmp_path, "--trials", "5", "-n", "1")
+    swept.assert_complete(5, nodes=1, ranks=1)
     assert {each.slot for each in swept.trials} == set(HOSTS)
     assert all(swept.machines(each) == {front.addresses[each.slot]} for each in swept.trials)
     swept.assert_apart()
 
 
 def test_a_trial_with_more_ranks_than_a_host_has_takes_two_of_them(front: Front, tmp_path: Path) -> None:
-    swept = front.sweep(tmp_path, "--trials", "3", "-n", "2")
-    swept.assert_complete(3, nodes=2, ranks=2)
+    swept = front.sweep(tmp_path, "--trials", "2", "-n", "2")
+    swept.assert_complete(2, nodes=2, ranks=2)
     assert {each.slot for each in swept.trials} == {"m1; m2", "m3; m4"}
     for trial in swept.trials:
         assert swept.machines(trial) == {front.addresses[name] for name in trial.slot.split("; ")}
@@ -165,8 +165,8 @@ def test_each_trial_has_a_node_of_the_allocation(site: Path, tmp_path: Path) -> 
     with slurm_cluster.running() as cluster:
         allocate = ("salloc", "--quiet", "--nodes=2")
         env = {**cluster.environment, "PYTHONPATH": str(site)}
-        swept = Swept(tmp_path, "--trials", "4", "-n", "2", prefix=allocate, env=env)
-    swept.assert_complete(4, nodes=1, ranks=2)
+        swept = Swept(tmp_path, "--trials", "3", "-n", "2", prefix=allocate, env=env)
+    swept.assert_complete(3, nodes=1, ranks=2)
     assert {each.slot for each in swept.trials} == set(slurm_cluster.NODES)
     assert all(swept.machines(each) == {each.slot} for each in swept.trials)
     swept.assert_apart()
@@ -178,8 +178,8 @@ def test_each_trial_has_a_node_of_the_allocation(site: Path, tmp_path: Path) -> 
 def test_ray_places_trials(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))  # of Ray's nodes: launchers inherit it from them
     with ray_server.running() as env:
-        swept = Swept(tmp_path, "--ray", "auto", "--parallel", "2", "--trials", "4", "-n", "1", env=env)
-    swept.assert_complete(4, nodes=1, ranks=1)
+        swept = Swept(tmp_path, "--ray", "auto", "--parallel", "2", "--trials", "2", "-n", "1", env=env)
+    swept.assert_complete(2, nodes=1, ranks=1)
     assert {each.slot for each in swept.trials} == {"Ray"}
     assert all(swept.launchers(each) == 1 for each in swept.trials)
     assert swept.most_at_a_time() <= 2

@@ -34,7 +34,8 @@ def open_recipe_study(config: Config, section: SweepSection, name: str) -> Study
 def run_recipe_sweep(study: Study, config: Config, spec: LaunchSpec) -> int:
     """Run the trials that are left; returns the exit status."""
     pool = open_pool(spec, study.section)
-    _divide_cores(pool)
+    if pool.kind == "here":
+        _divide_cores(pool)
     recipe_trials.preload()
     trials = RecipeTrials(study.recipe, spec, "the search space")
     return Sweep(study, pool, trials).run()

@@ -58,7 +58,8 @@ class RecipeTrials:
 
         if folder.path.is_dir() and not folder.has_run:
             shutil.rmtree(folder.path)  # it was killed before it had written anything
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was imported before it was set
+        if slot.kind == "here":
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was imported before it was set
         more = {"run": str(folder.path), "resume": "auto", "train.pause_at": fraction, "save_last": True}
         config = self.config(trial.params, **more)
         spec = replace(self._spec, run=str(folder.path), resume="auto")

@@ -296,7 +296,7 @@ class Sweep:
             self._signals.append(number)
 
         before: dict[int, Callable[..., object] | int | None] = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last one is SLURM's warning
             before[number] = signal.signal(number, heard)
         try:
             yield
