@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.monitor import gpu_stats
@@ -30,7 +31,7 @@ def test_nvml_describes_the_device_of_this_process() -> None:
 
 def test_training_writes_what_the_gpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_stats, "SECONDS", 0.02)
-    data: list[tuple[Tensor, Tensor]] = [(torch.ones(64), torch.ones(1))] * 64
+    data = TensorDataset(torch.ones(64, 64), torch.ones(64, 1))
     trainer = paceline.Trainer(
         nn.Linear(64, 1), "sgd", criterion=nn.MSELoss(), device="cuda", batch=8, run=str(tmp_path / "run"), quiet=True
     )

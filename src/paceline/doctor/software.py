@@ -7,13 +7,13 @@ a fork. What has to be known about the GPUs comes from nvidia-smi.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline import __version__
 from paceline.doctor import gpus as nvidia
 from paceline.doctor.finding import Finding
 from paceline.doctor.gpus import Gpu
@@ -102,7 +102,7 @@ def check(gpus: Sequence[Gpu], facts: SoftwareFacts | None = None) -> list[Findi
         python = Finding(
             "Python", "fail", facts.python, "paceline requires 3.11", "create an environment with Python 3.11"
         )
-    findings = [python, Finding("paceline", "ok", importlib.metadata.version("paceline")), _torch(facts, gpus)]
+    findings = [python, Finding("paceline", "ok", __version__), _torch(facts, gpus)]
     if gpus or facts.driver or facts.nvml:
         findings.append(_driver(facts, gpus))
     if gpus and facts.architectures:
