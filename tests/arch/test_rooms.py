@@ -20,7 +20,7 @@ CEILINGS = {
     "run": 1_550,
     "diagnose": 3_330,
     "watch": 1_500,
-    "runtime": 3_250,
+    "runtime": 3_290,
     "launcher": 6_350,
     "models": 2_800,
     "data": 3_250,

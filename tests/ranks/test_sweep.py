@@ -74,11 +74,11 @@ def test_a_promoted_trial_continues_with_the_same_bits(tmp_path: Path) -> None:
     complete = [trial for trial in asha.trials() if trial.state == "complete"]
     assert complete and {trial.state for trial in asha.trials()} == {"complete", "pruned"}
     for trial in complete:
-        assert trial.attempts == 3 and set(trial.rung_values) == {0, 1}
+        assert trial.attempts == 4 and set(trial.rung_values) == {0, 1, 2}
         assert trial.value == full.trials()[trial.number].value
-    assert {trial.steps for trial in asha.trials()} <= {2, 6, 18}
+    assert {trial.steps for trial in asha.trials()} <= {2, 4, 9, 18}
     steps = [sum(trial.steps for trial in study.trials()) for study in (asha, full)]
-    assert steps[0] <= 0.5 * steps[1]
+    assert steps[0] <= 0.6 * steps[1]
 
 
 def test_trials_have_the_ranks_that_they_asked_for(tmp_path: Path) -> None:

@@ -364,8 +364,8 @@ class SweepSection(Section):
     pruner: Literal["none", "median", "asha"] = Field(
         "none", description="median: stop trials below the median; asha: continue only the best ones"
     )
-    eta: Annotated[int, Field(ge=2)] = Field(3, description="asha: one of so many trials continues at each rung")
-    rungs: Annotated[int, Field(ge=2)] = Field(3, description="asha: number of rungs; each is eta times the one before")
+    eta: Annotated[int, Field(ge=2)] = Field(2, description="asha: one of so many trials continues at each rung")
+    rungs: Annotated[int, Field(ge=2)] = Field(4, description="asha: number of rungs; each is eta times the one before")
     seed: NonNegativeInt = Field(0, description="seed of the sampler")
     metric: str = Field("loss", description="metric of the evaluation to optimize")
     mode: Literal["min", "max"] | None = Field(None, description="None: min for loss, error and perplexity, else max")

@@ -66,7 +66,7 @@ def _run(device: str | int | None, backend: str | None) -> AllReduceResult:
         if world.size == 1:
             process_group.init_single(world.device)
         process_group.shorten_timeout(SECONDS)
-        result = AllReduceResult(world.backend, timed(_SMALL, 5), timed(_LARGE, 2))
+        result = AllReduceResult(torch_dist.get_backend(), timed(_SMALL, 5), timed(_LARGE, 2))
         process_group.destroy()
     except Exception as error:
         text = error.what if isinstance(error, PacelineError) else str(error) or type(error).__name__

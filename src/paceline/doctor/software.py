@@ -1,7 +1,8 @@
 """Checks that Python, torch, the NVIDIA driver, NCCL and cuDNN fit together.
 
 torch is imported, but CUDA is not initialized: that fails exactly where the driver does not match, and does not survive
-a fork. What has to be known about the GPUs comes from nvidia-smi.
+a fork. Functions of torch that do so are called in a forked process. What has to be known about the GPUs comes from
+nvidia-smi.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paceline import __version__
 from paceline.doctor import gpus as nvidia
 from paceline.doctor.finding import Finding
 from paceline.doctor.gpus import Gpu
+from paceline.runtime.fork import call_in_child
 
 _PYTHON, _TORCH = (3, 11), (2, 11)
 # Oldest driver by major version of CUDA: docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -67,12 +69,12 @@ def _read_torch(facts: SoftwareFacts) -> SoftwareFacts:
     path = _first(r"(/\S*libnccl\.so\S*)", Path("/proc/self/maps").read_text())
     cudnn = cudnn_error = ""
     try:
-        cudnn = str(torch.backends.cudnn.version() or "")
+        cudnn = str(call_in_child(torch.backends.cudnn.version) or "")
     except RuntimeError as error:
         cudnn_error = str(error)
     return replace(
         facts,
-        architectures=tuple((torch._C._cuda_getArchFlags() or "").split()),  # get_arch_list() may initialize CUDA
+        architectures=tuple((call_in_child(torch._C._cuda_getArchFlags) or "").split()),
         nccl=".".join(map(str, torch.cuda.nccl.version()[:3])) if hasattr(torch._C, "_nccl_version") else "",
         loaded_nccl=nccl_version(path) if path else "",
         nccl_path=path,

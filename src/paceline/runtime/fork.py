@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+from collections.abc import Callable
+from typing import Any
+
+from paceline.errors import PacelineError
 
 
 def fork() -> int:
@@ -16,3 +21,31 @@ def fork() -> int:
     if process == 0:
         gc.freeze()
     return process
+
+
+def call_in_child(function: Callable[[], Any]) -> Any:
+    """What a function returns in a forked process, as JSON: one that may start threads or initialize CUDA, after which
+    this process could not fork any more. An exception is a RuntimeError here, unless it has a code."""
+    receiving, sending = os.pipe()
+    process = fork()
+    if process == 0:
+        answer: dict[str, Any] = {}
+        try:
+            answer = {"value": function()}
+        except PacelineError as error:
+            answer = {"error": error.to_dict()}
+        except BaseException as error:
+            answer = {"raised": str(error) or type(error).__name__}
+        finally:
+            os.write(sending, json.dumps(answer).encode())
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(process, 0)
+    found = json.loads(text or b'{"raised": "the process was killed"}')
+    if "error" in found:
+        raise PacelineError.from_dict(found["error"])
+    if "raised" in found:
+        raise RuntimeError(found["raised"])
+    return found["value"]

@@ -3,21 +3,19 @@ from its last checkpoint if it was interrupted or paused."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from paceline.config.launch import LaunchSpec
 from paceline.config.recipe import Config
-from paceline.errors import ConfigError, PacelineError, SearchError, did_you_mean
+from paceline.errors import ConfigError, SearchError, did_you_mean
 from paceline.launcher.dispatch import dispatch
 from paceline.launcher.workload import Workload
 from paceline.run.folder import RunFolder
-from paceline.runtime.fork import fork
+from paceline.runtime.fork import call_in_child
 from paceline.search.placement import TrialSlot
 from paceline.search.space import Parameter
 from paceline.search.study import Trial
@@ -104,7 +102,10 @@ def _require_metric(config: Config, metric: str) -> None:
     """Raise if evaluations do not report the metric: those of an untrained model tell."""
     if metric == "loss":
         return
-    names = _in_child(lambda: _reported_metrics(config))
+    try:
+        names = call_in_child(lambda: _reported_metrics(config))
+    except RuntimeError as error:
+        raise SearchError("no-metric", f"The recipe can't be evaluated: {error}") from None
     if metric not in names:
         raise SearchError(
             "no-metric",
@@ -136,30 +137,6 @@ def _reported_metrics(config: Config) -> list[str]:
     some = Subset(val, range(min(len(val), _SAMPLES))) if hasattr(val, "__getitem__") else val
     names = list(trainer.evaluate(some).values)
     return names if config.ema is None else [*names, *(f"ema_{name}" for name in names)]
-
-
-def _in_child(read: Callable[[], list[str]]) -> list[str]:
-    """What a function returns in a forked process: this one must not start threads or use a GPU."""
-    receiving, sending = os.pipe()
-    pid = fork()
-    if pid == 0:
-        try:
-            result: dict[str, Any] = {"names": read()}
-        except PacelineError as error:
-            result = {"error": error.to_dict()}
-        except BaseException as error:
-            result = {"error": SearchError("no-metric", f"The recipe can't be evaluated: {error}").to_dict()}
-        finally:
-            with suppress(BaseException):
-                os.write(sending, json.dumps(result).encode())
-            os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving, "rb") as pipe:
-        found = json.loads(pipe.read() or b'{"names": []}')
-    os.waitpid(pid, 0)
-    if "error" in found:
-        raise PacelineError.from_dict(found["error"])
-    return list(found["names"])
 
 
 def recipe_values(config: Config) -> dict[str, Any]:
