@@ -1,8 +1,12 @@
 """Asynchronous successive halving: which trial continues.
 
 Each trial trains to the first rung and is paused there, with a checkpoint. Of the trials that have reached a rung, the
-best 1/eta continue to the next one, from their checkpoints. A trial is promoted as soon as it is among these, so no
-slot waits for the slowest trial of a rung; some are promoted that a later trial would have displaced.
+best 1/eta continue to the next one, from their checkpoints. No place waits for the slowest trial of a rung: then the
+best 1/eta of those that have reached it so far continue, of which a later trial may displace some.
+
+Where the number of trials is the only limit, all trials take the first rung before any continues, and low rungs come
+first: promotions that a later trial would displace cost steps. Where time or steps are limited, high rungs come first,
+so that some trials reach the end.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ def rung_fraction(rung: int, rungs: int, eta: int) -> float | None:
     return None if rung >= rungs - 1 else float(eta) ** (rung - (rungs - 1))
 
 
-def next_promotion(trials: Sequence[Trial], rungs: int, eta: int, *, minimizes: bool, is_last: bool) -> Trial | None:
+def next_promotion(
+    trials: Sequence[Trial], rungs: int, eta: int, *, minimizes: bool, is_last: bool, high_first: bool
+) -> Trial | None:
     """The trial to continue, of those that are paused. `is_last`: no trial will reach a first rung any more, so the
     best one continues even if fewer than eta have reached its rung."""
-    for rung in range(rungs - 2, -1, -1):
+    for rung in reversed(range(rungs - 1)) if high_first else range(rungs - 1):
         reached = [each for each in trials if rung in each.rung_values]
         places = len(reached) // eta
         if is_last and reached:

@@ -231,11 +231,13 @@ class Sweep:
                 return trial
         section = self.study.section
         is_full = len(known) >= self.study.size or self._is_spent(known)
-        if section.pruner == "asha":
+        is_limited = section.minutes is not None or section.steps is not None
+        if section.pruner == "asha" and (is_full or is_limited):
             waits = [each for each in known if each.state == "running" and each.rung == 0]
             promoted = halving.next_promotion(
-                known, section.rungs, section.eta, minimizes=self.study.minimizes, is_last=is_full and not waits
-            )
+                known, section.rungs, section.eta, minimizes=self.study.minimizes, is_last=is_full and not waits,
+                high_first=is_limited,
+            )  # fmt: skip
             if promoted is not None:
                 return promoted
         if is_full or not self.pool.has_room:

@@ -10,8 +10,10 @@ def trial(number: int, values: Mapping[int, float], state: TrialStatus = "paused
     return Trial(number, {}, state, rung=max(values, default=0), rung_values=values)
 
 
-def promoted(trials: list[Trial], *, is_last: bool = False, minimizes: bool = True) -> int | None:
-    found = next_promotion(trials, 3, 3, minimizes=minimizes, is_last=is_last)
+def promoted(
+    trials: list[Trial], *, is_last: bool = False, minimizes: bool = True, high_first: bool = True
+) -> int | None:
+    found = next_promotion(trials, 3, 3, minimizes=minimizes, is_last=is_last, high_first=high_first)
     return None if found is None else found.number
 
 
@@ -34,10 +36,11 @@ def test_a_trial_is_promoted_once() -> None:
     assert promoted(trials) == 1
 
 
-def test_higher_rungs_come_first() -> None:
-    low = [trial(number, {0: float(number)}) for number in range(3, 9)]
+def test_high_or_low_rungs_come_first() -> None:
+    low = [trial(number, {0: float(number)}) for number in range(3, 12)]
     high = [trial(number, {0: float(number), 1: 1.0 - number}) for number in range(3)]
     assert promoted([*high, *low]) == 2
+    assert promoted([*high, *low], high_first=False) == 3
 
 
 def test_at_the_end_the_best_one_reaches_the_top() -> None:
