@@ -105,7 +105,14 @@ def test_importing_paceline_imports_neither_torch_nor_pydantic() -> None:
 def test_help_and_config_do_not_import_torch(tmp_path: Path) -> None:
     """A torch that can't be imported stands in the way: whoever needs it fails."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
-    for args in (["--help"], ["train", "--help"], ["config", "show"], ["config", "schema"], ["explain", "data.empty"]):
+    for args in (
+        ["--help"],
+        ["train", "--help"],
+        ["config", "show"],
+        ["config", "schema"],
+        ["explain", "data.empty"],
+        ["ls"],
+    ):
         subprocess.run(
             [sys.executable, "-m", "paceline", *args], check=True, capture_output=True, timeout=60,
             env={**os.environ, "PYTHONPATH": str(tmp_path)},

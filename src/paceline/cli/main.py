@@ -20,6 +20,7 @@ from paceline.cli import (
     node,
     options,
     parity,
+    runs,
     sweep,
     train,
 )
@@ -54,6 +55,9 @@ app.command("node", hidden=True)(node.node)
 app.command("parity", context_settings=parity.CONTEXT, epilog=parity.EXAMPLES)(parity.parity)
 app.command("doctor", cls=options.HintedCommand, context_settings=doctor.CONTEXT, epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
+app.command("ls", epilog=runs.LS_EXAMPLES)(runs.ls)
+app.command("show", epilog=runs.SHOW_EXAMPLES)(runs.show)
+app.command("compare", epilog=runs.COMPARE_EXAMPLES)(runs.compare)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")

@@ -133,7 +133,7 @@ def read(folder: RunFolder) -> dict[int, FailureRecord]:
     """All failure records, by rank."""
     found = {}
     for rank, path in folder.failure.existing().items():
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             found[rank] = FailureRecord(**json.loads(regular_files.read_bytes(path)))
     return found
 

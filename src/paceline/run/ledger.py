@@ -73,9 +73,9 @@ def events(folder: RunFolder) -> list[dict[str, Any]]:
 def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         text = line[max(0, line.rfind('{"time"')) :]  # after the partial line of a killed writer
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError, TypeError):  # TypeError: the time is not a number
             event = json.loads(text)
-            if isinstance(event, dict) and isinstance(event.get("time"), (int, float)) and "event" in event:
+            if isinstance(event, dict) and abs(event.get("time", 1e12)) < 1e12 and "event" in event:
                 yield event
 
 

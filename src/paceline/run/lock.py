@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from paceline.run.folder import RunFolder
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_BYTES = 4096  # of the holder's description
+_QUERY = struct.pack("@hhqqi", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # struct flock: whole file
 
 # A record lock never conflicts within one process, so this set refuses a second one. By process, because a forked
 # process inherits the set but not the lock.
@@ -75,6 +77,15 @@ def require_free(folder: RunFolder) -> None:
     lock = RunLock(folder)
     lock.take()
     lock.release()
+
+
+def look(folder: RunFolder) -> tuple[bool, dict[str, object]]:
+    """Whether a job holds the lock, and its last holder. Does not take it, which would refuse a job that starts now."""
+    if (os.getpid(), folder.path.resolve()) in _held:  # to close the file would release it
+        return True, _here()
+    with os.fdopen(regular_files.open_descriptor(folder.lock), "rb") as file:
+        found = fcntl.fcntl(file, fcntl.F_GETLK, _QUERY)
+        return struct.unpack_from("@h", found)[0] != fcntl.F_UNLCK, _holder(file.fileno())
 
 
 def _lock(folder: RunFolder) -> int | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ledgers import Line, written
 from paceline.run.folder import RunFolder
-from paceline.run.ledger import Ledger, opened_before
+from paceline.run.ledger import Ledger, events, opened_before
 
 
 def test_each_note_is_a_line_of_json_with_the_wall_clock(tmp_path: Path) -> None:
@@ -13,6 +13,15 @@ def test_each_note_is_a_line_of_json_with_the_wall_clock(tmp_path: Path) -> None
     line = json.loads((tmp_path / "ledger.jsonl").read_text())
     assert {**line, "time": 0} == {"time": 0, "event": "saved", "step": 3, "seconds": 0.25}
     assert line["time"] > 1.7e9
+
+
+def test_lines_that_are_not_events_are_skipped(tmp_path: Path) -> None:
+    folder = written(tmp_path, (2, "saved", {}), (1, "joined", {}))
+    with folder.ledger.open("a") as file:
+        for when in ('"1"', "null", "1e400", "NaN", f"1{'0' * 400}"):
+            file.write(f'{{"time": {when}, "event": "x"}}\n')
+        file.write('{"event": "x"}\n{"time": 3}\n[1]\n' + "[" * 100_000 + '\n{"time": 4, "ev')
+    assert [event["event"] for event in events(folder)] == ["joined", "saved"]
 
 
 def test_a_restarted_training_finds_the_folder_of_its_name(tmp_path: Path) -> None:

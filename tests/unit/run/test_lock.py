@@ -15,7 +15,7 @@ import pytest
 
 from paceline.errors import CheckpointError
 from paceline.run.folder import RunFolder
-from paceline.run.lock import RunLock
+from paceline.run.lock import RunLock, look
 
 HOLDER = """
 import os, sys
@@ -91,6 +91,28 @@ def test_one_process_cannot_take_the_lock_twice(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stderr=subprocess.PIPE, text=True) as other:
         assert "run-in-use" in other.communicate(timeout=60)[1]  # the refusal has not given it up
     lock.release()
+
+
+def test_looking_at_a_lock_neither_takes_nor_releases_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        look(folder)
+    assert not folder.lock.exists()
+    with holder(tmp_path) as (process, _):
+        folder.lock.chmod(0o400)
+        for _ in range(2):
+            is_held, by = look(folder)
+            assert is_held and by["pid"] == process.pid
+        process.kill()
+        process.wait(timeout=60)
+        assert look(folder) == (False, by)  # a killed holder leaves its description
+    lock = RunLock(folder)
+    lock.take()
+    assert look(folder)[0]
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stderr=subprocess.PIPE, text=True) as other:
+        assert "run-in-use" in other.communicate(timeout=60)[1]
+    lock.release()
+    assert look(folder) == (False, {})
 
 
 def test_a_folder_that_cannot_be_locked_has_a_code(tmp_path: Path) -> None:

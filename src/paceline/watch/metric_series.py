@@ -1,0 +1,165 @@
+"""The metrics of a run as numbers by step: read once, with 16 bytes per number."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from operator import lt
+from statistics import median
+
+from paceline.run.folder import RunFolder
+from paceline.run.history import RESERVED
+from paceline.text import plural
+from paceline.watch.record_stream import Record, RecordStream
+
+_MAX_STEP = 1 << 53
+_MAX_METRICS = 20  # of evaluations
+TAIL_BYTES = 1 << 18  # enough for the last step, loss and speed
+
+
+@dataclass
+class MetricSeries:
+    """Values by step, in increasing order of steps. Values that are not finite are nan."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def append(self, step: int, value: object) -> None:
+        while self.steps and self.steps[-1] >= step:  # a run that resumed from an earlier step
+            self.steps.pop()
+            self.values.pop()
+        self.steps.append(step)
+        self.values.append(_number(value))
+
+    def extend(self, steps: list[int], values: list[object]) -> None:
+        """`append` for many, which is much cheaper where all is in order."""
+        after = self.steps[-1] if self.steps else -1
+        in_order = all(map(lt, [after, *steps], steps))
+        if in_order and set(map(type, values)) <= {float} and all(map(math.isfinite, values)):  # type: ignore[arg-type]
+            self.steps.extend(steps)
+            self.values.extend(values)  # type: ignore[arg-type]
+        else:
+            for step, value in zip(steps, values, strict=True):
+                self.append(step, value)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def first(self) -> float | None:
+        return self.values[0] if self.values else None
+
+    @property
+    def last(self) -> float | None:
+        return self.values[-1] if self.values else None
+
+    def at(self, step: int) -> float | None:
+        """The value at a step, or at the last one before it."""
+        number = bisect_right(self.steps, step)
+        return self.values[number - 1] if number else None
+
+    def best(self, metric: str) -> tuple[int, float] | None:
+        """The step and the value of the best one: the lowest if the name contains loss, error or perplexity, as in
+        save_best, else the highest."""
+        finite = [number for number, value in enumerate(self.values) if math.isfinite(value)]
+        if not finite:
+            return None
+        choose = min if any(word in metric.lower() for word in ("loss", "error", "perplexity")) else max
+        chosen = choose(finite, key=self.values.__getitem__)
+        return self.steps[chosen], self.values[chosen]
+
+
+@dataclass
+class RunMetrics:
+    """What the records of a run contain."""
+
+    series: dict[str, MetricSeries] = field(default_factory=dict)  # by the name in a record
+    evaluations: dict[str, MetricSeries] = field(default_factory=dict)
+    epoch: int | None = None
+    skipped_steps: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> MetricSeries:
+        return self.series.get(name, MetricSeries())
+
+    @property
+    def step(self) -> int | None:
+        return max((each.steps[-1] for each in (self["loss"], *self.evaluations.values()) if each.steps), default=None)
+
+    @property
+    def speed(self) -> tuple[float, str] | None:
+        """The last one, and its unit."""
+        if speeds := self["samples_per_second"]:
+            return speeds.values[-1], "samples/s"
+        times = self["time"]
+        seconds = times.values[-1] - times.values[-2] if len(times) > 1 else 0.0
+        return ((times.steps[-1] - times.steps[-2]) / seconds, "steps/s") if seconds > 0 else None
+
+    @property
+    def median_speed(self) -> float | None:
+        """In samples per second."""
+        finite = [value for value in self["samples_per_second"].values if math.isfinite(value)]
+        return median(finite) if finite else None
+
+
+_NOT_METRICS = RESERVED - {"loss"}
+
+
+def read_metrics(folder: RunFolder, last_bytes: int | None = None) -> RunMetrics:
+    """The metrics in the file of a run, or in its last bytes."""
+    metrics, name = RunMetrics(), folder.metrics.name
+    stream = RecordStream(folder.metrics) if last_bytes is None else RecordStream(folder.metrics, last_bytes)
+    without_step = 0
+    try:
+        for records in stream:
+            usable = [record for record in records if _has_step(record)]
+            without_step += len(records) - len(usable)
+            _add_steps(metrics, [record for record in usable if not record.get("evaluation")])
+            for record in usable:
+                if record.get("evaluation"):
+                    _add_evaluation(metrics, record["step"], record)
+    except FileNotFoundError:
+        metrics.problems.append(f"{name} is missing: no metrics")
+    except OSError as error:
+        metrics.problems.append(f"{name} can't be read: {error.strerror}")
+    if unreadable := stream.unreadable + without_step:
+        metrics.problems.append(f"{plural(unreadable, 'unreadable line')} in {name}")
+    if stream.skipped_bytes and last_bytes is None:
+        metrics.problems.append(f"the first {stream.skipped_bytes >> 20} MiB of {name} were not read")
+    return metrics
+
+
+def _has_step(record: Record) -> bool:
+    step = record.get("step")
+    return type(step) is int and 0 <= step < _MAX_STEP
+
+
+def _add_steps(metrics: RunMetrics, records: list[Record]) -> None:
+    for name in ("loss", "lr", "time", "samples_per_second"):
+        having = [record for record in records if name in record]
+        steps = [record["step"] for record in having]
+        metrics.series.setdefault(name, MetricSeries()).extend(steps, [record[name] for record in having])
+    metrics.skipped_steps += sum("skipped" in record for record in records)
+    epoch = records[-1].get("epoch") if records else None
+    metrics.epoch = epoch if isinstance(epoch, int) else metrics.epoch
+
+
+def _add_evaluation(metrics: RunMetrics, step: int, record: Record) -> None:
+    for name, value in record.items():
+        if name in _NOT_METRICS or isinstance(value, (str, bool, list, dict)):
+            continue
+        if name in metrics.evaluations or len(metrics.evaluations) < _MAX_METRICS:
+            metrics.evaluations.setdefault(name, MetricSeries()).append(step, value)
+
+
+def _number(value: object) -> float:
+    """nan for anything else, and for null, which writers use for nan and infinity."""
+    if type(value) is float:
+        return value if math.isfinite(value) else math.nan
+    return float(value) if type(value) is int and abs(value) < _MAX_STEP else math.nan
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

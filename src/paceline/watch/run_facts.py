@@ -1,0 +1,121 @@
+"""What can be read about one run: its state, steps, metrics and events, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import files
+from paceline.diagnose.goodput import Goodput, summarize
+from paceline.errors import ConfigError
+from paceline.run import heartbeat, ledger, regular_files
+from paceline.run.folder import RunFolder
+from paceline.run.heartbeat import Heartbeat
+from paceline.text import flatten
+from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
+from paceline.watch.plain_text import clean
+from paceline.watch.run_state import Event, RunState, find_state
+
+_MAX_LEDGER = 1 << 26  # bytes; a week of training writes one megabyte
+_MAX_DERIVED = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    folder: RunFolder
+    state: RunState
+    events: Sequence[Event]
+    metrics: RunMetrics
+    heartbeats: dict[int, Heartbeat]
+    derived: dict[str, Any]  # values that the run derived from its recipe
+    problems: list[str] = field(default_factory=list)  # what is missing or unreadable
+
+    @property
+    def name(self) -> str:
+        return clean(self.folder.short)
+
+    @property
+    def step(self) -> int | None:
+        """The last completed one; heartbeats are ahead of the metrics while a run is running."""
+        beats = [beat.step for beat in self.heartbeats.values()] if self.state.name == "running" else []
+        return max((step for step in (self.metrics.step, *beats) if step is not None), default=None)
+
+    @property
+    def total_steps(self) -> int | None:
+        return self._positive("horizon")
+
+    @property
+    def batch(self) -> int | None:
+        return self._positive("batch")
+
+    def _positive(self, name: str) -> int | None:
+        value = self.derived.get(name)
+        return value if isinstance(value, int) and value > 0 else None
+
+    @property
+    def updated(self) -> float:
+        """When the run last told something."""
+        times = [event["time"] for event in self.events[-1:]]
+        times += [value for value in self.metrics["time"].values[-1:] if abs(value) < 1e12]
+        return max(times, default=0.0) or _modified(self.folder)
+
+    def goodput(self) -> Goodput | None:
+        """Where the time went; None if the ledger does not tell."""
+        try:
+            account = summarize(self.folder) if self.events else None
+        except (ValueError, OverflowError):  # numbers that no run writes
+            return None
+        return account if account is not None and math.isfinite(account.total) else None
+
+    def recipe(self) -> dict[str, Any] | None:
+        """The effective recipe by dotted keys; None if it is missing or invalid."""
+        try:
+            if self.folder.config.is_symlink():  # it may lead out of the run folder
+                return None
+            return flatten(files.read(self.folder.config)[0], keep_empty=True)
+        except (ConfigError, OSError):
+            return None
+
+
+def read_facts(folder: RunFolder, *, quick: bool = False) -> RunFacts:
+    """`quick` reads only the end of the metrics."""
+    events, problems = _read_events(folder)
+    metrics = read_metrics(folder, TAIL_BYTES if quick else None)
+    beats = heartbeat.read(folder)
+    state = find_state(folder, events)
+    return RunFacts(folder, state, events, metrics, beats, _read_derived(folder), [*problems, *metrics.problems])
+
+
+def _read_events(folder: RunFolder) -> tuple[list[Event], list[str]]:
+    try:
+        size = folder.ledger.lstat().st_size
+    except OSError:
+        return [], [f"{folder.ledger.name} is missing: state and times are unknown"]
+    if size > _MAX_LEDGER:
+        return [], [f"{folder.ledger.name} is too large ({size >> 20} MiB): state and times are unknown"]
+    events = [event for event in ledger.events(folder) if isinstance(event["event"], str)]
+    return events, [] if events else [f"{folder.ledger.name} has no events: state and times are unknown"]
+
+
+def _read_derived(folder: RunFolder) -> dict[str, Any]:
+    try:
+        found = json.loads(regular_files.read_bytes(folder.derived, _MAX_DERIVED))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {name: entry.get("value") for name, entry in entries if isinstance(entry, dict)}
+
+
+def _modified(folder: RunFolder) -> float:
+    return max(map(_time_of, (folder.metrics, folder.ledger, folder.config, folder.path)))
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,198 @@
+"""`paceline show`: one run on one screen."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from paceline.run import failures
+from paceline.run.failures import FailureRecord
+from paceline.run.folder import short
+from paceline.text import columns, format_bytes, format_duration, format_rate, numbered, plural
+from paceline.watch.checkpoint_list import saved_checkpoints
+from paceline.watch.metric_series import MetricSeries, finite
+from paceline.watch.plain_text import clean, clean_lines, number_text
+from paceline.watch.run_facts import RunFacts
+from paceline.watch.run_list import run_values, speed_text, step_text
+from paceline.watch.run_state import Event, last_launch
+from paceline.watch.sparkline import sparkline
+
+_MAX_RECORDS = 1 << 26  # bytes of all failure records
+_MAX_CHECKPOINTS, _MAX_WARNINGS, _MAX_RANKS, _VERDICT_LINES = 6, 4, 16, 12
+_CURVES = {"loss": "loss", "lr": "", "samples_per_second": ""}  # and the metric, where one value is the best
+
+
+def screen(facts: RunFacts) -> str:
+    parts = [_header(facts), _curves(facts), _verdict(facts), _warnings(facts), _checkpoints(facts)]
+    parts += [_goodput(facts), _files(facts)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def screen_values(facts: RunFacts) -> dict[str, Any]:
+    """The same as plain values, for JSON."""
+    account = facts.goodput()
+    return {
+        **run_values(facts),
+        "epoch": facts.metrics.epoch,
+        "seconds": None if account is None else account.total,
+        **{name: _integer(_launched(facts), name) for name in ("ranks", "nodes")},
+        "restarts": _restarts(facts),
+        "metrics": {name: _curve_values(facts.metrics[name], best) for name, best in _CURVES.items()},
+        "evaluations": {name: _curve_values(each, name) for name, each in facts.metrics.evaluations.items()},
+        "skipped_steps": facts.metrics.skipped_steps,
+        "failure": _failure_values(facts),
+        "hangs": [_hang_values(event) for event in _hangs(facts)],
+        "warnings": _warning_lines(facts),
+        "checkpoints": [asdict(each) for each in saved_checkpoints(facts.folder)],
+        "goodput": None if account is None else asdict(account),
+        "logs": str(facts.folder.logs),
+        "missing": facts.problems,
+    }
+
+
+def _header(facts: RunFacts) -> list[str]:
+    account, launched, epoch = facts.goodput(), _launched(facts), facts.metrics.epoch
+    said = [f"step {step_text(facts.step, facts.total_steps)}"] if facts.step is not None else ["no steps"]
+    said += [] if epoch is None else [f"epoch {epoch}"]
+    said += [] if account is None else [format_duration(account.total)]
+    counts = [(_integer(launched, f"{thing}s"), thing) for thing in ("rank", "node")]
+    said += [plural(count, thing) for count, thing in counts if count is not None]
+    said += [plural(_restarts(facts), "restart")] if _restarts(facts) else []
+    when = facts.updated
+    said += [f"last update {datetime.fromtimestamp(when):%Y-%m-%d %H:%M:%S}"] if 0 < when < 1e11 else []
+    return [f"{facts.name}: {facts.state}", f"  {', '.join(said)}"]
+
+
+def _launched(facts: RunFacts) -> Event:
+    return next(iter(last_launch(facts.events)), {})
+
+
+def _integer(event: Event, name: str) -> int | None:
+    value = event.get(name)
+    return value if type(value) is int else None
+
+
+def _restarts(facts: RunFacts) -> int:
+    return sum(event["event"] == "launched" and bool(event.get("generation")) for event in facts.events)
+
+
+def _curves(facts: RunFacts) -> list[str]:
+    metrics = facts.metrics
+    rows = [_curve("loss", "loss", metrics["loss"])]
+    rows += [_curve(f"validation {clean(name, 30)}", name, each) for name, each in metrics.evaluations.items()]
+    rows.append(_curve("learning rate", "", metrics["lr"]))
+    speeds, usual = metrics["samples_per_second"], metrics.median_speed
+    text = [f"last {speed_text(metrics.speed)}"] if metrics.speed else []
+    text += [] if usual is None else [f"median {format_rate(usual)}"]
+    rows += [("throughput", sparkline(speeds.values), ", ".join(text))] if text else []
+    lines = columns(row for row in rows if row[2]).splitlines() if any(row[2] for row in rows) else []
+    if metrics.skipped_steps:
+        lines.append(f"{plural(metrics.skipped_steps, 'step')} skipped: the loss or the gradients were not finite")
+    return [f"  {line}" for line in lines]
+
+
+def _curve(title: str, metric: str, series: MetricSeries) -> tuple[str, str, str]:
+    if not series:
+        return title, "", ""
+    text = f"first {number_text(series.first)}, last {number_text(series.last)}"
+    if metric and (best := series.best(metric)):
+        text += f", best {number_text(best[1])} (step {best[0]})"
+    return title, sparkline(series.values), text
+
+
+def _curve_values(series: MetricSeries, metric: str) -> dict[str, Any]:
+    found = {"count": len(series), "first": finite(series.first), "last": finite(series.last)}
+    best = series.best(metric) if metric else None
+    return found if best is None else {**found, "best": {"step": best[0], "value": best[1]}}
+
+
+def _failure(facts: RunFacts) -> FailureRecord | None:
+    """The record of the rank that failed first."""
+    folder = facts.folder
+    sizes = [path.lstat().st_size for path in folder.failure.existing().values()]
+    if facts.state.name != "failed" or folder.logs.is_symlink() or sum(sizes) > _MAX_RECORDS:
+        return None
+    records, rank = failures.read(folder), _integer(facts.state.failure or {}, "rank")
+    known = [each for each in records.values() if isinstance(each.time, (int, float))]
+    return records[rank] if rank in records else min(known, key=lambda each: each.time, default=None)
+
+
+def _failure_values(facts: RunFacts) -> dict[str, Any] | None:
+    event, record = facts.state.failure or {}, _failure(facts)
+    if facts.state.name != "failed":
+        return None
+    place = {name: _integer(event, name) for name in ("rank", "step")}
+    return {"cause": facts.state.reason, **place, "text": None if record is None else str(record.text)}
+
+
+def _verdict(facts: RunFacts) -> list[str]:
+    if facts.state.name != "failed":
+        return []
+    event, record = facts.state.failure or {}, _failure(facts)
+    places = [(" on rank", _integer(event, "rank")), (" after step", _integer(event, "step"))]
+    where = "".join(f"{words} {number}" for words, number in places if number is not None)
+    lines = [f"failed: {clean(facts.state.reason, 60)}{where}"]
+    if record is not None:
+        lines += [f"  {line}" for line in clean_lines(record.text, _VERDICT_LINES)]
+    return lines
+
+
+def _warnings(facts: RunFacts) -> list[str]:
+    lines = []
+    for hang in map(_hang_values, _hangs(facts)[-_MAX_WARNINGS:]):
+        who = numbered("rank", hang["ranks"][:_MAX_RANKS]) + "…" * (len(hang["ranks"]) > _MAX_RANKS)
+        kind, seconds = clean(hang["kind"], 40), number_text(hang["seconds"])
+        lines.append(f"hang: {who if hang['ranks'] else 'ranks'} made no progress for {seconds} s ({kind})")
+    return lines + _warning_lines(facts)[-_MAX_WARNINGS:]
+
+
+def _hangs(facts: RunFacts) -> list[Event]:
+    return [event for event in facts.events if event["event"] == "hang"]
+
+
+def _hang_values(event: Event) -> dict[str, Any]:
+    ranks, seconds = event.get("ranks"), event.get("seconds")
+    return {
+        "kind": str(event.get("kind")),
+        "ranks": [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else [],
+        "seconds": finite(seconds) if isinstance(seconds, (int, float)) and abs(seconds) < 1e12 else None,
+    }
+
+
+def _warning_lines(facts: RunFacts) -> list[str]:
+    """The different warnings at the end of the log of rank 0."""
+    if facts.folder.logs.is_symlink():
+        return []
+    lines = failures.tail(facts.folder, 0, lines=10_000).splitlines()
+    return list(dict.fromkeys(clean(line) for line in lines if line.startswith("warning: ")))
+
+
+def _checkpoints(facts: RunFacts) -> list[str]:
+    found = saved_checkpoints(facts.folder)
+    if not found:
+        return ["no checkpoints"]
+    rows = [
+        (
+            clean(each.name, 40),
+            "–" if each.step is None else str(each.step),
+            format_bytes(each.size),
+            ", ".join(each.marks),
+        )
+        for each in found[:_MAX_CHECKPOINTS]
+    ]
+    more = len(found) - len(rows)
+    lines = columns([("checkpoint", "step", "size", ""), *rows]).splitlines()
+    return [*lines, f"and {more} older"] if more else lines
+
+
+def _goodput(facts: RunFacts) -> list[str]:
+    account = facts.goodput()
+    return [] if account is None or not account.total else account.table().splitlines()
+
+
+def _files(facts: RunFacts) -> list[str]:
+    logs = facts.folder.rank_log.existing()
+    where = f"logs: {clean(short(facts.folder.logs))}" if logs else "no logs"
+    ranks = f" ({plural(len(logs), 'rank')})" if logs else ""
+    return [f"{where}{ranks}", *(clean(problem) for problem in facts.problems)]

@@ -1,0 +1,70 @@
+"""What is read about a run, and what is said to be missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.run import heartbeat
+from paceline.run.folder import RunFolder
+from paceline.run.lock import RunLock
+from paceline.watch.run_facts import read_facts
+from watched import FINISHED, START, run_folder, step
+
+
+def test_the_facts_of_a_finished_run(tmp_path: Path) -> None:
+    facts = read_facts(run_folder(tmp_path))
+    assert (facts.step, facts.total_steps, facts.batch, facts.updated) == (10, 10, 8, START + 10)
+    assert facts.problems == [] and facts.recipe() == {"batch": 8}
+    account = facts.goodput()
+    assert account is not None and account.total == 10
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    facts = read_facts(RunFolder(tmp_path))
+    assert facts.state.name == "unknown" and facts.step is None and facts.goodput() is None and facts.recipe() is None
+    assert facts.problems == [
+        "ledger.jsonl is missing: state and times are unknown", "metrics.jsonl is missing: no metrics",
+    ]  # fmt: skip
+    assert facts.updated == tmp_path.stat().st_mtime
+
+
+def test_heartbeats_are_ahead_of_the_metrics_of_a_running_run(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    heartbeat.open_writer(folder.heartbeat(0)).at(99)
+    assert read_facts(folder).step == 10
+    lock = RunLock(folder)
+    lock.take()
+    assert read_facts(folder).step == 99
+    lock.release()
+
+
+def test_numbers_that_no_run_writes(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, [step(1, time=1e300)])
+    with folder.ledger.open("a") as file:
+        file.write('{"time": 1e400, "event": "x"}\n{"time": 1, "event": ["x"]}\n{"time": "1", "event": "x"}\n')
+        file.write('{"time": 1763220001, "event": "saved", "step": 1e400, "seconds": 1e400}\n' + "[" * 100_000)
+    facts = read_facts(folder)
+    assert [event["event"] for event in facts.events] == [name for _, name, _ in (FINISHED[0],)] + ["saved"] + [
+        name for _, name, _ in FINISHED[1:]
+    ]
+    assert facts.goodput() is None and facts.updated == START + 10
+    for text in (
+        "[" * 100_000,
+        "[1]",
+        '{"horizon": 3}',
+        '{"horizon": {"value": "3"}}',
+        '{"horizon": {"value": -1}}',
+        "\xff",
+    ):
+        folder.derived.write_text(text)
+        assert read_facts(folder).total_steps is None
+
+
+def test_a_recipe_that_is_not_one(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    for text in ("- 1\n", "a: [", "a: &a [*a]\n", "x" * 1_000_000, "\x00"):
+        folder.config.write_text(text)
+        assert read_facts(folder).recipe() is None
+    folder.config.unlink()
+    folder.config.symlink_to("/etc/passwd")
+    assert read_facts(folder).recipe() is None
