@@ -72,7 +72,7 @@ def test_a_promoted_trial_continues_with_the_same_bits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     full, asha = study_of(tmp_path, "full"), study_of(tmp_path, "asha")
     complete = [trial for trial in asha.trials() if trial.state == "complete"]
-    assert complete and {trial.state for trial in asha.trials()} == {"complete", "pruned"}
+    assert complete and {trial.state for trial in asha.trials()} == {"complete", "paused"}
     for trial in complete:
         assert trial.attempts == 4 and set(trial.rung_values) == {0, 1, 2}
         assert trial.value == full.trials()[trial.number].value
@@ -98,6 +98,11 @@ def test_a_trial_that_can_not_succeed_fails_with_its_verdict(tmp_path: Path) -> 
     assert (first.state, failed.state, last.state) == ("complete", "failed", "complete")
     assert failed.attempts == 1 and "[train.nonfinite]" in failed.verdict
     assert f"trial 1 failed: {failed.verdict}" in done.stdout
+
+
+def test_a_search_without_a_result_is_an_error(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "--trials", "6", "--sampler", "random", "optimizer.name=sgd", "optimizer.lr=log(1e29,1e30)")
+    assert done.returncode == 2 and "[search.all-failed] All 3 trials failed" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -100,11 +100,12 @@ def run(
     config, recipe = workloads.read_recipe(plain, launch_options["ranks"])
     section = with_space(config, space)
     spec = LaunchSpec.resolve(config, {**launch_options, "ranks": workloads.ranks_of(config) or 1})
-    study = recipe_sweep.open_recipe_study(config, section, name or f"{recipe}-sweep")
-    status = recipe_sweep.run_recipe_sweep(study, config, replace(spec, run=None, tee=()))
+    study = recipe_sweep.open_recipe_study(config, section, name or f"{recipe}-sweep", spec.ranks or 1)
+    status = recipe_sweep.run_recipe_sweep(study, replace(spec, run=None, tee=()))
     if status:
         raise SystemExit(status)
     _show(study, html=False)
+    study.require_success()
 
 
 def with_space(config: Config, space: dict[str, str]) -> SweepSection:

@@ -358,7 +358,7 @@ class SweepSection(Section):
     space: dict[str, Any] = Field(
         {}, description="how keys vary: log(a, b), uniform(a, b), int(a, b), logint(a, b) or choice(a, b, …)"
     )
-    trials: PositiveInt = Field(20, description="number of trials")
+    trials: PositiveInt | None = Field(None, description="number of trials; default: 20, or all cells of a grid")
     parallel: PositiveInt | None = Field(None, description="trials at a time; default: as many as the GPUs allow, or 1")
     sampler: Literal["random", "grid", "tpe", "cmaes"] = Field("tpe", description="how values are chosen")
     pruner: Literal["none", "median", "asha"] = Field(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.run import jsonl, ledger, regular_files
-from paceline.run.folder import ROOT, RunFolder, path_of, short
+from paceline.run.folder import ROOT, RunFolder, not_usable, path_of, short
 
 _TRIALS = "trials"
 
@@ -61,7 +61,10 @@ class StudyFolder:
         return self.settings.is_file()
 
     def create(self) -> None:
-        (self.path / _TRIALS).mkdir(parents=True, exist_ok=True)
+        try:
+            (self.path / _TRIALS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise not_usable(self.path, error.strerror or str(error)) from None
 
     def trial(self, number: int) -> RunFolder:
         return RunFolder(self.path / _TRIALS / f"{number:04d}")
@@ -89,14 +92,17 @@ def existing_studies(root: Path = ROOT) -> list[StudyFolder]:
 
 
 def values(trial: RunFolder, metric: str, *, has_ended: bool = True) -> list[tuple[int, float]]:
-    """The step and the value of each evaluation of a trial; of each step, if it has ended without an evaluation."""
+    """The step and the value of each evaluation of a trial; of each step, if it has ended without an evaluation. Values
+    may be NaN."""
     evaluated: dict[int, float] = {}
     stepped: dict[int, float] = {}
     with suppress(OSError):
         for record in _records(trial):
-            value, step = record.get(metric), record.get("step")
-            if isinstance(step, int) and isinstance(value, (int, float)) and math.isfinite(value):
-                (evaluated if record.get("evaluation") else stepped)[step] = float(value)
+            step = record.get("step")
+            if isinstance(step, int) and metric in record:
+                value = record[metric]
+                number = float(value) if isinstance(value, (int, float)) else math.nan  # JSON has null in its place
+                (evaluated if record.get("evaluation") else stepped)[step] = number
     return sorted((evaluated or (stepped if has_ended else {})).items())
 
 

@@ -10,6 +10,9 @@ study.best.params
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,17 @@ from typing import Any
 from paceline.config.launch import LaunchSpec
 from paceline.config.recipe import Config
 from paceline.config.sections import SweepSection
-from paceline.errors import SearchError
+from paceline.errors import LaunchError, SearchError
 from paceline.launcher.function import launch
+from paceline.launcher.local import agent
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
+from paceline.run.ledger import Ledger
 from paceline.run.study_folder import StudyFolder
 from paceline.search import recipe_sweep, recipe_trials
 from paceline.search.placement import TrialSlot, open_pool
 from paceline.search.scheduler import Sweep
-from paceline.search.study import Study, Trial
+from paceline.search.study import Study, Trial, read_section
 
 
 class TrialContext(Mapping[str, Any]):
@@ -53,18 +58,23 @@ class TrialContext(Mapping[str, Any]):
 class _FunctionTrials:
     """Calls the function on the ranks of each trial; rank 0 returns the value."""
 
-    has_checkpoints = False
-
     def __init__(self, function: Callable[[TrialContext], float | None], metric: str) -> None:
         self._function, self._metric = function, metric
 
     def body(self, trial: Trial, folder: RunFolder, slot: TrialSlot, fraction: float | None) -> int:
         context = TrialContext(trial, folder, self._metric)
         ranks = sum(len(indices) for _, indices in slot.taken)
-        value = launch(lambda: self._function(context), ranks=ranks)
+        os.environ.update(slot.options(LaunchSpec()).env)  # its GPUs
+        try:
+            value = launch(lambda: self._function(context), ranks=ranks)
+        except LaunchError as error:
+            if killed := re.search(r"was killed by (SIG[A-Z]+)", error.what):  # an accident
+                return 128 + signal.Signals[killed[1]]
+            raise
         if value is not None:
             known = study_files.values(folder, self._metric)
             study_files.append_evaluation(folder, known[-1][0] + 1 if known else 0, self._metric, float(value))
+        Ledger(folder).note("ended", status=0)
         return 0
 
 
@@ -98,15 +108,15 @@ def sweep(
     Raises:
         SearchError: the search space, the metric or the study does not fit.
     """
+    agent.require_forkable()
     if callable(target):
-        return _sweep_function(target, SweepSection(**{**settings, "space": dict(space or {})}), name, ranks)
+        return _sweep_function(target, read_section(space or {}, settings), name, ranks)
     config = _read_config(target)
-    merged = {**config.sweep.model_dump(), **settings, "space": {**config.sweep.space, **(space or {})}}
-    config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": ranks})})  # type: ignore[attr-defined]
+    merged = read_section({**config.sweep.space, **(space or {})}, {**config.sweep.model_dump(), **settings})
     stem = Path(target).stem if isinstance(target, (str, Path)) else "recipe"
-    study = recipe_sweep.open_recipe_study(config, SweepSection(**merged), name or f"{stem}-sweep")
+    study = recipe_sweep.open_recipe_study(config, merged, name or f"{stem}-sweep", ranks)
     spec = LaunchSpec.resolve(config, {"ranks": ranks, "hosts": hosts, "ray": ray})
-    _require_finished(recipe_sweep.run_recipe_sweep(study, config, spec))
+    _require_finished(recipe_sweep.run_recipe_sweep(study, spec, is_forkable=False))
     return study
 
 
@@ -121,7 +131,8 @@ def _sweep_function(
             fix="pass a recipe, or use pruner='median' with trial.report(step, value)",
         )
     study = Study(StudyFolder.of(name or f"{getattr(function, '__name__', 'function')}-sweep"), section, {})
-    pool = open_pool(LaunchSpec(ranks=ranks), section)
+    here = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    pool = open_pool(LaunchSpec(ranks=ranks), section, here)  # functions run on this machine only
     recipe_trials.preload()
     _require_finished(Sweep(study, pool, _FunctionTrials(function, section.metric)).run())
     return study

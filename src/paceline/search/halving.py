@@ -29,7 +29,7 @@ def next_promotion(
     """The trial to continue, of those that are paused. `is_last`: no trial will reach a first rung any more, so the
     best one continues even if fewer than eta have reached its rung."""
     for rung in reversed(range(rungs - 1)) if high_first else range(rungs - 1):
-        reached = [each for each in trials if rung in each.rung_values]
+        reached = [each for each in trials if rung in each.rung_values and each.state != "failed"]
         places = len(reached) // eta
         if is_last and reached:
             places = max(1, places)

@@ -3,7 +3,6 @@ from its last checkpoint if it was interrupted or paused."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from paceline.launcher.workload import Workload
 from paceline.run.folder import RunFolder
 from paceline.runtime.fork import call_in_child
 from paceline.search.placement import TrialSlot
-from paceline.search.space import Parameter
+from paceline.search.space import Parameter, set_key
 from paceline.search.study import Trial
 
 _SAMPLES = 8  # that are evaluated to learn the names of metrics
@@ -26,29 +25,27 @@ _SAMPLES = 8  # that are evaluated to learn the names of metrics
 class RecipeTrials:
     """Starts trials of a recipe. `values` are those of the recipe, without its `sweep:` section."""
 
-    has_checkpoints = True
-
-    def __init__(self, values: Mapping[str, Any], spec: LaunchSpec, origin: str) -> None:
-        self._values, self._spec, self._origin = values, spec, origin
+    def __init__(self, values: Mapping[str, Any], spec: LaunchSpec, threads: int = 1) -> None:
+        self._values, self._spec, self._threads = values, spec, threads
 
     def config(self, params: Mapping[str, Any], **more: Any) -> Config:
         """The recipe of a trial."""
         values = dict(self._values)
         for key, value in {**params, **more}.items():
-            _set(values, key.split("."), value)
-        return Config.from_dict(values, origin=self._origin)
+            set_key(values, key.split("."), value)
+        return Config.from_dict(values, origin="the search space")
 
     def check(self, space: Sequence[Parameter], metric: str, ranks: int) -> None:
         """Find errors before the first trial: in the bounds and choices of every parameter, and in the metric."""
         from paceline.train.factory import check
 
-        middle = {parameter.key: parameter.extremes[0] for parameter in space}
+        first = {parameter.key: parameter.extremes[0] for parameter in space}
         for parameter in space:
             for value in parameter.extremes:
                 self._require_key(parameter.key)
-                config = self.config({**middle, parameter.key: value})
+                config = self.config({**first, parameter.key: value})
                 check(config, ranks)
-        _require_metric(self.config(middle, run=False, quiet=True), metric)
+        _require_metric(self.config(first, run=False, quiet=True), metric)
 
     def body(self, trial: Trial, folder: RunFolder, slot: TrialSlot, fraction: float | None) -> int:
         """In the process of a trial: train it to a fraction of its steps, or to the end. Returns the exit status."""
@@ -56,8 +53,7 @@ class RecipeTrials:
 
         if folder.path.is_dir() and not folder.has_run:
             shutil.rmtree(folder.path)  # it was killed before it had written anything
-        if slot.kind == "here":
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was imported before it was set
+        torch.set_num_threads(self._threads)
         more = {"run": str(folder.path), "resume": "auto", "train.pause_at": fraction, "save_last": True}
         config = self.config(trial.params, **more)
         spec = replace(self._spec, run=str(folder.path), resume="auto")
@@ -66,17 +62,6 @@ class RecipeTrials:
     def _require_key(self, key: str) -> None:
         if key.split(".")[0] in ("run", "resume", "sweep", "launch"):
             raise SearchError("bad-space", f"Invalid search space: {key} can't vary between trials.", fix="remove it")
-
-
-def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Without changing sections that other trials share."""
-    first, *rest = path
-    if rest:
-        inner = values.get(first)
-        section = dict(inner) if isinstance(inner, Mapping) else {} if inner is None else {"name": inner}
-        _set(section, rest, value)
-        value = section
-    values[first] = value
 
 
 def _workload(config: Config) -> Workload:
@@ -142,7 +127,8 @@ def _reported_metrics(config: Config) -> list[str]:
 def recipe_values(config: Config) -> dict[str, Any]:
     """What a recipe sets, without the search itself."""
     values = config.model_dump(mode="json", exclude_defaults=True)
-    values.pop("sweep", None)
+    for section in ("sweep", "launch"):
+        values.pop(section, None)  # what is searched, and where, is not part of what is trained
     if config.resume is not None:
         raise ConfigError("bad-value", "A sweep resumes its trials by itself.", fix="remove resume")
     return values

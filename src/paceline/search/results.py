@@ -11,8 +11,9 @@ import yaml
 from paceline.config.files import Dumper
 from paceline.errors import SearchError
 from paceline.run import regular_files
+from paceline.search.space import set_key
 from paceline.search.study import Study, Trial
-from paceline.text import format_duration
+from paceline.text import format_duration, plural
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 24
@@ -69,9 +70,9 @@ def write_best(study: Study) -> Trial | None:
     best = study.best
     if best is None or not study.recipe:
         return best
-    values = _deep(study.recipe)
+    values = dict(study.recipe)
     for key, value in best.params.items():
-        _set(values, key.split("."), value)
+        set_key(values, key.split("."), value)
     comment = f"# Trial {best.number} of {study.folder.short}: {study.section.metric} {best.value:.6g}\n"
     text = comment + yaml.dump(values, Dumper=Dumper, sort_keys=False, default_flow_style=None)
     regular_files.replace(study.folder.best_recipe, text.encode())
@@ -115,7 +116,8 @@ def _counts(trials: Sequence[Trial]) -> str:
     states = ("complete", "pruned", "failed", "paused", "running")
     counted = [(sum(each.state == state for each in trials), state) for state in states]
     steps = sum(each.steps for each in trials)
-    return f"{len(trials)} trials: {', '.join(f'{n} {state}' for n, state in counted if n)}; {steps} steps"
+    listed = ", ".join(f"{number} {state}" for number, state in counted if number)
+    return f"{plural(len(trials), 'trial')}: {listed}; {plural(steps, 'step')}"
 
 
 def _bounds(trials: Sequence[Trial]) -> tuple[float, float]:
@@ -131,20 +133,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _deep(value: Any) -> Any:
-    return {key: _deep(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
-
-
-def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    first, *rest = path
-    if not rest:
-        values[first] = value
-        return
-    if not isinstance(values.get(first), dict):
-        values[first] = {} if values.get(first) is None else {"name": values[first]}
-    _set(values[first], rest, value)
 
 
 def _escape(text: str) -> str:

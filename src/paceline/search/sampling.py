@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.sections import SweepSection
-from paceline.search.space import Parameter, grid_cells
+from paceline.search.space import Parameter, grid_cell
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
@@ -32,7 +32,7 @@ def choose(
     import optuna
 
     if section.sampler == "grid":
-        return grid_cells(space)[number], {}
+        return grid_cell(space, number), {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # parts of Optuna are marked as experimental
         direction = optuna.study.StudyDirection.MINIMIZE if minimizes else optuna.study.StudyDirection.MAXIMIZE

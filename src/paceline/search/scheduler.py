@@ -3,15 +3,17 @@
 Whatever happened to an earlier process of the same sweep, the study and the run folders say what is left to do:
 
     running in the study      it was interrupted: it is started again, and resumes from its last checkpoint
-    paused                    it waits at a rung of successive halving
+    paused                    it waits at a rung of successive halving; perhaps a longer search continues it
     its last launch ended     its result is read from its run folder, and it is not started again
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,7 +35,11 @@ from paceline.text import format_duration, plural
 
 _POLL_SECONDS = 0.2
 _READ_SECONDS = 1.0  # between two looks at the metrics of a running trial
+_READ_SHARE = 20  # reading takes at most this fraction of the time
 _STOP_SECONDS = 60.0  # for trials to save after Ctrl-C
+_BUSY_SECONDS = 5.0  # until a trial whose run folder another machine still uses is started again
+_HOPELESS = 3  # trials that fail before any other ends
+_IN_USE = "[checkpoint.run-in-use]"
 # Failures that a second start may not repeat. A trial that ran out of memory or raised would do so again.
 _ACCIDENTS = {EXIT_STATUSES[kind] for kind in ("lost-connection", "port-in-use", "timeout", "node-lost", "hang")}
 _KINDS = {status: kind for kind, status in EXIT_STATUSES.items()}
@@ -41,8 +47,6 @@ _KINDS = {status: kind for kind, status in EXIT_STATUSES.items()}
 
 class TrialBody(Protocol):
     """What a trial does, in a process of its own. Returns an exit status."""
-
-    has_checkpoints: bool
 
     def body(self, trial: Trial, folder: RunFolder, slot: TrialSlot, fraction: float | None) -> int: ...
 
@@ -70,6 +74,8 @@ class Sweep:
     _signals: list[int] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _freed: list[float] = field(default_factory=list)
+    _not_before: dict[int, float] = field(default_factory=dict)  # by trial
+    _is_told_spent: bool = False
 
     def run(self) -> int:
         """Work until the search is over. Returns the exit status."""
@@ -83,13 +89,12 @@ class Sweep:
                     self._follow()
                     has_more = self._start_trials()
                     if not self._running and not has_more:
-                        self._end_paused()
                         return 0
                     self._wait()
                 return self._stop()
         finally:
             for each in self._running.values():
-                each.process.send(signal.SIGKILL)
+                each.process.send(signal.SIGKILL if len(self._signals) > 1 else signal.SIGTERM)
             lock.release()
 
     def _announce(self) -> None:
@@ -130,13 +135,13 @@ class Sweep:
         now, number = time.monotonic(), running.trial.number
         if now < running.next_read and not at_once:
             return
-        running.next_read = now + _READ_SECONDS
         section = self.study.section
         folder = self.study.folder.trial(number)
         for step, value in study_files.values(folder, section.metric, has_ended=at_once):
             if step > running.seen:
                 self.study.report(number, step, value)
                 running.seen = step
+        running.next_read = now + max(_READ_SECONDS, _READ_SHARE * (time.monotonic() - now))
         if not running.is_pruned and not at_once and self.study.should_prune(number):
             running.is_pruned = True
             running.process.send(signal.SIGTERM)
@@ -144,15 +149,17 @@ class Sweep:
     def _ended(self, running: _Running, status: int) -> None:
         number, folder = running.trial.number, self.study.folder.trial(running.trial.number)
         trial = self.study.trials()[number]
-        self.study.update(
-            number, steps=study_files.steps_of(folder), seconds=trial.seconds + time.monotonic() - running.process.began
-        )
+        seconds = trial.seconds + time.monotonic() - running.process.began
+        self.study.update(number, steps=study_files.steps_of(folder), seconds=seconds)
         if running.is_pruned:
             self._tell(trial, "pruned")
         elif status == 0:
             self._reached(trial)
         elif self._signals:
             return  # it was stopped together with this process
+        elif status == 2 and _IN_USE in self._last_output(folder)[-2000:]:
+            self._not_before[number] = time.monotonic() + _BUSY_SECONDS
+            self._interrupted.append(number)
         elif (status in _ACCIDENTS or status > 128) and trial.accidents < self.study.section.retries:
             log.info(f"trial {number}: {self._verdict(folder, status)}; starting it again")
             self.study.update(number, accidents=trial.accidents + 1)
@@ -163,13 +170,15 @@ class Sweep:
 
     def _reached(self, trial: Trial) -> None:
         """A launch of the trial has ended well: at a rung, or at the end."""
-        section = self.study.section
-        found = study_files.values(self.study.folder.trial(trial.number), section.metric)
-        if not found:
-            self.study.update(trial.number, verdict=f"it reported no value of {section.metric!r}")
+        section, folder = self.study.section, self.study.folder.trial(trial.number)
+        found = study_files.values(folder, section.metric)
+        value = found[-1][1] if found else math.nan
+        if not math.isfinite(value):
+            problem = f"its last {section.metric} is not finite" if found else f"it reported no {section.metric!r}"
+            self.study.update(trial.number, verdict=problem)
             self._tell(trial, "failed")
             return
-        value = found[-1][1]
+        self.study.update(trial.number, steps=study_files.steps_of(folder))
         if self._fraction(trial.rung) is None:
             self._tell(trial, "complete", value)
             return
@@ -227,10 +236,13 @@ class Sweep:
                 self._interrupted.remove(number)  # only this process had not learned of its end
                 self._reached(trial)
                 return self._next()
-            if trial_process.is_free(self.study.folder.trial_lock(number)):
+            is_due = time.monotonic() >= self._not_before.get(number, 0.0)
+            if is_due and trial_process.is_free(self.study.folder.trial_lock(number)):
                 return trial
         section = self.study.section
-        is_full = len(known) >= self.study.size or self._is_spent(known)
+        if self._is_spent(known) or self._is_hopeless(known):
+            return None
+        is_full = len(known) >= self.study.size
         is_limited = section.minutes is not None or section.steps is not None
         if section.pruner == "asha" and (is_full or is_limited):
             waits = [each for each in known if each.state == "running" and each.rung == 0]
@@ -247,7 +259,18 @@ class Sweep:
     def _is_spent(self, known: list[Trial]) -> bool:
         section = self.study.section
         late = section.minutes is not None and time.monotonic() - self._began > 60 * section.minutes
-        return late or (section.steps is not None and sum(each.steps for each in known) >= section.steps)
+        steps = sum(each.steps for each in known)
+        if not late and (section.steps is None or steps < section.steps):
+            return False
+        if not self._is_told_spent:
+            self._is_told_spent = True
+            log.info(f"no trial is started any more: sweep.{'minutes' if late else 'steps'} is spent ({steps} steps)")
+        return True
+
+    def _is_hopeless(self, known: list[Trial]) -> bool:
+        """Whether nothing but failures came of the first trials."""
+        ended = [each for each in known if each.has_ended or each.rung_values]
+        return len(ended) >= _HOPELESS and all(each.state == "failed" for each in ended)
 
     def _start(self, trial: Trial, slot: TrialSlot) -> None:
         number, folder = trial.number, self.study.folder.trial(trial.number)
@@ -275,12 +298,6 @@ class Sweep:
         section = self.study.section
         return halving.rung_fraction(rung, section.rungs, section.eta) if section.pruner == "asha" else None
 
-    def _end_paused(self) -> None:
-        """The search is over: paused trials stay where they are."""
-        for trial in self.study.trials():
-            if trial.state == "paused":
-                self.study.tell(trial.number, trial.value, state="pruned")
-
     def _stop(self) -> int:
         """After a signal: trials save, and continue when the same command runs again."""
         log.info("\nstopping: trials save a checkpoint; the same command continues. Press Ctrl-C again to kill them")
@@ -298,6 +315,9 @@ class Sweep:
             self._signals.append(number)
 
         before: dict[int, Callable[..., object] | int | None] = {}
+        if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
+            yield
+            return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last one is SLURM's warning
             before[number] = signal.signal(number, heard)
         try:

@@ -14,10 +14,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import files
+from paceline.config.sections import SHORTHANDS
 from paceline.errors import ConfigError, SearchError, did_you_mean
 
 if TYPE_CHECKING:
@@ -59,7 +59,11 @@ class Parameter:
         if self.kind == "choice":
             if not values:
                 raise _bad(self.key, "choice() has no values", fix=f"{expected}")
-            if len({json.dumps(value) for value in values}) < len(values):
+            try:
+                stored = {json.dumps(value) for value in values}
+            except (TypeError, ValueError):
+                raise _bad(self.key, "a value can't be stored in a recipe", fix="list numbers, text or lists") from None
+            if len(stored) < len(values):
                 raise _bad(self.key, "a value is listed twice", fix="list each value once")
             return self
         most = 2 if self.kind in ("log", "logint") else 3
@@ -82,7 +86,7 @@ class Parameter:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.kind == "choice":
-            return CategoricalDistribution([_stored(value) for value in self.values])
+            return CategoricalDistribution([json.dumps(value) for value in self.values])  # True, 1 and 1.0 are equal
         low, high, *step = self.values
         if self.kind in ("int", "logint"):
             return IntDistribution(low, high, log=self.kind == "logint", step=step[0] if step else 1)
@@ -91,17 +95,17 @@ class Parameter:
     def decode(self, stored: Any) -> Any:
         """The value for the recipe."""
         if self.kind == "choice":
-            return next(value for value in self.values if _stored(value) == stored)
+            return next(value for value in self.values if json.dumps(value) == stored)
         return stored
 
     @property
-    def grid(self) -> list[Any] | None:
+    def grid(self) -> Sequence[Any] | None:
         """All values as stored; None if there are infinitely many."""
         if self.kind == "choice":
-            return [_stored(value) for value in self.values]
+            return [json.dumps(value) for value in self.values]
         low, high, *step = self.values
         if self.kind in ("int", "logint"):
-            return list(range(low, high + 1, step[0] if step else 1))
+            return range(low, high + 1, step[0] if step else 1)
         if not step:
             return None
         return [low + number * step[0] for number in range(math.floor((high - low) / step[0] + 1e-9) + 1)]
@@ -126,11 +130,43 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]
 
 def parse_space(space: Mapping[str, Any]) -> list[Parameter]:
     """The parameters, in the order in which they were given."""
+    for key in space:
+        inner = next((other for other in space if other.startswith(f"{key}.")), None)
+        if inner is not None:
+            raise _bad(key, f"{inner} is a part of it", fix=f"use {key}.name, or remove one of them")
     return [Parameter.parse(key, value) for key, value in space.items()]
 
 
-def grid_cells(space: Sequence[Parameter]) -> list[dict[str, Any]]:
-    """Every combination, as stored; the last parameter varies first."""
+def set_key(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set a dotted key of a recipe, in new sections: other trials share the old ones. `optimizer=sgd` keeps the other
+    keys of the section."""
+    first, *rest = path
+    before = values.get(first)
+    section = dict(before) if isinstance(before, Mapping) else {}
+    if rest:
+        if before is not None and not isinstance(before, Mapping):
+            section = {SHORTHANDS.get(first, "name"): before}
+        set_key(section, rest, value)
+        value = section
+    elif section and first in SHORTHANDS and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        value = {**section, SHORTHANDS[first]: value}
+    values[first] = value
+
+
+def grid_size(space: Sequence[Parameter]) -> int:
+    return math.prod(map(len, _columns(space)))
+
+
+def grid_cell(space: Sequence[Parameter], number: int) -> dict[str, Any]:
+    """A combination, as stored; the last parameter varies first."""
+    cell = {}
+    for parameter, column in zip(reversed(space), reversed(_columns(space)), strict=True):
+        number, index = divmod(number, len(column))
+        cell[parameter.key] = column[index]
+    return {parameter.key: cell[parameter.key] for parameter in space}
+
+
+def _columns(space: Sequence[Parameter]) -> list[Sequence[Any]]:
     columns = []
     for parameter in space:
         grid = parameter.grid
@@ -141,7 +177,7 @@ def grid_cells(space: Sequence[Parameter]) -> list[dict[str, Any]]:
                 fix="use choice(...) or uniform(low, high, step), or another sampler",
             )
         columns.append(grid)
-    return [dict(zip((each.key for each in space), cell, strict=True)) for cell in product(*columns)]
+    return columns
 
 
 def _parsed(key: str, text: str) -> list[Any]:
@@ -149,11 +185,6 @@ def _parsed(key: str, text: str) -> list[Any]:
         return list(files.parse_value(f"[{text}]", key))
     except ConfigError as error:
         raise _bad(key, error.what.rstrip("."), fix=_FIX) from None
-
-
-def _stored(value: Any) -> Any:
-    """Optuna keeps numbers, text, booleans and None; a list or a section is kept as JSON."""
-    return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
 def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -1,23 +1,27 @@
 """A study: its trials, kept by Optuna in SQLite or in a journal. The process of the sweep is its only writer.
 
-Optuna has no paused trials. Those of successive halving are running for Optuna, and `paused` in their attributes; they
-become pruned when the search ends without continuing them.
+Optuna has no paused trials. Those of successive halving are running for Optuna, and `paused` in their attributes, also
+when the search is over: a longer one may continue them.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
 
+from paceline.config.recipe import Config
 from paceline.config.sections import SweepSection
 from paceline.errors import SearchError
 from paceline.optim.best import Best
 from paceline.run.study_folder import StudyFolder
 from paceline.search import sampling
-from paceline.search.space import Parameter, grid_cells, parse_space
+from paceline.search.space import Parameter, grid_size, parse_space
 
 if TYPE_CHECKING:
     import optuna
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 TrialStatus = Literal["running", "paused", "complete", "pruned", "failed"]
 
 FORMAT = 1
+_FACTS = "paceline"  # the attribute of Optuna's trials that holds ours
+_TRIALS = 20
 # A study goes on only with the same values of these.
 _FIXED = ("sampler", "seed", "pruner", "eta", "rungs", "metric", "mode", "storage")
 
@@ -65,8 +71,9 @@ class Study:
     """
 
     def __init__(self, folder: StudyFolder, section: SweepSection, recipe: Mapping[str, Any]) -> None:
-        self.folder, self.section, self.recipe = folder, section, recipe
+        self.folder, self.recipe = folder, recipe
         self.space: list[Parameter] = parse_space(section.space)
+        self.section = section.model_copy(update={"space": json.loads(json.dumps(section.space))})  # as it is stored
         if not self.space:
             raise SearchError(
                 "no-space",
@@ -79,7 +86,7 @@ class Study:
     @classmethod
     def open(cls, name: str, space: Mapping[str, Any], **settings: Any) -> Study:
         """A new study, or an existing one of the same search. `settings`: keys of a recipe's `sweep:` section."""
-        return cls(StudyFolder.of(name), SweepSection(**{**settings, "space": dict(space)}), {})
+        return cls(StudyFolder.of(name), read_section(space, settings), {})
 
     @classmethod
     def load(cls, folder: StudyFolder) -> Study:
@@ -92,8 +99,10 @@ class Study:
     @property
     def size(self) -> int:
         """The number of trials; a grid has no more than cells."""
-        cells = len(grid_cells(self.space)) if self.section.sampler == "grid" else self.section.trials
-        return min(self.section.trials, cells)
+        if self.section.sampler != "grid":
+            return self.section.trials or _TRIALS
+        cells = grid_size(self.space)
+        return min(self.section.trials or cells, cells)
 
     @property
     def is_full(self) -> bool:
@@ -137,14 +146,24 @@ class Study:
         from optuna.trial import TrialState
 
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
-        if state == "complete" and value is None:
-            raise SearchError("no-value", f"Trial {number} is complete, but has no value of {self.section.metric!r}.")
+        if (state == "complete" and value is None) or (value is not None and not math.isfinite(value)):
+            shown = "no value" if value is None else f"the value {value}"
+            raise SearchError(
+                "no-value",
+                f"Trial {number} has {shown} of {self.section.metric!r}.",
+                fix='tell(number, state="failed") for a trial without a finite value',
+            )
+        known = self.trials()
+        if not 0 <= number < len(known) or known[number].has_ended:
+            what = "has ended already" if 0 <= number < len(known) else "was not asked for"
+            raise SearchError("other-trial", f"Trial {number} {what}.", fix="tell each trial of ask() once")
         self._set_state(number, states[state], value)
 
     def report(self, number: int, step: int, value: float) -> None:
-        """A value on the way."""
-        with _quiet():
-            self._storage.set_trial_intermediate_value(self._trial_id(number), step, value)
+        """A value on the way. One that is not finite is left out."""
+        if math.isfinite(value):
+            with _quiet():
+                self._storage.set_trial_intermediate_value(self._trial_id(number), step, value)
 
     def should_prune(self, number: int) -> bool:
         """Whether a trial is worse than the median of the others at its last step."""
@@ -156,10 +175,20 @@ class Study:
         return pruner.prune(self._study, self._frozen()[number])
 
     def update(self, number: int, **attributes: Any) -> None:
-        """Keep facts about a trial: attributes of `Trial`."""
-        for name, value in attributes.items():
-            with _quiet():
-                self._storage.set_trial_user_attr(self._trial_id(number), name, value)
+        """Keep facts about a trial: attributes of `Trial`. All of them or none, wherever this process is killed."""
+        known = self._frozen()[number].user_attrs.get(_FACTS, {})
+        with _quiet():
+            self._storage.set_trial_user_attr(self._trial_id(number), _FACTS, {**known, **attributes})
+
+    def require_success(self) -> None:
+        """Raise if trials have ended, and all of them failed."""
+        ended = [each for each in self.trials() if each.has_ended or each.rung_values]
+        if ended and all(each.state == "failed" for each in ended):
+            raise SearchError(
+                "all-failed",
+                f"All {len(ended)} trials failed; the first one: {ended[0].verdict}",
+                fix=f"see {self.folder.trial_output(ended[0].number)}",
+            )
 
     def importances(self) -> dict[str, float]:
         """How much of the variation of the metric each parameter explains; empty if there are too few trials."""
@@ -192,7 +221,8 @@ class Study:
                 backend = optuna.storages.journal.JournalFileBackend(str(self.folder.journal))
                 storage = optuna.storages.JournalStorage(backend)
             else:
-                storage = optuna.storages.RDBStorage(f"sqlite:///{self.folder.database}")
+                # SQLite decodes the path: it may contain characters that have a meaning in a URL.
+                storage = optuna.storages.RDBStorage(f"sqlite:///file:{quote(str(self.folder.database))}?uri=true")
             study = optuna.create_study(
                 study_name="sweep",
                 storage=storage,
@@ -202,7 +232,7 @@ class Study:
         settings = {"format": FORMAT, "sweep": self.section.model_dump(), "recipe": dict(self.recipe)}
         if not self.folder.exists or self.folder.read_settings() != settings:
             self.folder.write_settings(settings)
-        return storage, study
+        return study._storage, study  # with a cache of ended trials
 
     def _require_same(self) -> None:
         """An existing study goes on, if it is the same search."""
@@ -236,7 +266,7 @@ class Study:
             self._storage.set_trial_state_values(self._trial_id(number), state, None if value is None else [value])
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
-        kept = dict(frozen.user_attrs)
+        kept = dict(frozen.user_attrs.get(_FACTS, {}))
         states: dict[str, TrialStatus] = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
         state = states.get(frozen.state.name, "paused" if kept.pop("paused", False) else "running")
         kept.pop("paused", None)
@@ -251,7 +281,7 @@ class Study:
         """For a sampler, which knows no paused trials: these are pruned."""
         from optuna.trial import TrialState, create_trial
 
-        if not frozen.user_attrs.get("paused") or frozen.state.is_finished():
+        if not frozen.user_attrs.get(_FACTS, {}).get("paused") or frozen.state.is_finished():
             return frozen
         return create_trial(
             state=TrialState.PRUNED,
@@ -279,3 +309,8 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def read_section(space: Mapping[str, Any], settings: Mapping[str, Any]) -> SweepSection:
+    """The section for keyword arguments. Unknown ones are errors with a code."""
+    return Config.from_dict({"sweep": {**settings, "space": dict(space)}}, origin="the caller").sweep

@@ -7,6 +7,7 @@ save a checkpoint. It holds a lock that forked ranks inherit, so the lock is fre
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -22,6 +23,7 @@ from paceline.run import regular_files
 from paceline.runtime.fork import fork
 
 _PR_SET_PDEATHSIG = 1  # Linux prctl
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a filesystem
 
 
 @dataclass
@@ -50,8 +52,8 @@ def is_free(lock: Path) -> bool:
     descriptor = regular_files.open_descriptor(lock, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in _NO_LOCKS
     finally:
         os.close(descriptor)
     return True
@@ -78,7 +80,11 @@ def start(body: Callable[[], int], *, output: Path, lock: Path, env: Mapping[str
         if os.getppid() != sweep:
             os._exit(128 + signal.SIGTERM)
         held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(held, fcntl.LOCK_EX)  # until the last process of this trial has exited
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)  # until the last process of this trial has exited
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         _direct_streams(output)
         os.environ.update(env)
         status = body()

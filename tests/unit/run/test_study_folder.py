@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from paceline.run import study_folder
@@ -18,7 +19,8 @@ def test_values_are_those_of_evaluations(tmp_path: Path) -> None:
     study_folder.append_evaluation(trial, 2, "loss", 2.5)
     with trial.metrics.open("a") as file:
         file.write('{"evaluation": true, "step": 3, "loss": null}\n{"evaluation": tr')
-    assert study_folder.values(trial, "loss") == [(2, 2.5)]
+    (first, value), (last, missing) = study_folder.values(trial, "loss")
+    assert (first, value, last) == (2, 2.5, 3) and math.isnan(missing)
     assert study_folder.steps_of(trial) == 3
 
 

@@ -54,5 +54,10 @@ def test_at_the_end_the_best_one_reaches_the_top() -> None:
     )
 
 
+def test_a_trial_that_failed_leaves_its_place_to_others() -> None:
+    trials = [trial(0, {0: 1.0}, "failed"), trial(1, {0: 2.0}), trial(2, {0: 3.0})]
+    assert promoted(trials, is_last=True) == 1
+
+
 def test_ties_go_to_the_earlier_trial() -> None:
     assert promoted([trial(number, {0: 1.0}) for number in (2, 1, 0)]) == 0

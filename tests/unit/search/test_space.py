@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import SearchError
-from paceline.search.space import Parameter, grid_cells, parse_space, split_overrides
+from paceline.search.space import Parameter, grid_cell, grid_size, parse_space, set_key, split_overrides
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,38 @@ def test_overrides_are_told_from_the_space() -> None:
 
 def test_a_grid_has_all_combinations_in_order() -> None:
     space = parse_space({"a": "choice(x, y)", "b": "int(1, 5, 2)", "c": "uniform(0, 0.3, 0.1)"})
-    cells = grid_cells(space)
-    assert len(cells) == 2 * 3 * 4
-    assert cells[0] == {"a": "x", "b": 1, "c": 0} and cells[-1]["a"] == "y"
+    assert grid_size(space) == 2 * 3 * 4
+    cells = [grid_cell(space, number) for number in range(24)]
+    assert cells[0] == {"a": '"x"', "b": 1, "c": 0} and cells[-1]["a"] == '"y"'
+    assert len({str(cell) for cell in cells}) == 24
+    assert grid_size(parse_space({"a": "int(1, 1000000000)"})) == 10**9
     with pytest.raises(SearchError, match="a grid needs a list of values"):
-        grid_cells(parse_space({"a": "log(1, 2)"}))
+        grid_size(parse_space({"a": "log(1, 2)"}))
+
+
+def test_a_key_and_a_part_of_it_can_not_both_vary() -> None:
+    with pytest.raises(SearchError, match=r"optimizer: optimizer\.lr is a part of it"):
+        parse_space({"optimizer.lr": "log(1, 2)", "optimizer": ["sgd", "adamw"]})
+
+
+def test_a_name_keeps_the_other_keys_of_its_section() -> None:
+    recipe = {"optimizer": {"name": "adamw", "lr": 0.1}, "ema": 0.9}
+    values = dict(recipe)
+    set_key(values, ["optimizer"], "sgd")
+    set_key(values, ["ema", "warmup"], False)
+    set_key(values, ["model", "width"], 8)
+    assert values == {
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "ema": {"decay": 0.9, "warmup": False},
+        "model": {"width": 8},
+    }
+    assert recipe == {"optimizer": {"name": "adamw", "lr": 0.1}, "ema": 0.9}
 
 
 def test_choices_of_any_type_survive_storage() -> None:
-    parameter = Parameter.parse("betas", [[0.9, 0.98], [0.9, 0.999], None, True, "a"])
+    parameter = Parameter.parse("betas", [[0.9, 0.98], [0.9, 0.999], None, True, 1, 1.0, "1", "a"])
     stored = list(parameter.distribution.choices)  # type: ignore[attr-defined]
     assert all(each is None or isinstance(each, (str, int, float, bool)) for each in stored)
-    assert [parameter.decode(each) for each in stored] == list(parameter.values)
+    assert [repr(parameter.decode(each)) for each in stored] == [repr(each) for each in parameter.values]
+    with pytest.raises(SearchError, match="can't be stored"):
+        Parameter.parse("key", [object()])

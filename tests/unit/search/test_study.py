@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import SearchError
+from paceline.errors import ConfigError, LaunchError, SearchError
 from paceline.run.study_folder import StudyFolder
 from paceline.search.study import Study
 
@@ -50,6 +50,44 @@ def test_trials_below_the_median_are_pruned(tmp_path: Path) -> None:
     assert not study.should_prune(good) and study.should_prune(bad)
 
 
+def test_values_that_are_not_finite_do_no_harm(tmp_path: Path) -> None:
+    study = Study.open(str(tmp_path / "a"), SPACE, sampler="random")
+    number = study.ask().number
+    study.report(number, 1, float("nan"))
+    with pytest.raises(SearchError, match=r"search\.no-value.*the value nan"):
+        study.tell(number, float("nan"))
+    study.tell(number, 1.0)
+    for wrong in (number, 7):
+        with pytest.raises(SearchError, match=r"search\.other-trial"):
+            study.tell(wrong, 1.0)
+    assert [(trial.value, trial.values) for trial in study.trials()] == [(1.0, {})]
+
+
+def test_a_name_may_have_any_characters_and_spaces_any_sequences(tmp_path: Path) -> None:
+    for _ in range(2):
+        study = Study.open(str(tmp_path / "what?x=1#y"), {"x": (1, 2, 3)})
+        assert study.folder.database.exists() and study.size == 20
+
+
+def test_facts_are_stored_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = Study.open(str(tmp_path / "a"), SPACE, sampler="random")
+    number = study.ask().number
+    writes = []
+    write = study._storage.set_trial_user_attr
+    monkeypatch.setattr(study._storage, "set_trial_user_attr", lambda *args: writes.append(args) or write(*args))
+    study.update(number, rung=1, paused=False, completed_before=3)
+    assert len(writes) == 1 and (study.trials()[0].rung, study.trials()[0].completed_before) == (1, 3)
+
+
+def test_all_trials_failed(tmp_path: Path) -> None:
+    study = Study.open(str(tmp_path / "a"), SPACE, sampler="random")
+    study.require_success()
+    study.update(study.ask().number, verdict="out of memory")
+    study.tell(0, state="failed")
+    with pytest.raises(SearchError, match=r"search\.all-failed.*out of memory"):
+        study.require_success()
+
+
 def test_a_study_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SearchError, match=r"search\.no-study"):
         Study.load(StudyFolder(tmp_path))
@@ -57,3 +95,8 @@ def test_a_study_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
         Study.open(str(tmp_path / "a"), {})
     with pytest.raises(SearchError, match=r"search\.no-value"):
         Study.open(str(tmp_path / "a"), SPACE).tell(0)
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"launch\.run-folder"):
+        Study.open(str(tmp_path / "file" / "a"), SPACE)
+    with pytest.raises(ConfigError, match=r"config\.unknown-key"):
+        Study.open(str(tmp_path / "b"), SPACE, trails=1)

@@ -63,7 +63,7 @@ def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = Non
     if target is not None and is_fresh:
         regular_files.replace(logs.target, json.dumps({**target.to_json(), "folder": str(logs)}).encode())
     else:
-        _require_forkable()
+        require_forkable()
     with ExitStack() as stack:
         # From here on signals are noted, and no exception interrupts the start or the end of the ranks.
         stack.enter_context(interrupts.restored())
@@ -99,7 +99,8 @@ def _become_fresh(target: str, stdin: int | None) -> None:
     os.execv(sys.executable, [sys.executable, "-u", "-P", "-m", "paceline.launcher.local.rank_main", target])
 
 
-def _require_forkable() -> None:
+def require_forkable() -> None:
+    """Raise if processes that use torch can't be forked from this one any more."""
     import torch
 
     if torch.distributed.is_initialized():
