@@ -17,7 +17,7 @@ CEILINGS = {
     "": 500,
     "config": 1_430,
     "plan": 2_250,
-    "run": 1_550,
+    "run": 1_570,
     "diagnose": 3_330,
     "watch": 1_500,
     "runtime": 3_290,
@@ -34,7 +34,7 @@ CEILINGS = {
     "train": 8_180,
     "doctor": 3_700,
     "bench": 1_450,
-    "search": 1_700,
+    "search": 1_750,
     "testing": 630,
     "cli": 1_880,
 }
