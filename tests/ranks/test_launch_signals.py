@@ -62,7 +62,8 @@ class Launched:
         return path.read_text() if path.exists() else ""
 
     def wait_for_words(self, words: str) -> None:
-        wait_until(lambda: words in (self.folder / "runs/script/logs/rank-0.log").read_text())
+        log = self.folder / "runs/script/logs/rank-0.log"
+        wait_until(lambda: log.exists() and words in log.read_text())
 
     def wait_for_both(self, heard: str) -> None:
         wait_until(lambda: self.heard(0) == self.heard(1) == heard)
