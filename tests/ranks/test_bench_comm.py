@@ -27,16 +27,16 @@ def write_recipe(folder: Path, **changes: Any) -> str:
 def test_every_collective_is_measured_between_two_ranks_with_advice_for_a_recipe(tmp_path: Path) -> None:
     files = ("--json", "out.json", "--html", "out.html")
     recipe = write_recipe(tmp_path)
-    done = forked.paceline("bench", "comm", recipe, "-n", "2", "--cpu", "--sizes", "1KiB,4MiB", *files, cwd=tmp_path)
+    done = forked.paceline("bench", "comm", recipe, "-n", "2", "--cpu", "--sizes", "1KiB,16MiB", *files, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     assert (report["version"], report["ranks"], report["backend"], report["device"]) == (1, 2, "gloo", "cpu")
     assert list(report["collectives"]) == list(COLLECTIVES)
     for name, entry in report["collectives"].items():
-        assert [point["bytes"] for point in entry["points"]] == [1024, 4 << 20], entry["note"]
+        assert [point["bytes"] for point in entry["points"]] == [1024, 16 << 20], entry["note"]
         assert all(1e-7 < point["seconds"] < 1 for point in entry["points"])
         assert name in done.stdout and name in (tmp_path / "out.html").read_text()
-    assert done.stdout.count("fitted:") + done.stdout.count("no fit:") == len(COLLECTIVES)  # on a busy machine, no fit
+    assert done.stdout.count("fitted:") == len(COLLECTIVES)
     advice = report["advice"]
     assert "this model waits" in advice["sentence"] and advice["sentence"] in done.stdout
     dense, cast, *_ = advice["methods"]
