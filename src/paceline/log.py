@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 Stream = Literal["stdout", "stderr"]
 
@@ -27,12 +28,18 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         super().__init__(_LOGGER, {"rank": rank, "stream": stream})
         self._enabled = not rank or every_rank
         self._level = logging.WARNING if quiet else logging.NOTSET
+        self.on_warning: Callable[[str], None] | None = None  # also called with the text of each warning
 
     def isEnabledFor(self, level: int) -> bool:
         if not self._enabled or level < self._level:
             return False
         _ensure_handler()
         return super().isEnabledFor(level)
+
+    def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
+        if self.on_warning is not None:
+            self.on_warning(str(msg))
+        super().warning(msg, *args, **{"stacklevel": 2, **kwargs})  # the record names our caller
 
 
 def rank_log(rank: int, *, quiet: bool = False) -> Log:

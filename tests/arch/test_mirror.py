@@ -15,6 +15,7 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 ELSEWHERE = {
     "cli/runs": ["ranks/test_runs_command"],
     "cli/sweep": ["ranks/test_sweep"],
+    "cli/watch": ["ranks/test_watch_command"],
     "search/function_sweep": ["ranks/test_sweep"],
     "search/recipe_sweep": ["ranks/test_sweep"],
     "search/recipe_trials": ["ranks/test_sweep"],

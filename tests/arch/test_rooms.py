@@ -12,14 +12,14 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 028).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 029).
 CEILINGS = {
     "": 500,
     "config": 1_430,
     "plan": 2_250,
     "run": 1_570,
     "diagnose": 3_330,
-    "watch": 1_500,
+    "watch": 2_450,
     "runtime": 3_290,
     "launcher": 6_350,
     "models": 2_800,
@@ -29,14 +29,14 @@ CEILINGS = {
     "sync": 1_330,
     "optim": 880,
     "checkpoint": 2_600,
-    "monitor": 1_600,
+    "monitor": 1_700,
     "guard": 3_050,
-    "train": 8_180,
+    "train": 8_210,
     "doctor": 3_700,
     "bench": 1_450,
     "search": 1_750,
     "testing": 630,
-    "cli": 1_880,
+    "cli": 1_950,
 }
 
 

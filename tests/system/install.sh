@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what the system tests start: an ssh server, network tools and SLURM (Debian or Ubuntu, as root).
+# Installs what the system tests start: an ssh server, network tools, SLURM and a browser (Debian or Ubuntu, as root).
 # It acts only where PACELINE_SYSTEM_TESTS=1, so that a plain `make test` never changes anybody's machine. Services are
 # not started: each test starts its own, in its own folder, and ends them.
 set -eu
@@ -9,7 +9,7 @@ if [ "${PACELINE_SYSTEM_TESTS:-}" != 1 ]; then
     exit 0
 fi
 
-packages="openssh-server openssh-client iproute2 nftables slurm-wlm munge"
+packages="openssh-server openssh-client iproute2 nftables slurm-wlm munge chromium"
 missing=""
 for package in $packages; do
     state=$(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null || true)

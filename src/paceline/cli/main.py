@@ -23,6 +23,7 @@ from paceline.cli import (
     runs,
     sweep,
     train,
+    watch,
 )
 from paceline.errors import PacelineError
 
@@ -58,6 +59,8 @@ app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("ls", epilog=runs.LS_EXAMPLES)(runs.ls)
 app.command("show", epilog=runs.SHOW_EXAMPLES)(runs.show)
 app.command("compare", epilog=runs.COMPARE_EXAMPLES)(runs.compare)
+app.command("watch", epilog=watch.WATCH_EXAMPLES)(watch.watch)
+app.command("report", epilog=watch.REPORT_EXAMPLES)(watch.report)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")

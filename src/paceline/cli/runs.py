@@ -14,7 +14,7 @@ from paceline.run.folder import ROOT
 
 LS_EXAMPLES = examples("ls", "ls runs/mlp-sweep", "ls --all --json")
 SHOW_EXAMPLES = examples("show gpt", "show runs/mlp-sweep/trials/0003", "show gpt --json")
-COMPARE_EXAMPLES = examples("compare gpt gpt-2", "compare gpt gpt-2 gpt-3 --by time")
+COMPARE_EXAMPLES = examples("compare gpt gpt-2", "compare gpt gpt-2 gpt-3 --by time", "compare gpt gpt-2 --text")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -49,11 +49,20 @@ def show(run: Annotated[str, typer.Argument(help="name or path of a run")], json
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="names or paths of runs")],
     by: Annotated[Literal["step", "time", "samples"], typer.Option("--by", help="how losses are aligned")] = "step",
+    text: Annotated[bool, typer.Option("--text", help="print only, and write no page")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", help="where to write the page")] = Path("compare.html"),
 ) -> None:
-    """Compare runs: results, the keys of their recipes that differ, and losses at the same step, time or samples."""
-    from paceline.watch import run_comparison, run_facts, run_lookup
+    """Compare runs: results, the keys of their recipes that differ, and losses at the same step, time or samples.
+
+    They are printed, and written as a page with all curves over each other. `paceline watch RUN RUN` shows that page of
+    runs that are still running.
+    """
+    from paceline.watch import report, run_comparison, run_facts, run_lookup
 
     if len(runs) < 2:
         raise typer.BadParameter("expected at least two runs")
     folders = [run_lookup.find_run(run) for run in runs]
     print(run_comparison.comparison([run_facts.read_facts(folder) for folder in folders], by))
+    if not text:
+        report.write_report(folders, output, by)
+        print(f"\n{output}")

@@ -156,6 +156,8 @@ class Config(Section):
         [], description="where to log metrics in addition to metrics.jsonl"
     )
 
+    report: bool = Field(False, description="write report.html, a page about the run, to its folder when it ends")
+
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod

@@ -38,7 +38,7 @@ class Goodput:
 
     @property
     def total(self) -> float:
-        return self.training + float(sum(getattr(self, name) for name in _LABELS))
+        return self.training + float(sum(getattr(self, name) for name in LABELS))
 
     @property
     def effective(self) -> float:
@@ -53,13 +53,13 @@ class Goodput:
         parts = []
         for field in fields(self):
             seconds = getattr(self, field.name)
-            if field.name in _LABELS and seconds >= 0.05:
+            if field.name in LABELS and seconds >= 0.05:
                 steps = f" ({plural(self.lost_steps, 'step')})" if field.name == "lost" else ""
-                parts.append(f"{_LABELS[field.name]} {format_duration(seconds)}{steps}")
+                parts.append(f"{LABELS[field.name]} {format_duration(seconds)}{steps}")
         return "\n  ".join([self.line(), *([", ".join(parts)] if parts else [])])
 
 
-_LABELS = {
+LABELS = {  # of activities, except training
     "start": "start", "rendezvous": "rendezvous", "load": "load", "compile": "first step", "evaluation": "evaluation",
     "saves": "saves", "hung": "hung", "lost": "lost and replayed", "down": "down", "end": "end",
 }  # fmt: skip

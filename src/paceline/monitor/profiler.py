@@ -11,6 +11,7 @@ percentages are more reliable than milliseconds.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class Profiler:
     def __init__(self, settings: ProfileSection, run: RunFolder | None, rank: int) -> None:
         self._settings, self._rank = settings, rank
         self._path = None if run is None else run.trace(rank)
+        self._split_path = None if run is None else run.profile_split(rank)
         self._trace: profile | None = None
         self._begin = self._end = self._finished = 0
         self._done = False
@@ -71,6 +73,8 @@ class Profiler:
             with regular_files.replacing(self._path) as partial:
                 trace.export_chrome_trace(str(partial))
         self.split = monitor_trace.split(monitor_trace.spans(trace.events()))
+        if self._split_path is not None:
+            regular_files.replace(self._split_path, json.dumps(_values(trace, self.split, steps)).encode())
         return self._text(trace, self.split, steps)
 
     def _start(self) -> None:
@@ -95,17 +99,30 @@ class Profiler:
         return "\n".join([title, *_table(trace, steps), _line(split, steps), *where])
 
 
-def _table(trace: profile, steps: int) -> list[str]:
-    """The operations with the most self time: on the GPU if there is one, else on the CPU."""
+def _operations(trace: profile, steps: int) -> list[tuple[str, float, float, float]]:
+    """The operations with the most self time, on the GPU if there is one, else on the CPU: names, milliseconds and
+    calls per step, and shares of the time of all operations."""
     rows = [row for row in trace.key_averages() if _is_operation(row)]
     clock = "self_device_time_total" if any(row.self_device_time_total for row in rows) else "self_cpu_time_total"
     own_time = attrgetter(clock)
     whole = sum(map(own_time, rows)) or 1.0
+    most = sorted(rows, key=own_time, reverse=True)[:_ROWS]
+    return [(row.key, own_time(row) / 1e3 / steps, row.count / steps, own_time(row) / whole) for row in most]
+
+
+def _values(trace: profile, split: monitor_trace.TimeSplit, steps: int) -> dict[str, Any]:
+    """In milliseconds per step."""
+    parts = {"step": split.whole, "compute": split.compute, "exposed": split.exposed, "idle": split.idle}
+    parts["communication"] = split.communication
+    operations = [(name, round(each, 4), round(calls, 2)) for name, each, calls, _ in _operations(trace, steps)]
+    return {**{name: round(time / 1e3 / steps, 4) for name, time in parts.items()}, "operations": operations}
+
+
+def _table(trace: profile, steps: int) -> list[str]:
     lines = [f"{'operation':{_NAME_WIDTH}} {'ms/step':>9} {'%':>5} {'calls/step':>10}"]
-    for row in sorted(rows, key=own_time, reverse=True)[:_ROWS]:
-        name = row.key if len(row.key) <= _NAME_WIDTH else row.key[: _NAME_WIDTH - 1] + "…"
-        milliseconds, share = own_time(row) / 1e3 / steps, own_time(row) / whole
-        lines.append(f"{name:{_NAME_WIDTH}} {milliseconds:9.3f} {share:5.0%} {row.count / steps:10.3g}")
+    for name, milliseconds, calls, share in _operations(trace, steps):
+        name = name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
+        lines.append(f"{name:{_NAME_WIDTH}} {milliseconds:9.3f} {share:5.0%} {calls:10.3g}")
     return lines
 
 

@@ -71,6 +71,7 @@ class RunFolder:
 
     config = _File(CONFIG)  # the effective recipe
     derived = _File("derived.json")  # values derived from it, with reasons
+    environment = _File("environment.json")  # versions, devices and command of the last start
     metrics = _File(METRICS)  # one line per step and evaluation (jsonl.py)
     ledger = _File("ledger.jsonl")  # events of the launcher and of rank 0 (ledger.py)
     lock = _File(".lock")  # held by the job that writes to the folder (lock.py)
@@ -79,6 +80,8 @@ class RunFolder:
     best = _File(_CHECKPOINTS, BEST)  # the names of the best ones
     rank_stats = _FilePerRank(_EVENTS, "rank-{:05d}.jsonl")  # throughput and memory
     trace = _FilePerRank(_PROFILE, "rank-{:05d}.json")  # of the profiler
+    profile_split = _FilePerRank(_PROFILE, "split-{:05d}.json")  # where the time of the profiled steps went
+    report = _File("report.html")  # a page about the run (watch/report.py)
 
     logs = _File(_LOGS)
     rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output

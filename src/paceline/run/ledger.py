@@ -21,6 +21,7 @@ seconds, an event and its values:
     stepped {step}                          now and then
     saved, save-failed {step, seconds}      seconds: how long training was stalled
     evaluated {seconds}
+    warning {text}
     finished {step}
 
 `step` is the number of completed steps. Events of rank 0 have a `trainer`: 0 for its first Trainer, 1 for its second.

@@ -94,6 +94,7 @@ class Engine:
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
         standstill.watch(self.world.size, self.telemetry.heartbeat)
         self.telemetry.joined(self.world)
+        self.log.on_warning = self.telemetry.warned
         self.model, config, hook = take_over(model, config, self.world.size, self.log)
         self.config, self.comm_hook = config, hook_check.choose_hook(task.comm_hook, hook, config)
         odd_parameters.require_initialized(self.model)
@@ -269,6 +270,8 @@ class Engine:
         how = {"eager": not config.compile, "countable": not self.wrapped.slices}
         flops = ModelFlops(self.module, self.stepper, self.mesh, self.draw, user_code, **how)
         self.rates = Rates(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
+        if self.scaler.is_enabled():
+            self.rates.loss_scale = self.scaler.current
         if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.wrapped.forward, Replicas):
             self.stepper.backward = self.rates.own_time.around(self.stepper.backward)  # type: ignore[method-assign]
         self._power_iterations = PowerIterations(self.model)

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from paceline.monitor import gpu_stats
 from paceline.monitor.gpu_stats import GpuStats, GpuWatch, Nvml
 from paceline.monitor.stragglers import NUMBERS, OwnTime, Stragglers
@@ -41,6 +43,7 @@ class Rates:
         self._reading: tuple[ReadTime, InputWatch] | None = None  # None: the user's loop reads the data
         self.own_time = OwnTime(mesh.device) if self._ranks > 1 else None
         self.stragglers: Stragglers | None = None
+        self.loss_scale: Callable[[], Tensor] | None = None  # of fp16
         nvml = Nvml.open(mesh.device) if mesh.device.type == "cuda" else None
         self._gpu = None if nvml is None else GpuStats(nvml)
         self._gpus = GpuWatch(self._ranks, warn) if mesh.device.type == "cuda" else None
@@ -93,6 +96,8 @@ class Rates:
         if self._gpus is not None:
             first = 2 + (2 + NUMBERS) * self._ranks
             self._gpus.log_point(sums[first : first + gpu_stats.NUMBERS * self._ranks])
+        if self.loss_scale is not None:
+            values["loss_scale"] = float(self.loss_scale())
         if sums[1] == self._ranks:
             each = sums[0] / self._mesh.data_ranks * samples_per_second / self._ranks
             values["tflops_per_device"] = float(f"{each / 1e12:.4g}")

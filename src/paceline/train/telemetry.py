@@ -27,6 +27,8 @@ from paceline.train.checkpointing.run_handle import TrainProgress
 # Seconds between two events of a step: a thousandth of the time so far, within these bounds. A week is 10,000 lines.
 _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 60.0
 
+_MAX_WARNINGS, _MAX_TEXT = 100, 500
+
 _NUMBERS = count()  # of the trainers of this process
 
 
@@ -44,6 +46,7 @@ class Telemetry:
         self._stalled = 0.0  # of them, in a save whose event is not written yet
         self._begun: tuple[int, float] | None = None  # a call to train() before its first step
         self._next = 0.0
+        self._warnings = count()
         self.heartbeat.enter("rendezvous")
 
     def joined(self, world: World) -> None:
@@ -102,6 +105,11 @@ class Telemetry:
         self._begun = None
         self._note("finished", step=step)
         self.heartbeat.enter("done")
+
+    def warned(self, text: str) -> None:
+        """A warning was logged. Only the first ones are noted: a script may repeat one in every step."""
+        if next(self._warnings) < _MAX_WARNINGS:
+            self._note("warning", text=text[:_MAX_TEXT])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

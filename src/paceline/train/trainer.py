@@ -184,6 +184,7 @@ class Trainer(MethodHints):
                 sinks.close()
                 self._saver.close()
                 self._run.release()
+                self._run.write_report(self.config)
             if self._engine.local_steps is not None and not poll.request:
                 self._engine.local_steps.average()
             broadcast_buffers(self.model, self._engine.mesh)

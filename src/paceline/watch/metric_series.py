@@ -1,4 +1,4 @@
-"""The metrics of a run as numbers by step: read once, with 16 bytes per number."""
+"""The metrics of a run as numbers by step, with 16 bytes per number."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from paceline.watch.record_stream import Record, RecordStream
 
 _MAX_STEP = 1 << 53
 _MAX_METRICS = 20  # of evaluations
+_MAX_SERIES = 100  # of steps
 TAIL_BYTES = 1 << 18  # enough for the last step, loss and speed
 
 
@@ -25,9 +26,11 @@ class MetricSeries:
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
+    rewinds: int = 0  # how often values were replaced, because the run resumed from an earlier step
 
     def append(self, step: int, value: object) -> None:
-        while self.steps and self.steps[-1] >= step:  # a run that resumed from an earlier step
+        self.rewinds += bool(self.steps) and self.steps[-1] >= step
+        while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
         self.steps.append(step)
@@ -75,10 +78,10 @@ class MetricSeries:
 class RunMetrics:
     """What the records of a run contain."""
 
-    series: dict[str, MetricSeries] = field(default_factory=dict)  # by the name in a record
+    series: dict[str, MetricSeries] = field(default_factory=dict)  # of steps, by the name in a record
     evaluations: dict[str, MetricSeries] = field(default_factory=dict)
     epoch: int | None = None
-    skipped_steps: int = 0
+    without_step: int = 0  # records
     problems: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> MetricSeries:
@@ -103,31 +106,49 @@ class RunMetrics:
         finite = [value for value in self["samples_per_second"].values if math.isfinite(value)]
         return median(finite) if finite else None
 
+    @property
+    def skipped_steps(self) -> int:
+        return len(self["skipped"])
+
+    @property
+    def rewinds(self) -> int:
+        return sum(each.rewinds for each in (*self.series.values(), *self.evaluations.values()))
+
+    def extend(self, stream: RecordStream, *, to_end: bool = False) -> None:
+        """Append what is new in the metrics file; `to_end`: also a last line without a line break."""
+        name, self.problems = stream.name, []
+        try:
+            for records in stream:
+                self._add(records)
+        except FileNotFoundError:
+            self.problems.append(f"{name} is missing: no metrics")
+        except OSError as error:
+            self.problems.append(f"{name} can't be read: {error.strerror}")
+        if to_end:
+            self._add(stream.rest())
+        if unreadable := stream.unreadable + self.without_step:
+            self.problems.append(f"{plural(unreadable, 'unreadable line')} in {name}")
+
+    def _add(self, records: list[Record]) -> None:
+        usable = [record for record in records if _has_step(record)]
+        self.without_step += len(records) - len(usable)
+        _add_steps(self, [record for record in usable if not record.get("evaluation")])
+        for record in usable:
+            if record.get("evaluation"):
+                _add_evaluation(self, record["step"], record)
+
 
 _NOT_METRICS = RESERVED - {"loss"}
+_NOT_SERIES = {"step", "epoch", "evaluation"}
 
 
 def read_metrics(folder: RunFolder, last_bytes: int | None = None) -> RunMetrics:
     """The metrics in the file of a run, or in its last bytes."""
-    metrics, name = RunMetrics(), folder.metrics.name
+    metrics = RunMetrics()
     stream = RecordStream(folder.metrics) if last_bytes is None else RecordStream(folder.metrics, last_bytes)
-    without_step = 0
-    try:
-        for records in stream:
-            usable = [record for record in records if _has_step(record)]
-            without_step += len(records) - len(usable)
-            _add_steps(metrics, [record for record in usable if not record.get("evaluation")])
-            for record in usable:
-                if record.get("evaluation"):
-                    _add_evaluation(metrics, record["step"], record)
-    except FileNotFoundError:
-        metrics.problems.append(f"{name} is missing: no metrics")
-    except OSError as error:
-        metrics.problems.append(f"{name} can't be read: {error.strerror}")
-    if unreadable := stream.unreadable + without_step:
-        metrics.problems.append(f"{plural(unreadable, 'unreadable line')} in {name}")
+    metrics.extend(stream, to_end=True)
     if stream.skipped_bytes and last_bytes is None:
-        metrics.problems.append(f"the first {stream.skipped_bytes >> 20} MiB of {name} were not read")
+        metrics.problems.append(f"the first {stream.skipped_bytes >> 20} MiB of {folder.metrics.name} were not read")
     return metrics
 
 
@@ -137,11 +158,16 @@ def _has_step(record: Record) -> bool:
 
 
 def _add_steps(metrics: RunMetrics, records: list[Record]) -> None:
-    for name in ("loss", "lr", "time", "samples_per_second"):
+    names = dict.fromkeys(["loss", *(name for keys in set(map(tuple, records)) for name in keys)])
+    for name in names:
+        if name in _NOT_SERIES or (name not in metrics.series and len(metrics.series) >= _MAX_SERIES):
+            continue
         having = [record for record in records if name in record]
+        if name not in RESERVED and any(isinstance(record[name], (str, bool, list, dict)) for record in having[:1]):
+            continue
         steps = [record["step"] for record in having]
-        metrics.series.setdefault(name, MetricSeries()).extend(steps, [record[name] for record in having])
-    metrics.skipped_steps += sum("skipped" in record for record in records)
+        values = [1.0] * len(steps) if name == "skipped" else [record[name] for record in having]
+        metrics.series.setdefault(name, MetricSeries()).extend(steps, values)
     epoch = records[-1].get("epoch") if records else None
     metrics.epoch = epoch if isinstance(epoch, int) else metrics.epoch
 

@@ -24,6 +24,13 @@ def clean(value: object, limit: int = _MAX_LENGTH) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def clean_line(line: str, limit: int = _MAX_LENGTH) -> str:
+    """A line of a log, whose columns and indentation are kept: no terminal sequences and control characters."""
+    text = _ESCAPE.sub("", line[: 8 * limit]).expandtabs(4)
+    text = "".join(each for each in text if unicodedata.category(each) not in _UNSAFE).rstrip()
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def clean_lines(text: object, lines: int, limit: int = _MAX_LENGTH) -> list[str]:
     """The first lines of a text, each of them clean; indentation is kept."""
     found = [line for line in str(text)[: 8 * lines * limit].splitlines() if line.strip()]

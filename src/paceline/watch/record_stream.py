@@ -1,4 +1,4 @@
-"""Read a file of JSON lines once, in pieces, whatever it contains.
+"""Read a file of JSON lines in pieces, whatever it contains, and later what was appended to it.
 
 Unlike run/jsonl.py, which writers use, this parses many lines at a time (a million in about two seconds), does not hold
 very long lines in memory, and counts what it could not read.
@@ -22,28 +22,71 @@ Record = dict[str, Any]
 
 
 class RecordStream:
-    """Iterating yields lists of records. Only the last `last_bytes` of the file are read."""
+    """Iterating yields lists of records; iterating again, those that were appended since. A last line without a line
+    break may still be written: it is left to the next iteration, or to `rest`. Of the file, the last `last_bytes` are
+    read."""
 
     def __init__(self, path: Path, last_bytes: int = _MAX_BYTES) -> None:
         self._path, self._last_bytes = path, last_bytes
+        self.name = path.name
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._start_over()
+
+    def _start_over(self) -> None:
         self.skipped_bytes = 0  # at the beginning of the file
         self.unreadable = 0  # lines
+        self.offset = 0  # bytes that were read
+        self.size = 0  # of the file when it was last opened
+        self._rest = b""
+        self._is_partial = False  # the first line, or the rest of one that is too long
+
+    def seek(self, offset: int, unreadable: int) -> None:
+        """Continue behind the first bytes of a file, which were read at another time. They end with a line break."""
+        with os.fdopen(regular_files.open_descriptor(self._path), "rb") as file:
+            self._file = _identity(file.fileno())
+        self._start_over()
+        self.offset, self.unreadable = offset, unreadable
+
+    @property
+    def complete_bytes(self) -> int:
+        """How much of the file was read, up to a line break."""
+        return self.offset - len(self._rest)
+
+    def was_replaced(self) -> bool:
+        """Whether another file has its name now, or it lost what was read of it: a run that resumes from an earlier
+        step rewrites its metrics."""
+        try:
+            found = os.lstat(self._path)
+        except OSError:
+            return self._file is not None
+        return self._file is not None and ((found.st_dev, found.st_ino) != self._file or found.st_size < self.offset)
 
     def __iter__(self) -> Iterator[list[Record]]:
         with os.fdopen(regular_files.open_descriptor(self._path), "rb") as file:
-            self.skipped_bytes = file.seek(max(0, os.fstat(file.fileno()).st_size - self._last_bytes))
-            is_partial = self.skipped_bytes > 0  # the first line, or the rest of one that is too long
-            rest = b""
+            self.size = os.fstat(file.fileno()).st_size
+            if self._file is None:
+                self._file = _identity(file.fileno())
+                self.offset = self.skipped_bytes = max(0, self.size - self._last_bytes)
+                self._is_partial = self.skipped_bytes > 0
+            file.seek(self.offset)
             while piece := file.read(_PIECE):
-                *lines, rest = (rest + piece).split(b"\n")
-                if is_partial and lines:
-                    del lines[0]
-                    is_partial = False
-                if len(rest) > _MAX_LINE:
-                    self.unreadable += not is_partial
-                    rest, is_partial = b"", True
-                yield self._parsed(lines)
-            yield self._parsed([] if is_partial else [rest])
+                yield self._parsed(self._lines(piece))
+
+    def rest(self) -> list[Record]:
+        """The record in a last line without a line break, if it is complete."""
+        lines, self._rest = [] if self._is_partial else [self._rest], b""
+        return self._parsed(lines)
+
+    def _lines(self, piece: bytes) -> list[bytes]:
+        self.offset += len(piece)
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if self._is_partial and lines:
+            del lines[0]
+            self._is_partial = False
+        if len(self._rest) > _MAX_LINE:
+            self.unreadable += not self._is_partial
+            self._rest, self._is_partial = b"", True
+        return lines
 
     def _parsed(self, lines: list[bytes]) -> list[Record]:
         lines = [line for line in lines if line.strip()]
@@ -53,6 +96,11 @@ class RecordStream:
         records = [record for record in found if type(record) is dict]
         self.unreadable += len(lines) - len(records)
         return records
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def _parse(text: bytes) -> Any:

@@ -12,6 +12,7 @@ from paceline.watch.metric_series import MetricSeries
 from paceline.watch.plain_text import clean, number_text
 from paceline.watch.run_facts import RunFacts
 from paceline.watch.run_list import speed_text, step_text
+from paceline.watch.run_recipe import value_text
 
 By = Literal["step", "time", "samples"]
 
@@ -59,7 +60,7 @@ def _recipes(runs: Sequence[RunFacts]) -> str:
         return "recipes: no differences"
     rows = [["recipe", *(clean(run.name, 60) for run in runs)]]
     for key in differing[:_MAX_KEYS]:
-        cells = ["–" if recipe is None or key not in recipe else _value_text(recipe[key]) for recipe in recipes]
+        cells = ["–" if recipe is None or key not in recipe else value_text(recipe[key], _CELL) for recipe in recipes]
         rows.append([clean(key, 60), *cells])
     more = len(differing) - _MAX_KEYS
     return columns(rows) + (f"\nand {more} other keys" if more > 0 else "")
@@ -70,10 +71,6 @@ def differing_keys(recipes: Sequence[dict[str, Any]]) -> list[str]:
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     absent = object()
     return [key for key in keys if len({repr(recipe.get(key, absent)) for recipe in recipes}) > 1]
-
-
-def _value_text(value: Any) -> str:
-    return clean("null" if value is None else str(value).lower() if isinstance(value, bool) else value, _CELL)
 
 
 def _losses(runs: Sequence[RunFacts], by: By) -> str:

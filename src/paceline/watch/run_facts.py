@@ -21,7 +21,7 @@ from paceline.watch.plain_text import clean
 from paceline.watch.run_state import Event, RunState, find_state
 
 _MAX_LEDGER = 1 << 26  # bytes; a week of training writes one megabyte
-_MAX_DERIVED = 1 << 20
+_MAX_JSON = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,18 @@ class RunFacts:
 
 def read_facts(folder: RunFolder, *, quick: bool = False) -> RunFacts:
     """`quick` reads only the end of the metrics."""
-    events, problems = _read_events(folder)
-    metrics = read_metrics(folder, TAIL_BYTES if quick else None)
+    return read_other_facts(folder, read_metrics(folder, TAIL_BYTES if quick else None))
+
+
+def read_other_facts(folder: RunFolder, metrics: RunMetrics) -> RunFacts:
+    """All facts, where the metrics are known already."""
+    events, problems = read_events(folder)
     beats = heartbeat.read(folder)
     state = find_state(folder, events)
     return RunFacts(folder, state, events, metrics, beats, _read_derived(folder), [*problems, *metrics.problems])
 
 
-def _read_events(folder: RunFolder) -> tuple[list[Event], list[str]]:
+def read_events(folder: RunFolder) -> tuple[list[Event], list[str]]:
     try:
         size = folder.ledger.lstat().st_size
     except OSError:
@@ -101,11 +105,16 @@ def _read_events(folder: RunFolder) -> tuple[list[Event], list[str]]:
     return events, [] if events else [f"{folder.ledger.name} has no events: state and times are unknown"]
 
 
-def _read_derived(folder: RunFolder) -> dict[str, Any]:
+def read_json(path: Path) -> Any:
+    """The content of a small JSON file; None if there is none."""
     try:
-        found = json.loads(regular_files.read_bytes(folder.derived, _MAX_DERIVED))
+        return json.loads(regular_files.read_bytes(path, _MAX_JSON))
     except (OSError, ValueError, RecursionError):
-        return {}
+        return None
+
+
+def _read_derived(folder: RunFolder) -> dict[str, Any]:
+    found = read_json(folder.derived)
     entries = found.items() if isinstance(found, dict) else ()
     return {name: entry.get("value") for name, entry in entries if isinstance(entry, dict)}
 

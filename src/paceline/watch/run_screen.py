@@ -36,14 +36,14 @@ def screen_values(facts: RunFacts) -> dict[str, Any]:
         **run_values(facts),
         "epoch": facts.metrics.epoch,
         "seconds": None if account is None else account.total,
-        **{name: _integer(_launched(facts), name) for name in ("ranks", "nodes")},
-        "restarts": _restarts(facts),
+        **{name: _integer(launched(facts), name) for name in ("ranks", "nodes")},
+        "restarts": restarts(facts),
         "metrics": {name: _curve_values(facts.metrics[name], best) for name, best in _CURVES.items()},
         "evaluations": {name: _curve_values(each, name) for name, each in facts.metrics.evaluations.items()},
         "skipped_steps": facts.metrics.skipped_steps,
         "failure": _failure_values(facts),
-        "hangs": [_hang_values(event) for event in _hangs(facts)],
-        "warnings": _warning_lines(facts),
+        "hangs": [hang_values(event) for event in hangs(facts)],
+        "warnings": warning_lines(facts),
         "checkpoints": [asdict(each) for each in saved_checkpoints(facts.folder)],
         "goodput": None if account is None else asdict(account),
         "logs": str(facts.folder.logs),
@@ -52,19 +52,19 @@ def screen_values(facts: RunFacts) -> dict[str, Any]:
 
 
 def _header(facts: RunFacts) -> list[str]:
-    account, launched, epoch = facts.goodput(), _launched(facts), facts.metrics.epoch
+    account, start, epoch = facts.goodput(), launched(facts), facts.metrics.epoch
     said = [f"step {step_text(facts.step, facts.total_steps)}"] if facts.step is not None else ["no steps"]
     said += [] if epoch is None else [f"epoch {epoch}"]
     said += [] if account is None else [format_duration(account.total)]
-    counts = [(_integer(launched, f"{thing}s"), thing) for thing in ("rank", "node")]
+    counts = [(_integer(start, f"{thing}s"), thing) for thing in ("rank", "node")]
     said += [plural(count, thing) for count, thing in counts if count is not None]
-    said += [plural(_restarts(facts), "restart")] if _restarts(facts) else []
+    said += [plural(restarts(facts), "restart")] if restarts(facts) else []
     when = facts.updated
     said += [f"last update {datetime.fromtimestamp(when):%Y-%m-%d %H:%M:%S}"] if 0 < when < 1e11 else []
     return [f"{facts.name}: {facts.state}", f"  {', '.join(said)}"]
 
 
-def _launched(facts: RunFacts) -> Event:
+def launched(facts: RunFacts) -> Event:
     return next(iter(last_launch(facts.events)), {})
 
 
@@ -73,7 +73,7 @@ def _integer(event: Event, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _restarts(facts: RunFacts) -> int:
+def restarts(facts: RunFacts) -> int:
     return sum(event["event"] == "launched" and bool(event.get("generation")) for event in facts.events)
 
 
@@ -107,7 +107,7 @@ def _curve_values(series: MetricSeries, metric: str) -> dict[str, Any]:
     return found if best is None else {**found, "best": {"step": best[0], "value": best[1]}}
 
 
-def _failure(facts: RunFacts) -> FailureRecord | None:
+def failure_of(facts: RunFacts) -> FailureRecord | None:
     """The record of the rank that failed first."""
     folder = facts.folder
     sizes = [path.lstat().st_size for path in folder.failure.existing().values()]
@@ -119,7 +119,7 @@ def _failure(facts: RunFacts) -> FailureRecord | None:
 
 
 def _failure_values(facts: RunFacts) -> dict[str, Any] | None:
-    event, record = facts.state.failure or {}, _failure(facts)
+    event, record = facts.state.failure or {}, failure_of(facts)
     if facts.state.name != "failed":
         return None
     place = {name: _integer(event, name) for name in ("rank", "step")}
@@ -129,7 +129,7 @@ def _failure_values(facts: RunFacts) -> dict[str, Any] | None:
 def _verdict(facts: RunFacts) -> list[str]:
     if facts.state.name != "failed":
         return []
-    event, record = facts.state.failure or {}, _failure(facts)
+    event, record = facts.state.failure or {}, failure_of(facts)
     places = [(" on rank", _integer(event, "rank")), (" after step", _integer(event, "step"))]
     where = "".join(f"{words} {number}" for words, number in places if number is not None)
     lines = [f"failed: {clean(facts.state.reason, 60)}{where}"]
@@ -140,18 +140,18 @@ def _verdict(facts: RunFacts) -> list[str]:
 
 def _warnings(facts: RunFacts) -> list[str]:
     lines = []
-    for hang in map(_hang_values, _hangs(facts)[-_MAX_WARNINGS:]):
+    for hang in map(hang_values, hangs(facts)[-_MAX_WARNINGS:]):
         who = numbered("rank", hang["ranks"][:_MAX_RANKS]) + "…" * (len(hang["ranks"]) > _MAX_RANKS)
         kind, seconds = clean(hang["kind"], 40), number_text(hang["seconds"])
         lines.append(f"hang: {who if hang['ranks'] else 'ranks'} made no progress for {seconds} s ({kind})")
-    return lines + _warning_lines(facts)[-_MAX_WARNINGS:]
+    return lines + warning_lines(facts)[-_MAX_WARNINGS:]
 
 
-def _hangs(facts: RunFacts) -> list[Event]:
+def hangs(facts: RunFacts) -> list[Event]:
     return [event for event in facts.events if event["event"] == "hang"]
 
 
-def _hang_values(event: Event) -> dict[str, Any]:
+def hang_values(event: Event) -> dict[str, Any]:
     ranks, seconds = event.get("ranks"), event.get("seconds")
     return {
         "kind": str(event.get("kind")),
@@ -160,7 +160,7 @@ def _hang_values(event: Event) -> dict[str, Any]:
     }
 
 
-def _warning_lines(facts: RunFacts) -> list[str]:
+def warning_lines(facts: RunFacts) -> list[str]:
     """The different warnings at the end of the log of rank 0."""
     if facts.folder.logs.is_symlink():
         return []

@@ -14,7 +14,8 @@ from paceline.watch.record_stream import RecordStream
 def read(path: Path, content: bytes, last_bytes: int = 1 << 31) -> tuple[list[object], RecordStream]:
     path.write_bytes(content)
     stream = RecordStream(path, last_bytes)
-    return [record["a"] for records in stream for record in records], stream
+    found = [record["a"] for records in stream for record in records]
+    return [*found, *(record["a"] for record in stream.rest())], stream
 
 
 def test_unreadable_lines_are_counted(tmp_path: Path) -> None:
@@ -50,3 +51,37 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to(tmp_path / "secret")
     with pytest.raises(OSError, match="symbolic link"):
         list(RecordStream(tmp_path / "x"))
+
+
+def test_a_second_iteration_yields_what_was_appended(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b'{"a": 1}\n{"a": ')
+    stream = RecordStream(path)
+    assert list(stream) == [[{"a": 1}]] and stream.complete_bytes == 9
+    with path.open("ab") as file:
+        file.write(b'2}\n{"a": 3}\n')
+    assert list(stream) == [[{"a": 2}, {"a": 3}]] and list(stream) == [] and not stream.was_replaced()
+
+
+def test_a_file_that_was_replaced_or_shortened_is_noticed(tmp_path: Path) -> None:
+    path, other = tmp_path / "x", tmp_path / "y"
+    path.write_bytes(b'{"a": 1}\n' * 3)
+    stream = RecordStream(path)
+    list(stream)
+    other.write_bytes(b'{"a": 1}\n' * 9)
+    other.replace(path)
+    assert stream.was_replaced()
+    again = RecordStream(path)
+    list(again)
+    path.write_bytes(b'{"a": 1}\n')
+    assert again.was_replaced()
+    path.unlink()
+    assert again.was_replaced()
+
+
+def test_a_stream_continues_behind_an_offset(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n')
+    stream = RecordStream(path)
+    stream.seek(9, unreadable=4)
+    assert list(stream) == [[{"a": 2}]] and stream.unreadable == 4

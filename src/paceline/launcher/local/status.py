@@ -21,6 +21,7 @@ from paceline.run import heartbeat
 from paceline.run.ledger import Ledger
 from paceline.run.user_frame import hide_library_frames
 from paceline.runtime import environment
+from paceline.watch import report
 
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult
@@ -99,6 +100,7 @@ def show_ledger(logs: RankLogs, status: int) -> None:
     account = goodput.summarize(logs.run)
     if account.training:
         log.info(account.table())
+    report.write_requested(logs.run)
 
 
 def note_failure(cause: Cause, logs: RankLogs) -> None:

@@ -36,6 +36,7 @@ from paceline.runtime.shared_storage import ranks_without_access
 from paceline.text import numbered
 from paceline.train import factory
 from paceline.train.recorder import Sinks
+from paceline.watch import report
 
 SETUP = "setup"  # in the data of a manifest: what guard/run_setup.py compares
 _Opened = Callable[[RunFolder, str], None]
@@ -199,6 +200,11 @@ class RunHandle:
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+
+    def write_report(self, config: Config) -> None:
+        """At the end of a call to train(), unless a launcher does it, which knows how the job ended."""
+        if config.report and self.folder is not None and self._world.is_main and environment.run_folder() is None:
+            report.write_in_folder(self.folder)
 
 
 def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Opened) -> RunHandle:

@@ -1,0 +1,156 @@
+"""A run that is followed: what is on disk about it, kept up to date by reading only what was appended.
+
+    run = LiveRun(folder)
+    run.update()          # in a moment, whatever the size of the files
+    run.facts, run.statistics, run.is_complete
+
+Of a large metrics file, the end is read at once, and all of it by a thread, unless the user's cache has an index.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.run.folder import RunFolder
+from paceline.watch import metric_index
+from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
+from paceline.watch.rank_statistics import RankStatistics
+from paceline.watch.record_stream import RecordStream
+from paceline.watch.run_facts import RunFacts, read_other_facts
+
+_SECONDS_BETWEEN = 0.3  # several pages may ask at the same time
+_INDEX_GROWTH = 1 << 24  # bytes after which the index is written again
+
+Value = TypeVar("Value")
+
+
+class LiveRun:
+    """Methods may be called from any thread."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.statistics = RankStatistics(folder)
+        self.is_complete = False  # whether all metrics were read; if not, only the last ones are there
+        self.generation = 0  # changes when metrics do not continue those before
+        self._metrics = RunMetrics()
+        self._stream: RecordStream | None = None  # None: not read yet
+        self._reading: threading.Thread | None = None
+        self._indexed = 0  # bytes of the metrics file
+        self._lock = threading.RLock()
+        self._updated = self._statistics_updated = 0.0
+        self._facts: RunFacts | None = None
+        self._kept: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def facts(self) -> RunFacts:
+        if self._facts is None:
+            self.update()
+        assert self._facts is not None
+        return self._facts
+
+    @property
+    def read_fraction(self) -> float:
+        """Of the metrics file."""
+        stream = self._stream
+        return 1.0 if self.is_complete or stream is None or not stream.size else stream.offset / stream.size
+
+    def update(self) -> None:
+        """Read what is new, unless that was done just now."""
+        with self._lock:
+            if time.monotonic() < self._updated + _SECONDS_BETWEEN:
+                return
+            self._update_metrics()
+            self._facts = read_other_facts(self.folder, self._metrics)
+            self._updated = time.monotonic()
+
+    def kept(self, name: str, make: Callable[[], Value]) -> Value:
+        """A value that is made again when the ledger, the checkpoints, the state or the files of ranks have changed."""
+        with self._lock:
+            key = (self.facts.state, self.facts.problems, *map(_stamp, self._about_files()))
+            if name not in self._kept or self._kept[name][0] != key:
+                self._kept[name] = (key, make())
+            value: Value = self._kept[name][1]
+            return value
+
+    def _about_files(self) -> list[Path]:
+        folder = self.folder
+        return [folder.ledger, folder.checkpoints, folder.latest, folder.config, folder.environment, folder.logs]
+
+    def update_statistics(self) -> None:
+        with self._lock:
+            if time.monotonic() >= self._statistics_updated + _SECONDS_BETWEEN:
+                self.statistics.update()
+                self._statistics_updated = time.monotonic()
+
+    def read_everything(self) -> None:
+        """Wait until all metrics were read."""
+        self.update()
+        if self._reading is not None:
+            self._reading.join()
+        self._updated = 0.0
+        self.update()
+
+    def _update_metrics(self) -> None:
+        if self._stream is not None and self._stream.was_replaced() and self._reading is None:
+            self._stream, self.is_complete = None, False
+        if self._stream is None:
+            self._open()
+        elif self.is_complete:
+            rewinds = self._metrics.rewinds
+            self._metrics.extend(self._stream)
+            self.generation += self._metrics.rewinds != rewinds
+            self._store_index()
+
+    def _open(self) -> None:
+        self.generation += 1
+        known = metric_index.load(self.folder)
+        if known is not None:
+            self._metrics, self._stream = known
+            self._indexed = self._stream.offset
+            self._metrics.extend(self._stream)
+            self.is_complete = True
+            return
+        self._indexed, self._stream = 0, RecordStream(self.folder.metrics)
+        if _size(self.folder) < metric_index.WORTH_BYTES:
+            self._metrics = RunMetrics()
+            self._metrics.extend(self._stream)
+            self.is_complete = True
+        else:
+            self._metrics = read_metrics(self.folder, TAIL_BYTES)
+            self._reading = threading.Thread(target=self._read_all, args=(self._stream,), daemon=True)
+            self._reading.start()
+
+    def _read_all(self, stream: RecordStream) -> None:
+        metrics = RunMetrics()
+        metrics.extend(stream)
+        with self._lock:
+            self._metrics, self.is_complete, self._reading = metrics, True, None
+            self.generation += 1
+            self._updated = 0.0
+            self._store_index()
+
+    def _store_index(self) -> None:
+        stream, worth = self._stream, self._indexed + _INDEX_GROWTH if self._indexed else metric_index.WORTH_BYTES
+        if stream is not None and stream.offset >= worth:
+            metric_index.store(self.folder, self._metrics, stream)
+            self._indexed = stream.offset
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _size(folder: RunFolder) -> int:
+    try:
+        return os.lstat(folder.metrics).st_size
+    except OSError:
+        return 0

@@ -1,0 +1,251 @@
+// Which view is shown, and keeping it up to date.
+
+const POLL = 1000; // milliseconds between two questions to the server
+const RANKS_EVERY = 4; // of which one is about ranks
+const MAX_POINTS = 6000; // of a curve; then the server is asked for a shorter one
+
+class App {
+  constructor(root) {
+    this.root = root;
+    this.source = openSource();
+    this.runs = [];
+    this.known = new Map(); // values by the id of a run
+    this.mode = (this.source.values && this.source.values.by) || "step";
+    this.smoothing = 0.6;
+    this.paused = false;
+    this.round = 0;
+    this.theme = this.stored("theme");
+    this.title = h("h1", {});
+    this.status = h("span", { class: "status", role: "status" });
+    this.pill = h("span", {});
+    this.nav = h("nav", { "aria-label": "parts of the page" });
+    this.body = h("div", {});
+    this.help = this.helpDialog();
+    fill(root, h("header", { class: "top" }, h("a", { class: "brand", href: "#" }, "paceline"), this.title, this.pill, h("span", { class: "grow" }), this.status,
+      h("button", { class: "icon", title: "light or dark (t)", "aria-label": "light or dark", onclick: () => this.toggleTheme() }, "◐"),
+      h("button", { class: "icon", title: "keyboard (?)", "aria-label": "keyboard", onclick: () => this.help.showModal() }, "?")), this.nav, this.body, this.help);
+    this.applyTheme();
+    addEventListener("hashchange", () => this.route());
+    addEventListener("keydown", (event) => this.onKey(event));
+    new ResizeObserver(() => this.view && this.view.redraw()).observe(this.body);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.applyTheme());
+    addEventListener("beforeprint", () => this.forPrint(true));
+    addEventListener("afterprint", () => this.forPrint(false));
+  }
+
+  // A report that was opened as a file may have no storage.
+  stored(name) {
+    try { return localStorage.getItem(`paceline-${name}`); } catch { return null; }
+  }
+
+  get isDark() { return this.theme ? this.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches; }
+
+  applyTheme(isDark = this.isDark) {
+    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+    if (this.view) this.view.recolor();
+  }
+
+  toggleTheme() {
+    this.theme = this.isDark ? "light" : "dark";
+    try { localStorage.setItem("paceline-theme", this.theme); } catch { /* not kept */ }
+    this.applyTheme();
+  }
+
+  forPrint(isPrinted) {
+    this.applyTheme(isPrinted ? false : this.isDark);
+    if (this.view && this.view.shared) { // before the paper is filled, not in the next frame
+      const palette = colors();
+      for (const chart of this.view.shared.charts) chart.draw(this.view.shared.range, palette);
+    }
+  }
+
+  helpDialog() {
+    const keys = [["?", "this list"], ["/", "search in the log"], ["1 … 6", "go to a part of the page"], ["r", "reset the zoom"], ["x", "x axis: step, time or samples"], ["s", "more or less smoothing"], ["t", "light or dark"], ["p", "pause or continue updates"], ["g", "list of runs"],
+      ["drag", "zoom into a chart; shift and drag moves, a double click resets"], ["← →", "on a chart: move the crosshair; with shift, move the range"], ["+ −", "on a chart: zoom"], ["↑ ↓", "on the table of ranks: select a rank"]];
+    const dialog = h("dialog", { "aria-label": "keyboard" }, h("h2", {}, "Keyboard"), table(["key", ""], keys.map(([key, text]) => [h("kbd", {}, key), text])), h("button", { onclick: () => dialog.close() }, "Close"));
+    dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+    return dialog;
+  }
+
+  controls(view) {
+    const modes = h("div", { class: "segmented", role: "group", "aria-label": "x axis" }, ["step", "time", "samples"].map((mode) => h("button", { "data-mode": mode, "aria-pressed": String(mode === this.mode), onclick: () => this.setMode(mode) }, mode)));
+    const slider = h("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(this.smoothing), "aria-label": "smoothing", oninput: (event) => this.setSmoothing(Number(event.target.value)) });
+    const reset = h("button", { class: "reset", onclick: () => view.shared.setZoom(null) }, "reset zoom");
+    return h("div", { class: "controls" }, modes, h("label", {}, "smoothing ", slider), h("span", { class: "grow" }), h("button", { title: "zoom out", "aria-label": "zoom out", onclick: () => view.shared.zoomBy(2) }, "−"), h("button", { title: "zoom in", "aria-label": "zoom in", onclick: () => view.shared.zoomBy(0.5) }, "+"), reset);
+  }
+
+  setMode(mode) {
+    this.mode = mode;
+    for (const button of this.body.querySelectorAll("[data-mode]")) button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
+    this.view.shared.mode = mode;
+    this.view.shared.setZoom(null);
+    this.view.update();
+  }
+
+  setSmoothing(weight) {
+    this.smoothing = Math.min(0.99, Math.max(0, weight));
+    if (!this.view.shared) return;
+    this.view.shared.smoothing = this.smoothing;
+    this.view.shared.redraw();
+    for (const slider of this.body.querySelectorAll("input[type=range]")) slider.value = String(this.smoothing);
+  }
+
+  async start() {
+    await this.refreshRuns();
+    await this.route();
+    if (this.source.live) this.poll();
+  }
+
+  async refreshRuns() {
+    const found = await this.source.runs();
+    this.runs = found.runs;
+    this.now = found.now;
+    this.chosen = found.chosen || [];
+  }
+
+  // #run=ID, #compare=ID,ID or the list of runs.
+  async route() {
+    const [kind, value] = location.hash.slice(1).split("=");
+    let ids = value ? value.split(",").map(decodeURIComponent).filter((id) => this.runs.some((run) => run.id === id)) : [];
+    if (!kind && this.chosen.length) ids = this.chosen;
+    this.view = null;
+    if (!ids.length) this.view = new ListView(this);
+    else {
+      const runs = ids.map((id) => this.runOf(id));
+      await Promise.all(runs.map((run) => this.refresh(run)));
+      this.view = runs.length === 1 ? new RunView(this, runs[0]) : new CompareView(this, runs);
+    }
+    this.shown = ids;
+    fill(this.body, this.view.element);
+    fill(this.nav, this.source.live && ids.length > 0 && h("a", { href: "#list" }, "Runs"), [...this.body.querySelectorAll(".part")].map((part) => h("a", { href: location.hash, onclick: (event) => { event.preventDefault(); part.scrollIntoView({ behavior: "smooth" }); } }, part.querySelector("h2").textContent)));
+    this.show();
+    scrollTo(0, 0);
+    await this.refreshRanks(this.view);
+  }
+
+  runOf(id) {
+    if (!this.known.has(id)) this.known.set(id, { id, curves: {}, cursor: "", head: null, about: null, ranks: null });
+    return this.known.get(id);
+  }
+
+  async refresh(run) {
+    const isLong = Object.values(run.curves).some((curve) => curve.x.length > MAX_POINTS);
+    const found = await this.source.run(run.id, isLong ? "" : run.cursor, run.aboutId);
+    if (found.about) { run.about = found.about; run.aboutId = found.about_id; }
+    run.head = found.head;
+    if (found.curves) {
+      if (found.fresh !== false) run.curves = found.curves;
+      else for (const [name, curve] of Object.entries(found.curves)) append(run.curves, name, curve);
+      run.cursor = found.cursor;
+    }
+  }
+
+  // After the curves: the files of many ranks take a moment.
+  async refreshRanks(view) {
+    if (!(view instanceof RunView)) return;
+    const found = await this.source.ranks(view.run.id, view.run.ranks && view.run.ranks.version);
+    if (!found.rows) return; // nothing new
+    view.run.ranks = found;
+    if (view === this.view) view.update();
+  }
+
+  show() {
+    const heads = this.shown.map((id) => this.runOf(id).head);
+    setText(this.title, heads.length === 1 ? heads[0].name : heads.length ? heads.map((head) => head.name).join(", ") : "");
+    fill(this.pill, heads.length === 1 ? statePill(heads[0]) : null);
+    document.title = heads.length === 1 ? `${SIGNS[heads[0].state]} ${heads[0].name} – paceline` : "paceline";
+    const last = Math.max(...heads.map((head) => head.updated), 0);
+    setText(this.status, !this.source.live ? `report of ${format.clock(this.source.values.written)}` : this.paused ? "paused" : heads.length ? `updated ${format.age(heads[0].now - last)} ago` : "");
+    this.status.classList.toggle("live", this.source.live && !this.paused);
+    this.view.update();
+  }
+
+  async poll() {
+    for (;;) {
+      await new Promise((resolve) => setTimeout(resolve, POLL));
+      if (this.paused || document.hidden) continue;
+      this.round += 1;
+      try {
+        const shown = this.shown;
+        if (!shown.length || this.round % 5 === 0) await this.refreshRuns();
+        for (const id of shown) await this.refresh(this.runOf(id));
+        if (shown !== this.shown) continue;
+        this.show();
+        if (this.round % RANKS_EVERY === 0) await this.refreshRanks(this.view);
+      } catch (error) {
+        setText(this.status, `disconnected: ${error.message || error}`);
+        this.status.classList.remove("live");
+      }
+    }
+  }
+
+  // More points for the range that is zoomed into.
+  async fetchDetail(view) {
+    const zoom = view.shared.zoom;
+    const mode = view.shared.mode;
+    clearTimeout(this.detailTimer);
+    if (!zoom) {
+      view.detail = null;
+      if (view.details) view.details.clear();
+      view.update();
+      return;
+    }
+    this.detailTimer = setTimeout(async () => {
+      for (const run of view.runs || [view.run]) {
+        const [low, high] = zoom.map((x) => toStep(x, mode, run));
+        const found = await this.source.curves(run.id, Math.max(0, low), high);
+        if (!found || view.shared.zoom !== zoom) return;
+        if (view.details) view.details.set(run.id, { ...found, time: run.curves.time });
+        else view.detail = { ...found, time: run.curves.time };
+      }
+      view.update();
+    }, 200);
+  }
+
+  onKey(event) {
+    const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "range" && event.target.type !== "checkbox";
+    if (event.key === "Escape" && isTyping) event.target.blur();
+    if (isTyping || event.ctrlKey || event.metaKey || event.altKey || this.help.open) return;
+    const shared = this.view && this.view.shared;
+    const parts = this.body.querySelectorAll(".part");
+    const next = { step: "time", time: "samples", samples: "step" };
+    const actions = {
+      "?": () => this.help.showModal(),
+      "/": () => { const box = document.getElementById("log-search"); if (box) box.focus(); },
+      t: () => this.toggleTheme(),
+      r: () => shared && shared.setZoom(null),
+      x: () => shared && this.setMode(next[this.mode]),
+      s: () => shared && this.setSmoothing(this.smoothing >= 0.9 ? 0 : this.smoothing + 0.3),
+      p: () => { this.paused = !this.paused; this.show(); },
+      g: () => { if (this.source.live) location.hash = "list"; },
+    };
+    const action = actions[event.key] || (parts[Number(event.key) - 1] && (() => parts[Number(event.key) - 1].scrollIntoView({ behavior: "smooth" })));
+    if (!action) return;
+    event.preventDefault();
+    action();
+  }
+}
+
+function append(curves, name, added) {
+  const curve = curves[name] || { x: [], y: [] };
+  const joined = { x: curve.x.concat(added.x), y: curve.y.concat(added.y) };
+  if (curve.lo) {
+    joined.lo = curve.lo.concat(added.y);
+    joined.hi = curve.hi.concat(added.y);
+  }
+  curves[name] = joined;
+}
+
+function toStep(x, mode, run) {
+  if (mode === "step") return x;
+  if (mode === "samples") return x / (run.head.batch || 1);
+  const times = run.curves.time;
+  if (!times || !times.x.length) return 0;
+  const n = Math.min(times.x.length - 1, lowerBound(times.y.map((time) => time - run.head.began), x));
+  return times.x[n];
+}
+
+const app = new App(document.getElementById("app"));
+app.start().catch((error) => {
+  fill(app.body, h("main", {}, h("section", { class: "card banner bad", role: "alert" }, h("h2", {}, "This page can't be shown"), h("p", {}, String(error.message || error)))));
+});

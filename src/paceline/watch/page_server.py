@@ -1,0 +1,212 @@
+"""The server of the live page: GET requests from this machine, with a token.
+
+    /            the page; it has no values of its own
+    /api/runs    the runs of a folder, or those that were asked for
+    /api/run     one of them: what is new since a cursor (page_values.py)
+    /api/curves  its curves between two steps
+    /api/ranks   its ranks
+    /api/log     the end of a rank's log, or lines that contain a text
+
+A run is named by its number in a list that the server made, so no request names a file. Anybody on the machine can
+connect to a port on loopback, and so can a web page in the user's browser: hence the token, and the check of the Host
+header, which is another name if a page has made its own name lead here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from paceline.run.folder import RunFolder
+from paceline.watch import page_builder, page_values, run_lookup
+from paceline.watch.live_run import LiveRun
+from paceline.watch.log_search import log_lines
+from paceline.watch.plain_text import clean
+from paceline.watch.run_list import RunLine, list_runs, run_values
+
+_MAX_RUNS = 1000  # that are listed
+_MAX_FOLLOWED = 12
+_SECONDS_TO_ANSWER = 30.0
+_MAX_STEP = 1 << 53
+
+Query = dict[str, str]
+
+
+class WatchedRuns:
+    """The runs that a page can show: those that were asked for, or all of a folder."""
+
+    def __init__(self, chosen: Sequence[RunFolder], root: Path) -> None:
+        self._root, self._chosen = root.absolute(), list(chosen)
+        self._numbers: dict[Path, str] = {}
+        self._followed: dict[str, LiveRun] = {}
+        self._lock = threading.Lock()
+
+    def listed(self) -> dict[str, Any]:
+        found = [run for run in self._lines() if isinstance(run, RunLine)][:_MAX_RUNS]
+        runs = [{"id": self._number(line.facts.folder.path), **_line_values(line)} for line in found]
+        chosen = [self._number(folder.path) for folder in self._chosen]
+        return {"runs": runs, "chosen": chosen, "now": page_values.now()}
+
+    def _lines(self) -> Sequence[Any]:
+        if not self._chosen:
+            return list_runs(self._root, trials=run_lookup.is_study(self._root))
+        return [line for folder in self._chosen for line in list_runs(folder.path)]
+
+    def _number(self, path: Path) -> str:
+        with self._lock:
+            return self._numbers.setdefault(path, str(len(self._numbers)))
+
+    def find(self, number: str) -> LiveRun | None:
+        with self._lock:
+            path = next((path for path, known in self._numbers.items() if known == number), None)
+            if path is None:
+                return None
+            run = self._followed.pop(number, None) or LiveRun(RunFolder(path))
+            self._followed[number] = run  # now the last one
+            while len(self._followed) > _MAX_FOLLOWED:
+                del self._followed[next(iter(self._followed))]
+            return run
+
+
+def _line_values(line: RunLine) -> dict[str, Any]:
+    values = run_values(line.facts)
+    shown = {name: values[name] for name in ("state", "step", "loss", "speed", "speed_unit", "updated")}
+    reason = clean(values["reason"], 60)
+    return {"name": clean(line.name, 80), **shown, "total": values["total_steps"], "reason": reason}
+
+
+class PageServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, runs: WatchedRuns, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.runs, self.token = runs, secrets.token_urlsafe(24)
+        self.page, self.policy = page_builder.live_page()
+        super().__init__((host, port), _Handler)
+        self.hosts = {"localhost", "127.0.0.1", "[::1]", host}
+        self.accepts_any_address = host in ("0.0.0.0", "::")
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.server_address[0]!s}:{self.server_port}/?token={self.token}"
+
+    def accepts(self, host: str) -> bool:
+        """Whether a Host header names this server. Any port will do: `ssh -L` may lead here from another one."""
+        name = re.sub(r":\d+$", "", host)
+        return name in self.hosts or (self.accepts_any_address and _is_address(name.strip("[]")))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that closed a connection is no error worth a traceback."""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "paceline", ""
+    timeout = _SECONDS_TO_ANSWER
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if not self.server.accepts(self.headers.get("Host", "")):
+            self._refuse(403, "unknown Host header")
+        elif not self._is_authorized(query):
+            self._refuse(403, "missing or wrong token: open the address that paceline watch printed")
+        elif parts.path == "/":
+            self._answer(200, "text/html; charset=utf-8", self.server.page)
+        elif parts.path in _ANSWERS:
+            self._answer_query(_ANSWERS[parts.path], query)
+        else:
+            self._refuse(404, "not found")
+
+    def _is_authorized(self, query: Query) -> bool:
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        token = given if scheme == "Bearer" else query.get("token", "")
+        return hmac.compare_digest(token.encode(), self.server.token.encode())
+
+    def _answer_query(self, answer: Callable[[WatchedRuns, Query], Any], query: Query) -> None:
+        try:
+            values = answer(self.server.runs, query)
+        except (LookupError, ValueError, OverflowError):
+            self._refuse(400, "invalid request")
+            return
+        self._answer(200, "application/json", json.dumps(values, separators=(",", ":"), allow_nan=False).encode())
+
+    def _refuse(self, status: int, text: str) -> None:
+        self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": self.server.policy,
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        }
+        with suppress(ConnectionError, TimeoutError):
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """For other methods than GET and requests that are not HTTP: without an HTML page."""
+        self.close_connection = True
+        self._refuse(code, message or "invalid request")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a page asks every second."""
+
+
+def _run(runs: WatchedRuns, query: Query) -> LiveRun:
+    found = runs.find(query["id"])
+    if found is None:
+        raise LookupError
+    found.update()
+    return found
+
+
+def _answer_run(runs: WatchedRuns, query: Query) -> dict[str, Any]:
+    return page_values.changes(_run(runs, query), query.get("cursor", ""), query.get("about", ""))
+
+
+def _answer_curves(runs: WatchedRuns, query: Query) -> dict[str, Any]:
+    low, high = (min(max(0, int(query[name])), _MAX_STEP) for name in ("low", "high"))
+    return page_values.curves(_run(runs, query), low, high)
+
+
+def _answer_ranks(runs: WatchedRuns, query: Query) -> dict[str, Any]:
+    return page_values.ranks(_run(runs, query), query.get("known", ""))
+
+
+def _answer_log(runs: WatchedRuns, query: Query) -> dict[str, Any]:
+    return log_lines(_run(runs, query).folder, int(query["rank"]), query.get("search", "")[:200])
+
+
+_ANSWERS: dict[str, Callable[[WatchedRuns, Query], Any]] = {
+    "/api/runs": lambda runs, query: runs.listed(),
+    "/api/run": _answer_run,
+    "/api/curves": _answer_curves,
+    "/api/ranks": _answer_ranks,
+    "/api/log": _answer_log,
+}

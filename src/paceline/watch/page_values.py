@@ -1,0 +1,232 @@
+"""What the page of a run shows, as plain values: the same for a live page and for a report.
+
+head      what changes all the time: state, step, speed
+series    curves; `since` a cursor, only what was appended
+about     what seldom changes: events, where the time went, the verdict, recipe, checkpoints, layout, environment
+ranks     a table of ranks × time, and the distribution of step times
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from paceline.diagnose.goodput import LABELS
+from paceline.text import parse_pairs
+from paceline.watch.checkpoint_list import checked_checkpoints
+from paceline.watch.live_run import LiveRun
+from paceline.watch.metric_series import MetricSeries, RunMetrics, finite
+from paceline.watch.plain_text import clean, clean_lines
+from paceline.watch.run_facts import RunFacts, read_json
+from paceline.watch.run_recipe import recipe_rows
+from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
+from paceline.watch.run_state import Event
+from paceline.watch.thinning import histogram, thin
+
+BUCKETS = 1500
+_COLUMNS = 200  # of the table of ranks
+_BINS = 48
+_MAX_EVENTS, _MAX_KEYS, _MAX_AXIS = 2000, 1000, 4096
+_VERDICT_LINES = 60
+_SHOWN_EVENTS = {
+    "launched", "restored", "saved", "save-failed", "evaluated", "hang", "continued", "failed", "finished", "ended",
+    "warning",
+}  # fmt: skip
+
+
+def changes(run: LiveRun, cursor: str, about_id: str) -> dict[str, Any]:
+    """What a page that has everything up to a cursor, and `about` with this id, does not know yet."""
+    cursor, fresh, found = new_points(run, cursor)
+    values = {"head": head(run), "cursor": cursor, "fresh": fresh, "curves": found}
+    known = run.kept("about", lambda: _with_id(about(run)))
+    return values if known[0] == about_id else {**values, "about_id": known[0], "about": known[1]}
+
+
+def _with_id(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16], values
+
+
+def now() -> float:
+    return time.time()
+
+
+def head(run: LiveRun) -> dict[str, Any]:
+    facts, metrics = run.facts, run.facts.metrics
+    speed, unit = metrics.speed or (None, None)
+    return {
+        "name": clean(facts.folder.path.name, 80),
+        "path": facts.name,
+        "state": facts.state.name,
+        "reason": clean(facts.state.reason, 80),
+        "step": facts.step,
+        "total": facts.total_steps,
+        "epoch": metrics.epoch,
+        "batch": facts.batch,
+        "speed": finite(speed),
+        "speed_unit": unit,
+        "skipped": metrics.skipped_steps,
+        "updated": facts.updated,
+        "began": next((event["time"] for event in facts.events), None),
+        "now": now(),
+        "read": round(run.read_fraction, 3),
+        "best": _best(metrics),
+        "problems": [clean(problem) for problem in (*facts.problems, *run.statistics.problems)],
+    }
+
+
+def _best(metrics: RunMetrics) -> dict[str, Any]:
+    """By name: the step and the value of the best one. Names of evaluations begin with `eval/`."""
+    curves = {"loss": metrics["loss"], **{f"eval/{name}": each for name, each in metrics.evaluations.items()}}
+    found = {name: each.best(name) for name, each in curves.items()}
+    return {clean(name, 80): best for name, best in found.items() if best is not None}
+
+
+def _curves(metrics: RunMetrics) -> dict[str, MetricSeries]:
+    return {
+        **{clean(name, 80): each for name, each in metrics.series.items()},
+        **{f"eval/{clean(name, 75)}": each for name, each in metrics.evaluations.items()},
+    }
+
+
+def curves(run: LiveRun, low: int = 0, high: int = 1 << 53, buckets: int = BUCKETS) -> dict[str, Any]:
+    """All curves between two steps."""
+    return {name: thin(each, low, high, buckets) for name, each in _curves(run.facts.metrics).items() if each}
+
+
+def new_points(run: LiveRun, since: str) -> tuple[str, bool, dict[str, Any]]:
+    """A cursor, whether the curves replace those the page has, and the curves: what was appended since a cursor, or
+    all of them."""
+    found, lengths = _curves(run.facts.metrics), _lengths(since, run.generation)
+    cursor = f"{run.generation}:" + ",".join(str(len(each)) for each in found.values())
+    if lengths is None or len(lengths) != len(found):
+        return cursor, True, curves(run)
+    appended: dict[str, Any] = {}
+    for (name, each), before in zip(found.items(), lengths, strict=True):
+        if len(each) - before > 2 * BUCKETS or before > len(each):
+            return cursor, True, curves(run)
+        if len(each) > before:
+            appended[name] = {"x": list(each.steps[before:]), "y": [finite(value) for value in each.values[before:]]}
+    return cursor, False, appended
+
+
+def _lengths(cursor: str, generation: int) -> list[int] | None:
+    of, _, lengths = cursor.partition(":")
+    try:
+        return [int(length) for length in lengths.split(",") if length] if int(of) == generation else None
+    except ValueError:
+        return None
+
+
+def ranks(run: LiveRun, known: str = "") -> dict[str, Any]:
+    """The table of ranks and the distribution of step times; only their version if that is `known`."""
+    run.update_statistics()
+    batch, speeds = run.facts.batch, run.facts.metrics["samples_per_second"].values
+    version = f"{run.generation}.{run.statistics.version}.{len(speeds)}"
+    if version == known:
+        return {"version": version}
+    times = [batch / speed for speed in speeds if speed > 0] if batch else []
+    table = run.statistics.table(_COLUMNS, batch)
+    return {"version": version, **table, "step_times": histogram(times, _BINS)}
+
+
+def about(run: LiveRun) -> dict[str, Any]:
+    facts = run.facts
+    account = facts.goodput()
+    times = [
+        {"name": each.name, "label": LABELS.get(each.name, each.name), "seconds": getattr(account, each.name)}
+        for each in (fields(account) if account is not None else ())
+        if each.name == "training" or each.name in LABELS
+    ]
+    return {
+        "events": _events(facts.events),
+        "time": {"parts": times, "total": 0.0 if account is None else account.total},
+        "restarts": restarts(facts),
+        "verdict": _verdict(facts),
+        "hangs": [{**each, "kind": clean(each["kind"], 40)} for each in map(hang_values, hangs(facts))][-20:],
+        "warnings": warning_lines(facts)[-50:],
+        "layout": _layout(facts),
+        "derived": [[clean(each, 200) for each in row] for row in _derived(facts)],
+        "recipe": recipe_rows(facts.folder)[:_MAX_KEYS],
+        "environment": _environment(facts),
+        "checkpoints": checked_checkpoints(facts.folder),
+        "logs": sorted(facts.folder.rank_log.existing()) if not facts.folder.logs.is_symlink() else [],
+        "profiles": _profiles(facts),
+    }
+
+
+def _events(events: Iterable[Event]) -> list[dict[str, Any]]:
+    shown = [event for event in events if event["event"] in _SHOWN_EVENTS]
+    kept = ("step", "seconds", "generation", "nodes", "ranks", "status", "rank")
+    return [
+        {
+            "time": event["time"],
+            "event": event["event"],
+            "text": clean(event.get("text") or event.get("cause") or event.get("kind") or "", 300),
+            **{name: event[name] for name in kept if _is_number(event.get(name))},
+        }
+        for event in shown[-_MAX_EVENTS:]
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _verdict(facts: RunFacts) -> dict[str, Any] | None:
+    if facts.state.name != "failed":
+        return None
+    event, record = facts.state.failure or {}, failure_of(facts)
+    lines = [] if record is None else clean_lines(record.text, _VERDICT_LINES)
+    place = {name: event[name] for name in ("rank", "step") if _is_number(event.get(name))}
+    where = "" if record is None or not isinstance(record.file, str) else clean(record.place)
+    return {"cause": clean(facts.state.reason, 80), **place, "lines": lines, "place": where}
+
+
+def _layout(facts: RunFacts) -> dict[str, Any]:
+    """Axes from the outermost to the innermost, with their degrees; numbers of ranks and nodes."""
+    first = launched(facts)
+    text = facts.derived.get("layout")
+    pairs = parse_pairs(text.replace(" ", ",")) if isinstance(text, str) and len(text) < 200 else []
+    axes = [(clean(name, 20), int(degree)) for name, degree in pairs if degree and degree.isdecimal()]
+    sizes = {name: first.get(name) for name in ("ranks", "nodes")}
+    known = {name: size for name, size in sizes.items() if type(size) is int and 0 < size <= _MAX_AXIS}
+    axes = axes if math.prod(degree for _, degree in axes) == known.get("ranks") else []
+    return {"axes": axes, "strategy": clean(facts.derived.get("strategy", ""), 40), **known}
+
+
+def _derived(facts: RunFacts) -> list[tuple[object, object, object]]:
+    found = read_json(facts.folder.derived)
+    entries = found.items() if isinstance(found, dict) else ()
+    return [(name, each.get("value"), each.get("reason", "")) for name, each in entries if isinstance(each, dict)]
+
+
+def _environment(facts: RunFacts) -> list[tuple[str, str]]:
+    found = read_json(facts.folder.environment)
+    entries = found.items() if isinstance(found, dict) else ()
+    return [(clean(name, 60), clean(value, 300)) for name, value in list(entries)[:100]]
+
+
+def _profiles(facts: RunFacts) -> list[dict[str, Any]]:
+    """Where the time of profiled steps went, by rank, in milliseconds per step."""
+    found = []
+    paths = facts.folder.profile_split
+    for rank, path in list(paths.existing().items())[:64] if not paths.folder.is_symlink() else ():
+        split = read_json(path)
+        names = ("step", "compute", "exposed", "idle", "communication")
+        if isinstance(split, dict) and all(_is_number(split.get(name)) for name in names):
+            operations = _operations(split.get("operations"))
+            found.append({"rank": rank, **{name: split[name] for name in names}, "operations": operations})
+    return found
+
+
+def _operations(rows: object) -> list[tuple[str, float, float]]:
+    """Names, milliseconds and calls per step."""
+    known = [row for row in rows if isinstance(row, list) and len(row) == 3] if isinstance(rows, list) else []
+    return [
+        (clean(name, 60), each, calls) for name, each, calls in known[:12] if _is_number(each) and _is_number(calls)
+    ]

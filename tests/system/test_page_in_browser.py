@@ -1,0 +1,334 @@
+"""The page of a run in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+import forked
+from hostile_pages import FIELDS, PAYLOADS, hostile_run
+from made_runs import make_run
+from paceline.run.folder import RunFolder
+from paceline.watch.page_server import PageServer, WatchedRuns
+from paceline.watch.report import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("PACELINE_SYSTEM_TESTS") != "1", reason="starts a browser: set PACELINE_SYSTEM_TESTS=1"
+)
+PARTS = """
+    Loss, accuracy (validation), Learning rate, Gradient norm, Throughput, MFU, Data wait, Step time, Layout,
+    Ranks over time, Where the time went, What happened when, Checkpoints, Recipe, Environment, Log of
+"""
+LIVE = """
+import time, torch, paceline
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, n):
+        time.sleep(0.01)
+        return torch.full((4,), n / 1e5), torch.zeros(1)
+
+model, loss = torch.nn.Linear(4, 1), torch.nn.MSELoss()
+paceline.Trainer(model, criterion=loss, batch=8, log_every=1, run="live").train(Slow(), epochs=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from system import browser
+
+    with browser.running() as started:
+        yield started
+
+
+@contextmanager
+def serving(chosen: list[RunFolder], root: Path) -> Iterator[PageServer]:
+    server = PageServer(WatchedRuns(chosen, root))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "good", steps=3000, ranks=4)
+    make_run(root / "other", steps=2000, ranks=4, seed=1)
+    make_run(root / "bad", steps=500, ranks=2, failed=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(runs: Path) -> Iterator[PageServer]:
+    with serving([], runs) as server:
+        yield server
+
+
+@contextmanager
+def page_of(browser: Browser, server: PageServer, *names: str, scheme: str = "light") -> Iterator[Page]:
+    """The page of one run, or of several over each other. It must neither fail nor ask another machine."""
+    from system import browser as browsers
+
+    ids = [run["id"] for name in names for run in server.runs.listed()["runs"] if run["name"] == name]
+    route = "list" if not ids else f"run={ids[0]}" if len(ids) == 1 else f"compare={','.join(ids)}"
+    with browsers.opened(browser, f"{server.url}#{route}", scheme=scheme) as (page, observed):
+        yield page
+        assert observed.errors == [] and observed.dialogs == []
+        assert {urlsplit(url).netloc for url in observed.requests} == {f"127.0.0.1:{server.server_port}"}
+
+
+def described(page: Page, title: str) -> str:
+    """What a chart says to people who can't see it: its last values and its range."""
+    label = page.locator(f'canvas[aria-label^="{title}: "]').first.get_attribute("aria-label")
+    return label or ""
+
+
+def until(page: Page, condition: Callable[[], object]) -> None:
+    """Playwright's own `wait_for_function` evaluates a string, which the policy of the page forbids."""
+    from system.browser import DEADLINE
+
+    deadline = time.monotonic() + DEADLINE / 1000
+    while not condition():
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(30)
+
+
+def shown_step(page: Page) -> int:
+    return int(page.locator('.tile:has(> div:text-is("step")) .big').inner_text().replace(",", "").replace("–", "0"))
+
+
+def ink(page: Page, selector: str) -> int:
+    """The number of pixels of a canvas that are not transparent."""
+    count: int = page.eval_on_selector(
+        selector,
+        "canvas => { const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+        " let count = 0; for (let n = 3; n < data.length; n += 4) count += data[n] > 0; return count; }",
+    )
+    return count
+
+
+def drag(page: Page, title: str, start: float, end: float) -> None:
+    chart = page.locator(f'canvas[aria-label^="{title}: "]').first
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + start * box["width"], box["y"] + 80)
+    page.mouse.down()
+    page.mouse.move(box["x"] + end * box["width"], box["y"] + 90, steps=4)
+    page.mouse.up()
+
+
+def test_every_part_of_a_run_is_shown(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server, "good") as page:
+        page.wait_for_selector('canvas[aria-label*="of 4 ranks"]')
+        titles = page.locator("h3").all_text_contents()
+        for title in PARTS.strip().split(","):
+            assert title.strip() in titles
+        assert described(page, "Loss").endswith("; step 1 to step 3,000")
+        assert (
+            ink(page, 'canvas[aria-label^="Loss: "]') > 2000 and ink(page, 'canvas[aria-label*="of 4 ranks"]') > 20_000
+        )
+        text = page.inner_text("main")
+        for said in (
+            "fsdp: 4 ranks on 1 node",
+            "has been 1.3 × slower",
+            "recipe.yaml:3",
+        ):
+            assert said in text
+
+
+def test_zoom_pan_and_crosshair(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server, "good") as page:
+        drag(page, "Loss", 0.4, 0.6)
+        until(page, lambda: re.search(r"; step 1,\d+ to step 1,", described(page, "Loss")))
+        zoomed = described(page, "Loss")
+        assert described(page, "Learning rate").split("; ")[1] == zoomed.split("; ")[1], "charts share their range"
+        chart = page.locator('canvas[aria-label^="Loss: "]').first
+        chart.focus()
+        chart.press("Shift+ArrowRight")
+        until(page, lambda: described(page, "Loss") != zoomed)
+        chart.press("ArrowLeft")
+        assert page.locator(".tip:visible").first.inner_text().startswith("step ")
+        chart.press("Home")
+        until(page, lambda: described(page, "Loss").endswith("step 1 to step 3,000"))
+        box = chart.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
+        tip = page.locator(".tip:visible").first.inner_text()
+        assert re.match(r"step 1,[45]\d\d\b", tip) and "training" in tip and "validation" in tip
+
+
+def test_axis_smoothing_and_logarithmic_scale(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server, "good") as page:
+        page.click("button[data-mode=time]")
+        until(page, lambda: "after the start" in described(page, "Loss"))
+        page.click("button[data-mode=samples]")
+        until(page, lambda: "96,000 samples" in described(page, "Loss"))
+        before = page.locator('canvas[aria-label^="Loss: "]').first.screenshot()
+        page.locator('section:has(> header > h3:text-is("Loss")) button.small').click()
+        page.wait_for_timeout(100)
+        assert page.locator('canvas[aria-label^="Loss: "]').first.screenshot() != before
+
+
+def test_keyboard(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server, "good") as page:
+        page.keyboard.press("?")
+        assert page.locator("dialog[open]").inner_text().startswith("Keyboard")
+        page.keyboard.press("Escape")
+        page.keyboard.press("x")
+        until(page, lambda: page.evaluate("document.querySelector('button[data-mode=time]').ariaPressed === 'true'"))
+        page.keyboard.press("t")
+        until(page, lambda: page.evaluate("document.documentElement.dataset.theme === 'dark'"))
+        page.keyboard.press("/")
+        assert page.evaluate("document.activeElement.id") == "log-search"
+        page.keyboard.type("step 59: x")  # letters are typed, not commands
+        page.keyboard.press("Escape")
+        page.keyboard.press("p")
+        until(page, lambda: page.evaluate("document.querySelector('.status').textContent === 'paused'"))
+        page.keyboard.press("6")
+        until(page, lambda: page.evaluate("scrollY > 500"))
+        page.keyboard.press("g")
+        page.wait_for_selector('a:has-text("other")')
+
+
+def test_light_and_dark(browser: Browser, server: PageServer) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    with page_of(browser, server, "good", scheme="dark") as page:
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        dark = page.evaluate(background)
+        page.click('button[aria-label="light or dark"]')
+        until(page, lambda: page.evaluate(background) != dark)
+        page.reload()
+        page.wait_for_selector("main")
+        assert page.evaluate("document.documentElement.dataset.theme") == "light", "the choice is kept"
+
+
+def test_search_in_the_log(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server, "good") as page:
+        page.select_option('select[aria-label="rank"]', "2")
+        page.wait_for_selector('.log div:has-text("rank 2 says")')
+        page.fill("#log-search", "step 5:")
+        until(page, lambda: page.evaluate("document.querySelectorAll('.log div').length === 1"))
+        assert page.locator(".log mark").inner_text() == "step 5:"
+        page.fill("#log-search", "nothing like this")
+        until(page, lambda: page.evaluate("document.querySelectorAll('.log div').length === 0"))
+
+
+def test_a_rank_beside_the_others(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server, "good") as page:
+        table = page.locator('canvas[aria-label*="of 4 ranks"]')
+        table.focus()
+        table.press("ArrowDown")
+        table.press("ArrowDown")
+        page.wait_for_selector('canvas[aria-label^="Rank 1: own time, relative: rank 1 1.2"]')
+        page.click('button[data-quantity="memory"]')
+        page.wait_for_selector('canvas[aria-label^="memory of 4 ranks, from 6"]')
+
+
+def test_a_failed_run(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server, "bad") as page:
+        alert = page.locator("[role=alert]").inner_text()
+        assert "Failed: exception on rank 1 after step 500" in alert and "illegal memory access" in alert
+        assert page.locator('select[aria-label="rank"]').input_value() == "1"
+
+
+def test_the_list_and_runs_over_each_other(browser: Browser, server: PageServer) -> None:
+    with page_of(browser, server) as page:
+        for name in ("good", "other"):
+            page.check(f'input[aria-label="choose {name}"]')
+        page.click("text=Compare 2 runs")
+        page.wait_for_selector('canvas[aria-label^="Loss (training): "]')
+        assert "good" in described(page, "Loss (training)") and "other" in described(page, "Loss (training)")
+        results = page.locator("table").first.inner_text()
+        assert "best validation accuracy" in results and "3,000 of 3,000" in results
+        assert "seed" in page.locator("#about").inner_text()
+
+
+def test_a_report_works_without_a_server(browser: Browser, runs: Path, tmp_path: Path) -> None:
+    from system import browser as browsers
+
+    write_report([RunFolder(runs / "good")], tmp_path / "report.html")
+    with browsers.opened(browser, f"file://{tmp_path}/report.html") as (page, observed):
+        page.wait_for_selector('canvas[aria-label*="of 4 ranks"]')
+        drag(page, "Loss", 0.4, 0.6)
+        until(page, lambda: re.search(r"; step 1,\d+ to step 1,", described(page, "Loss")))
+        page.fill("#log-search", "step 5:")
+        until(page, lambda: page.evaluate("document.querySelectorAll('.log div').length === 1"))
+        page.emulate_media(media="print")
+        assert page.pdf()[:4] == b"%PDF"
+        assert observed.errors == [] and [urlsplit(url).scheme for url in observed.requests] == ["file"]
+
+
+def test_a_live_run_gets_new_points(browser: Browser, tmp_path: Path) -> None:
+    """Of two ranks, without reloading; and its end is noticed."""
+    from system import browser as browsers
+
+    (tmp_path / "script.py").write_text(LIVE)
+    with (tmp_path / "output").open("wb") as output:
+        pid = forked.start(
+            lambda: forked.command("launch", "-n", "2", "script.py"), tmp_path, output.fileno(), output.fileno()
+        )
+    folder, deadline = RunFolder(tmp_path / "runs" / "live"), time.monotonic() + 100
+    try:
+        while not folder.metrics.exists():
+            assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.05)
+        with serving([folder], tmp_path) as server, browsers.opened(browser, server.url) as (page, observed):
+            for _ in range(2):
+                last = json.loads(folder.metrics.read_text().splitlines()[-2])["step"]
+                until(page, lambda after=last: shown_step(page) > after)
+                shown = int(described(page, "Loss").rpartition("step ")[2].replace(",", ""))
+                assert shown > last, "the chart has the new points as well"
+            assert page.locator(".pill").inner_text() == "● running"
+            os.killpg(pid, signal.SIGTERM)
+            until(page, lambda: page.evaluate("document.querySelector('.pill').textContent.includes('interrupted')"))
+            assert observed.errors == []
+    finally:
+        os.killpg(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("kind", ["page", "report"])
+def test_hostile_text_runs_no_script(browser: Browser, tmp_path: Path, kind: str) -> None:
+    """Every payload in every text of a run: on a page, where it must be seen as text, and in a report."""
+    from system import browser as browsers
+
+    assert len(PAYLOADS) * len(FIELDS) >= 200
+    folders = [hostile_run(tmp_path / f"run {n}", payload) for n, payload in enumerate(PAYLOADS)]
+    with serving(folders, tmp_path) as server:
+        for n, (folder, payload) in enumerate(zip(folders, PAYLOADS, strict=True)):
+            url = f"{server.url}#run={n}"
+            server.runs.listed()
+            if kind == "report":
+                write_report([folder], tmp_path / "report.html")
+                url = f"file://{tmp_path}/report.html"
+            with browsers.opened(browser, url) as (page, observed):
+                page.wait_for_selector(".log div")
+                page.check('label:has-text("defaults") input')
+                shown = page.inner_text("body")
+                assert page.evaluate("window.hacked") is None and observed.dialogs == [], payload
+                assert observed.errors == [], payload
+                assert shown.count(payload[:12]) >= 8, f"{payload!r} is not shown as text"
+                assert page.locator("script").count() == (2 if kind == "report" else 1)
+                assert page.locator("img, iframe, object, embed, svg, link, base, form").count() == 0

@@ -1,0 +1,133 @@
+"""What a page shows of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from made_runs import make_run
+from paceline.watch import live_run, page_values
+from paceline.watch.live_run import LiveRun
+from watched import FAILED, FINISHED, HOSTILE, START, evaluation, run_folder, step
+
+
+@pytest.fixture(autouse=True)
+def every_update_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_run, "_SECONDS_BETWEEN", 0.0)
+
+
+def test_the_head_of_a_run(tmp_path: Path) -> None:
+    records = [step(1), step(2, skipped=True), evaluation(2, loss=3.0, accuracy=0.5)]
+    head = page_values.head(LiveRun(run_folder(tmp_path / "run", records)))
+    assert (head["name"], head["state"], head["step"], head["total"], head["batch"]) == ("run", "finished", 2, 10, 8)
+    assert head["best"] == {"loss": (2, 1.0), "eval/loss": (2, 3.0), "eval/accuracy": (2, 0.5)}
+    assert head["skipped"] == 1 and head["read"] == 1.0 and head["problems"] == []
+
+
+def test_a_cursor_gets_what_is_new(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", [step(1), step(2)])
+    run = LiveRun(folder)
+    run.update()
+    first = page_values.changes(run, "", "")
+    assert first["fresh"] and first["curves"]["loss"] == {"x": [1, 2], "y": [2.0, 1.0]} and "recipe" in first["about"]
+    again = page_values.changes(run, first["cursor"], first["about_id"])
+    assert not again["fresh"] and again["curves"] == {} and "about" not in again
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps(step(3)) + "\n" + json.dumps(evaluation(3, loss=1.5)) + "\n")
+    run.update()
+    later = page_values.changes(run, first["cursor"], first["about_id"])
+    assert later["fresh"], "a new curve changes the order of the others"
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps(step(4, loss=None)) + "\n")
+    run.update()
+    last = page_values.changes(run, later["cursor"], "")
+    assert last["curves"]["loss"] == {"x": [4], "y": [None]} and "eval/loss" not in last["curves"]
+    for nonsense in ("x", "1:x", "99:1,2", "1:1"):
+        assert page_values.changes(run, nonsense, "")["fresh"]
+
+
+def test_a_rewind_sends_everything_again(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", [step(1), step(2), step(3)])
+    run = LiveRun(folder)
+    run.update()
+    cursor = page_values.changes(run, "", "")["cursor"]
+    with folder.metrics.open("a") as file:
+        file.write("".join(json.dumps(step(n)) + "\n" for n in (2, 3, 4)))
+    run.update()
+    found = page_values.changes(run, cursor, "")
+    assert found["fresh"] and found["curves"]["loss"]["x"] == [1, 2, 3, 4]
+
+
+def test_what_is_known_about_a_finished_run(tmp_path: Path) -> None:
+    config = "batch: 8  # recipe.yaml:2\nmodel:\n  name: 'a # b'  # override model.name=…\n"
+    events = [*FINISHED, (START + 3, "warning", {"text": "careful"})]
+    folder = run_folder(tmp_path / "run", events=events, config=config)
+    folder.environment.write_text(json.dumps({"torch": "2.13", "command": "paceline train"}))
+    split = {"step": 10.0, "compute": 7.0, "exposed": 2.0, "idle": 1.0, "communication": 3.0}
+    folder.profile_split(1).parent.mkdir()
+    folder.profile_split(1).write_text(json.dumps({**split, "operations": [["aten::mm", 3.0, 2.0], ["odd"], "x"]}))
+    folder.profile_split(2).write_text(json.dumps({**split, "idle": "x"}))
+    folder.rank_log(0).write_text("hello\n")
+    about = page_values.about(LiveRun(folder))
+    assert about["recipe"] == [
+        ("batch", "8", "recipe.yaml:2"), ("model.name", "a # b", "override model.name=…"),
+    ]  # fmt: skip
+    assert [event["text"] for event in about["events"] if event["event"] == "warning"] == ["careful"]
+    assert about["environment"] == [("torch", "2.13"), ("command", "paceline train")]
+    assert about["profiles"] == [{"rank": 1, **split, "operations": [("aten::mm", 3.0, 2.0)]}]
+    assert about["logs"] == [0] and about["verdict"] is None and about["derived"][1] == ["batch", "8", "requested"]
+    assert sum(part["seconds"] for part in about["time"]["parts"]) == pytest.approx(about["time"]["total"]) == 10.0
+
+
+def test_the_verdict_of_a_failed_run(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", events=FAILED)
+    record = {"rank": 1, "time": 1.0, "exit_code": 1, "text": "Traceback:\n  boom", "file": "a.py", "line": 3}
+    folder.failure(1).write_text(json.dumps(record))
+    about = page_values.about(LiveRun(folder))
+    assert about["verdict"]["cause"] == "exception" and about["verdict"]["rank"] == 1 and about["verdict"]["step"] == 4
+    assert about["verdict"]["lines"] == ["Traceback:", "  boom"] and "a.py:3" in about["verdict"]["place"]
+    assert about["hangs"] == [{"kind": "missing", "ranks": [1], "seconds": 40.0}]
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("replicate=2 shard=4", [("replicate", 2), ("shard", 4)]),
+        ("one rank", []),
+        ("replicate=3", []),  # does not fit the number of ranks
+        (17, []),
+        ("x=99999999999999999999", []),
+    ],
+)
+def test_the_layout(tmp_path: Path, text: object, axes: list[tuple[str, int]]) -> None:
+    events = [(START, "launched", {"nodes": 2, "ranks": 8, "generation": 0})]
+    folder = run_folder(tmp_path / "run", events=events)
+    folder.derived.write_text(json.dumps({"layout": {"value": text}, "strategy": {"value": "hsdp"}}))
+    layout = page_values.about(LiveRun(folder))["layout"]
+    assert layout == {"axes": axes, "strategy": "hsdp", "ranks": 8, "nodes": 2}
+
+
+def test_ranks_and_step_times(tmp_path: Path) -> None:
+    run = LiveRun(make_run(tmp_path / "run", steps=500, ranks=8))
+    found = page_values.ranks(run)
+    assert found["ranks"] == list(range(8)) and {"relative", "memory", "gpu", "collectives"} <= found["rows"].keys()
+    assert sum(found["step_times"]["counts"]) == 50 and 0.15 < found["step_times"]["p50"] < 0.35
+    assert page_values.ranks(run, found["version"]) == {"version": found["version"]}
+
+
+def test_values_are_plain_whatever_a_folder_contains(tmp_path: Path) -> None:
+    records = [step(1, **{HOSTILE: 1.0}), evaluation(1, **{HOSTILE: 2.0}), {"step": 2, "loss": "NaN"}]
+    config = json.dumps({HOSTILE: {HOSTILE: HOSTILE}})
+    events = [*FAILED, (START + 9, "warning", {"text": HOSTILE, "step": [1], "rank": float("1e999")})]
+    folder = run_folder(tmp_path / "run", records, events, config)
+    for path in (folder.environment, folder.derived, folder.profile_split(0)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({HOSTILE: HOSTILE, "x": {"value": HOSTILE, "reason": HOSTILE}, "layout": []}))
+    folder.failure(1).write_text(json.dumps({"rank": 1, "time": 1.0, "exit_code": 1, "text": HOSTILE}))
+    run = LiveRun(folder)
+    values = {**page_values.changes(run, "", ""), **page_values.ranks(run)}
+    text = json.dumps(values, allow_nan=False, ensure_ascii=False)
+    assert not [each for each in text if each in "\x1b\x9b\x07\u202e\r\x00"]
+    assert "<script>" in text, "markup is text like any other"

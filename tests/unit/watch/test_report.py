@@ -1,0 +1,74 @@
+"""Reports: pages that need no server."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_runs import make_run
+from paceline.errors import LaunchError
+from paceline.run.ledger import Ledger
+from paceline.watch.report import write_report, write_requested
+from watched import HOSTILE, run_folder
+
+
+def values_in(path: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="values">(.*?)</script>', path.read_text(), re.S)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def test_a_report_holds_what_the_page_shows(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=300, ranks=4, failed=True)
+    write_report([folder], tmp_path / "report.html")
+    (run,) = values_in(tmp_path / "report.html")["runs"]
+    assert run["head"]["state"] == "failed" and len(run["curves"]["loss"]["x"]) == 300
+    assert run["about"]["verdict"]["rank"] == 3 and run["ranks"]["ranks"] == [0, 1, 2, 3]
+    assert set(run["log"]) == {"0", "1", "2", "3"} and len(run["log"]["2"]["lines"]) == 59
+
+
+def test_runs_over_each_other(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / f"run-{n}", steps=100, seed=n) for n in range(2)]
+    write_report(folders, tmp_path / "both.html", by="time")
+    values = values_in(tmp_path / "both.html")
+    assert values["chosen"] == ["0", "1"] and values["by"] == "time" and len(values["runs"]) == 2
+
+
+def test_logs_of_many_ranks_stay_small(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    for rank in range(100):
+        folder.rank_log(rank).write_text(f"{'x' * 300}\n" * 1000)
+    write_report([folder], tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 2 << 20
+
+
+def test_reports_that_recipes_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launch = run_folder(tmp_path / "launch", config="report: false\n")
+    asked = run_folder(tmp_path / "asked", config="report: true\n")
+    silent = run_folder(tmp_path / "silent")
+    for run in (asked, silent):
+        Ledger(launch).note("opened", run=str(run.path), name="x")
+    write_requested(launch)
+    assert asked.report.is_file() and not launch.report.exists() and not silent.report.exists()
+    assert "report: " in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "run", config="report: true\n")
+    with pytest.raises(LaunchError, match="report-not-written"):
+        write_report([folder], tmp_path / "missing" / "report.html")
+    folder.report.mkdir()
+    write_requested(folder)
+    assert "the report was not written" in capsys.readouterr().err
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", config=json.dumps({"a": HOSTILE}))
+    folder.rank_log(0).write_text(HOSTILE)
+    write_report([folder], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<script") == 2 and "\x1b" not in page and "\u202e" not in page
