@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ class LiveRun:
         self._reading: threading.Thread | None = None
         self._indexed = 0  # bytes of the metrics file
         self._lock = threading.RLock()
+        self._statistics_lock = threading.Lock()  # of its own: many files take a moment
         self._updated = self._statistics_updated = 0.0
         self._facts: RunFacts | None = None
         self._kept: dict[str, tuple[Any, Any]] = {}
@@ -81,11 +83,13 @@ class LiveRun:
         folder = self.folder
         return [folder.ledger, folder.checkpoints, folder.latest, folder.config, folder.environment, folder.logs]
 
-    def update_statistics(self) -> None:
-        with self._lock:
+    @contextmanager
+    def updated_statistics(self) -> Iterator[RankStatistics]:
+        with self._statistics_lock:
             if time.monotonic() >= self._statistics_updated + _SECONDS_BETWEEN:
                 self.statistics.update()
                 self._statistics_updated = time.monotonic()
+            yield self.statistics
 
     def read_everything(self) -> None:
         """Wait until all metrics were read."""

@@ -124,13 +124,13 @@ def _lengths(cursor: str, generation: int) -> list[int] | None:
 
 def ranks(run: LiveRun, known: str = "") -> dict[str, Any]:
     """The table of ranks and the distribution of step times; only their version if that is `known`."""
-    run.update_statistics()
     batch, speeds = run.facts.batch, run.facts.metrics["samples_per_second"].values
-    version = f"{run.generation}.{run.statistics.version}.{len(speeds)}"
-    if version == known:
-        return {"version": version}
     times = [batch / speed for speed in speeds if speed > 0] if batch else []
-    table = run.statistics.table(_COLUMNS, batch)
+    with run.updated_statistics() as statistics:
+        version = f"{run.generation}.{statistics.version}.{len(speeds)}"
+        if version == known:
+            return {"version": version}
+        table = statistics.table(_COLUMNS, batch)
     return {"version": version, **table, "step_times": histogram(times, _BINS)}
 
 

@@ -24,7 +24,7 @@ from paceline.text import plural
 from paceline.watch.record_stream import Record
 
 _MAX_RANKS = 4096
-_MAX_RECORDS = 640_000  # of all ranks: 36 MB
+_MAX_RECORDS = 160_000  # of all ranks: 9 MB, and half a second
 _MIN_RECORDS = 500  # of a rank
 _RECORD_BYTES = 150
 _BLOCK = 1 << 15

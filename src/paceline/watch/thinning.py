@@ -29,11 +29,12 @@ def thin_points(positions: Sequence[float], values: Sequence[float], buckets: in
     """`positions` are in increasing order."""
     if len(positions) <= 2 * buckets:
         return {"x": list(positions), "y": [_number(value) for value in values]}
-    begin, width = positions[0], (positions[-1] - positions[0]) / buckets
-    edges = [bisect_left(positions, begin + n * width) for n in range(1, buckets)]
+    # The first and the last point stay as they are.
+    begin, width, last = positions[0], (positions[-1] - positions[0]) / (buckets - 2), len(positions) - 1
+    edges = [max(1, bisect_left(positions, begin + n * width, hi=last)) for n in range(1, buckets - 2)]
     curve: Curve = {"x": [], "y": [], "lo": [], "hi": []}
     start = 0
-    for end in (*edges, len(positions)):
+    for end in (1, *edges, last, last + 1):
         if end > start:
             _add_bucket(curve, positions[start:end], values[start:end])
         start = end

@@ -28,6 +28,7 @@ def test_a_spike_in_a_long_curve_stays_visible() -> None:
     values[70_123], values[3] = 99.0, -5.0
     curve = thin(series(values), 0, 1 << 53, buckets=500)
     assert len(curve["x"]) == 500 and max(filter(None, curve["hi"])) == 99.0 and min(filter(None, curve["lo"])) == -5.0
+    assert (curve["x"][0], curve["y"][0], curve["x"][-1], curve["y"][-1]) == (1, 1.0, 100_000, 1.0)
     where = curve["hi"].index(99.0)
     assert abs((curve["x"][where] or 0) - 70_124) <= 200
 

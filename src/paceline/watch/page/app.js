@@ -120,7 +120,7 @@ class App {
     fill(this.nav, this.source.live && ids.length > 0 && h("a", { href: "#list" }, "Runs"), [...this.body.querySelectorAll(".part")].map((part) => h("a", { href: location.hash, onclick: (event) => { event.preventDefault(); part.scrollIntoView({ behavior: "smooth" }); } }, part.querySelector("h2").textContent)));
     this.show();
     scrollTo(0, 0);
-    await this.refreshRanks(this.view);
+    this.refreshRanks(this.view);
   }
 
   runOf(id) {
@@ -142,11 +142,17 @@ class App {
 
   // After the curves: the files of many ranks take a moment.
   async refreshRanks(view) {
-    if (!(view instanceof RunView)) return;
-    const found = await this.source.ranks(view.run.id, view.run.ranks && view.run.ranks.version);
-    if (!found.rows) return; // nothing new
-    view.run.ranks = found;
-    if (view === this.view) view.update();
+    if (!(view instanceof RunView) || view.isAsking) return;
+    view.isAsking = true;
+    try {
+      const found = await this.source.ranks(view.run.id, view.run.ranks && view.run.ranks.version);
+      if (!found.rows) return; // nothing new
+      view.run.ranks = found;
+      if (view === this.view) view.update();
+    } catch { // the next question about the run says what is wrong
+    } finally {
+      view.isAsking = false;
+    }
   }
 
   show() {
@@ -171,7 +177,7 @@ class App {
         for (const id of shown) await this.refresh(this.runOf(id));
         if (shown !== this.shown) continue;
         this.show();
-        if (this.round % RANKS_EVERY === 0) await this.refreshRanks(this.view);
+        if (this.round % RANKS_EVERY === 0) this.refreshRanks(this.view);
       } catch (error) {
         setText(this.status, `disconnected: ${error.message || error}`);
         this.status.classList.remove("live");
