@@ -50,6 +50,7 @@ from paceline.train.lr import LearningRate
 from paceline.train.method_hints import MethodHints, hinted
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll
+from paceline.train.recipe_names import MetricsLike, build_metrics, settle, split_metrics
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
 from paceline.train.trained_weights import TrainedWeights
@@ -71,7 +72,7 @@ class Trainer(MethodHints):
         loss_fn: Callable[[Any, Any], Any] | None = None,
         criterion: Callable[..., Any] | None = None,
         scheduler: Any = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: MetricsLike = None,
         callbacks: Sequence[Any] = (),
         device: str | int | torch.device | None = None,
         comm_hook: Reduce | None = None,
@@ -82,10 +83,10 @@ class Trainer(MethodHints):
         if isinstance(optimizer, (Mapping, str)):
             values["optimizer"], optimizer = optimizer, None
         check_arguments(model, optimizer, loss_fn, criterion, scheduler)
+        values["metrics"], functions = split_metrics(metrics)
         config = Config.from_dict(values, origin=KEYWORDS)
-        require_free_names(metrics or {}, "metrics")
         hook = check_comm_hook(comm_hook, comm_state)
-        task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {}, hook)
+        task = UserObjects(optimizer, loss_fn, criterion, scheduler, build_metrics(config, functions), hook)
         self._set_up(config, model, task, callbacks, device)
 
     @classmethod
@@ -99,7 +100,8 @@ class Trainer(MethodHints):
     ) -> Trainer:
         """Create a Trainer from a recipe. `model`, and data in `train()`, default to those of the recipe."""
         trainer = cls.__new__(cls)
-        task = UserObjects(metrics=metrics or {})
+        config, notes = settle(config)
+        task = UserObjects(metrics=build_metrics(config, metrics or {}), notes=notes)
         trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)
         return trainer
 
