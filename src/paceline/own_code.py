@@ -92,9 +92,8 @@ def _module_name(file: Path) -> str:
     """The name under which a file is imported: its own, unless another module has that, such as one of Python's."""
     name = file.stem.replace(".", "_")
     taken = sys.modules.get(name)
-    spec = None if taken is not None else util.find_spec(name)
-    origin = spec.origin if spec is not None else None if taken is None else getattr(taken, "__file__", "")
-    if origin is None or Path(origin).resolve() == file.resolve():
+    origin = None if taken is None else getattr(taken, "__file__", None)
+    if name not in sys.stdlib_module_names and (taken is None or (origin and Path(origin).resolve() == file.resolve())):
         return name
     return f"{name}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
 
