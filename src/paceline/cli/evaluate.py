@@ -22,7 +22,7 @@ CONTEXT = {"allow_interspersed_args": True}
 EXAMPLES = options.examples(
     "evaluate recipe.yaml --from mlp",
     "evaluate recipe.yaml --from runs/mlp --best -n 2 metrics=accuracy",
-    "evaluate --from runs/mlp/checkpoints/step-000100 --json",
+    "evaluate --from mlp --json",
 )
 From = Annotated[
     str,

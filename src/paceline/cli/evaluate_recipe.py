@@ -1,7 +1,5 @@
-"""Evaluates a recipe with saved weights, on every rank of a launch: `python -m paceline.cli.evaluate_recipe REQUEST`.
-
-REQUEST are the arguments of `evaluate` as JSON.
-"""
+"""Evaluates a recipe with saved weights, on every rank of a launch; on other nodes as a module with one argument: the
+arguments of `evaluate` as JSON."""
 
 from __future__ import annotations
 
