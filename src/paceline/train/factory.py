@@ -109,7 +109,7 @@ def check_names(config: Config) -> None:
         if section is not None and section.name:
             import_component(config, key)
             registry.find(section.name, section.options())
-    build_metrics(config, {})
+    build_metrics(config)
 
 
 def _check(config: Config, ranks: int) -> None:

@@ -69,11 +69,12 @@ def split_metrics(metrics: MetricsLike) -> tuple[list[str], dict[str, Any]]:
     return names, {}
 
 
-def build_metrics(config: Config, functions: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a recipe and those passed as functions, by the name under which they are recorded. In a dict, a
-    function may be given by its name as well."""
+def build_metrics(config: Config, more: MetricsLike = None) -> dict[str, Any]:
+    """The metrics of a recipe, and more, by the name under which they are recorded. In a dict, a function may be given
+    by its name as well."""
     found: dict[str, Any] = {}
-    for name in config.metrics:
+    names, functions = split_metrics(more)
+    for name in [*config.metrics, *names]:
         short = name.rpartition(":")[2].rpartition(".")[2]
         if short in found or short in functions:
             raise TrainError("reserved-name", f"Two metrics have the name {short!r}.", fix="remove or rename one")

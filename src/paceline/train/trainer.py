@@ -95,13 +95,13 @@ class Trainer(MethodHints):
         config: Config,
         model: nn.Module | None = None,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: MetricsLike = None,
         callbacks: Sequence[Any] = (),
     ) -> Trainer:
         """Create a Trainer from a recipe. `model`, and data in `train()`, default to those of the recipe."""
         trainer = cls.__new__(cls)
         config, notes = settle(config)
-        task = UserObjects(metrics=build_metrics(config, metrics or {}), notes=notes)
+        task = UserObjects(metrics=build_metrics(config, metrics), notes=notes)
         trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)
         return trainer
 
