@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,14 @@ def test_evaluate_takes_the_best_checkpoint_overrides_and_the_recipe_of_the_run(
     assert float(said["accuracy"]) == pytest.approx(best["accuracy"], rel=1e-5)
     assert float(said["perplexity"]) == pytest.approx(np.exp(best["loss"]), rel=1e-4)
     assert "first_class" not in said and "(step " in said["checkpoint"]
+
+
+def test_evaluate_skips_a_damaged_checkpoint_and_still_prints_only_json(trained: Path) -> None:
+    shutil.copytree(trained / "runs" / "on-1", trained / "runs" / "damaged")
+    file = next((trained / "runs/damaged/checkpoints/step-000021").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    found = json.loads(run("evaluate", "--from", "damaged", "-n", "2", "--json", cwd=trained))
+    assert found["step"] < 21
 
 
 @pytest.mark.parametrize(
