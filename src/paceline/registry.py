@@ -6,7 +6,8 @@
     def adamw(params, settings, lr): …
 
 Models and datasets have no facts, only implementations. The parameters of an implementation are the options that a
-recipe may set for it.
+recipe may set for it. A name with a colon is a function or class of the user's code, imported on first use
+(`own_code.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
+from paceline import own_code
 from paceline.errors import did_you_mean
 
 Facts = TypeVar("Facts")
@@ -84,14 +86,25 @@ class Registry(Generic[Facts, Built]):
         return None if takes_any else [parameter.name for parameter in parameters]
 
     def _parameters(self, name: str) -> list[inspect.Parameter]:
-        return list(inspect.signature(self._builders[name]).parameters.values())[self._skip :]
+        try:
+            return list(inspect.signature(self._builders[name]).parameters.values())[self._skip :]
+        except ValueError:  # some functions of extension modules do not tell
+            return [inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)]
+
+    def import_own(self, name: str, folder: str | None) -> None:
+        """Register a function or class of the user's code under its name in a recipe, which is in `folder`."""
+        self._builders[name] = own_code.load(name, folder)
 
     def find(self, name: str, options: Iterable[str] | None = None) -> Callable[..., Built]:
         """The implementation of that name; raises unless it can be called with these options."""
         self._load()
+        if own_code.is_own(name) and name not in self._builders:
+            self.import_own(name, None)
         if name not in self._builders:
             what = f"Unknown {self.kind} {name!r}: {did_you_mean(name, self._builders)}"
-            raise self._error("unknown-name", what, fix=f"register your own with {self._hint}")
+            raise self._error(
+                "unknown-name", what, fix=f"register your own with {self._hint}, or name it as module:function"
+            )
         if options is None:
             return self._builders[name]
         given, known = set(options), self.options(name)

@@ -101,6 +101,28 @@ assert len(lines) == len(history.losses) == 12, lines
 """,
 )
 
+METRIC = Change(
+    "metric",
+    (
+        Edit("config/components.py", 'METRICS.declare("bias", MetricFacts(_VALUES))'),
+        Edit(
+            "models/named_metrics.py",
+            """
+            METRICS.implement("bias")(NamedMetric("bias", lambda outputs, targets, _: _mean_of(outputs - targets)))
+            """,
+        ),
+    ),
+    TRAIN
+    + """
+model = nn.Linear(1, 1)
+nn.init.zeros_(model.weight)
+nn.init.constant_(model.bias, 3.0)
+trainer = paceline.Trainer(model, criterion=nn.MSELoss(), metrics=["bias"], run=False, quiet=True, batch=2)
+values = trainer.evaluate(torch.utils.data.TensorDataset(torch.ones(5, 1), torch.ones(5, 1)))
+assert values["bias"] == 2.0, values.values
+""",
+)
+
 SCHEDULE = Change(
     "LR schedule",
     (
@@ -287,7 +309,7 @@ resume("single", "two", ["saved", 14.0, 14.0])
 """,
 )
 
-CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (SCHEDULE, 2), (CODE, 2), (OPTION, 2), (BACKEND, 3), (PART, 1)]
+CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (METRIC, 2), (SCHEDULE, 2), (CODE, 2), (OPTION, 2), (BACKEND, 3), (PART, 1)]
 
 
 @pytest.mark.parametrize(("change", "count"), CHANGES, ids=[change.name for change, _ in CHANGES])

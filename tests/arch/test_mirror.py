@@ -13,6 +13,7 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 
 # Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
 ELSEWHERE = {
+    "cli/evaluate": ["ranks/test_own_recipes"],
     "cli/runs": ["ranks/test_runs_command"],
     "cli/sweep": ["ranks/test_sweep"],
     "cli/watch": ["ranks/test_watch_command"],
@@ -86,6 +87,7 @@ ELSEWHERE = {
     "train/optimizer_step": ["unit/guard/test_nonfinite", "unit/precision/test_scaler", "unit/optim/test_clip"],
     "train/pipeline_step": ["ranks/test_pipeline"],
     "train/replica_average": ["ranks/test_local_state"],
+    "train/recipe_names": ["ranks/test_own_recipes"],
     "train/rank_poll": ["faults/test_signals_in_training"],
     "train/slice_step": ["ranks/test_same_bits"],
     "train/standstill": ["faults/test_standstill"],

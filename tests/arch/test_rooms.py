@@ -12,17 +12,17 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 029).
+# Python lines per room. Lower a ceiling freely; raise it only together with a decision page (020 to 030).
 CEILINGS = {
-    "": 500,
-    "config": 1_430,
+    "": 670,
+    "config": 1_480,
     "plan": 2_250,
     "run": 1_570,
     "diagnose": 3_330,
     "watch": 2_450,
     "runtime": 3_290,
     "launcher": 6_350,
-    "models": 2_800,
+    "models": 2_950,
     "data": 3_250,
     "precision": 400,
     "parallel": 3_850,
@@ -31,12 +31,12 @@ CEILINGS = {
     "checkpoint": 2_600,
     "monitor": 1_700,
     "guard": 3_050,
-    "train": 8_210,
+    "train": 8_400,
     "doctor": 3_700,
     "bench": 1_450,
     "search": 1_750,
     "testing": 630,
-    "cli": 1_950,
+    "cli": 2_180,
 }
 
 

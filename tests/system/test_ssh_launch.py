@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from own_project import write_project
 from system import ssh_server
 from system.ssh_server import SshServer
 from system.waiting import DEADLINE, eventually, is_gone
@@ -105,6 +106,23 @@ def test_the_ranks_of_two_hosts_are_one_world(launched: Callable[..., Launched])
     assert [rank["folder"] for rank in launch.ranks()] == [str(launch.folder)] * 2
     assert said.count("all is well") == 1
     assert launch.leaves_nothing()
+
+
+def test_a_recipe_with_own_code_trains_and_is_evaluated_on_two_hosts(server: SshServer, tmp_path: Path) -> None:
+    write_project(tmp_path)
+    hosts = ["--hosts", "node-a:1,node-b:1", "--ssh", shlex.join(server.ssh)]
+    said = []
+    for command in (["train"], ["evaluate", "--from", "recipe", "--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", *command, "project/recipe.yaml", *hosts],
+            cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append(done.stdout)
+    records = map(json.loads, (tmp_path / "runs" / "recipe" / "metrics.jsonl").read_text().splitlines())
+    trained = [record for record in records if "evaluation" in record][-1]
+    evaluated = json.loads(said[1])["metrics"]
+    assert evaluated == pytest.approx({name: trained[name] for name in evaluated}, rel=1e-6)
 
 
 def test_a_rank_that_fails_ends_all_and_is_shown_once(launched: Callable[..., Launched]) -> None:

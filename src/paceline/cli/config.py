@@ -28,6 +28,7 @@ def show(
     from paceline.plan import derived, layout, passes, schedule
 
     config, _ = workloads.read_recipe(arguments, ranks)
+    workloads.check_own_code(config)
     print(text.effective(config))
     number = workloads.ranks_of(config) or workloads.DEFAULT_CPU_RANKS
     print(f"\n# derived for {plural(number, 'rank')}:")

@@ -39,7 +39,7 @@ def doctor(
     from paceline.doctor import findings_report
     from paceline.doctor.finding import worst
 
-    config = workloads.read_recipe(arguments, launch_options["ranks"])[0] if arguments else None
+    config = workloads.read_recipe(arguments, launch_options["ranks"], settled=False)[0] if arguments else None
     facts = {"device": None if config is None else config.device, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
     spec = LaunchSpec.resolve(config, {**launch_options, **facts})
     if bundle is None and any((spec.hosts, spec.slurm, spec.ray, spec.nodes, spec.master)):

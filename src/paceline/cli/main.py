@@ -15,7 +15,9 @@ from paceline.cli import (
     checkpoint,
     config,
     doctor,
+    evaluate,
     explain,
+    init,
     launch,
     node,
     options,
@@ -52,6 +54,10 @@ _LAUNCHES = options.examples(
 )
 app.command("train", cls=options.HintedCommand, context_settings=train.CONTEXT, epilog=train.EXAMPLES)(train.train)
 app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT, epilog=_LAUNCHES)(launch.launch)
+app.command("evaluate", cls=options.HintedCommand, context_settings=evaluate.CONTEXT, epilog=evaluate.EXAMPLES)(
+    evaluate.evaluate
+)
+app.command("init", epilog=init.EXAMPLES)(init.init)
 app.command("node", hidden=True)(node.node)
 app.command("parity", context_settings=parity.CONTEXT, epilog=parity.EXAMPLES)(parity.parity)
 app.command("doctor", cls=options.HintedCommand, context_settings=doctor.CONTEXT, epilog=doctor.EXAMPLES)(doctor.doctor)

@@ -30,8 +30,10 @@ def summary(trainer: Trainer, history: History, val: Any) -> str:
         lines.append(f"initial loss       {history.steps[0]['loss']:.4f}")
         lines.append(f"final loss         {history.steps[-1]['loss']:.4f}")
     if history.evaluations:
-        loss = history.evaluations[-1]["loss"]
+        last = history.evaluations[-1]
+        loss = last["loss"]
         lines.append(f"validation loss    {loss:.4f}")
+        lines += [f"{name:<18} {last[name]:.4f}" for name in trainer._engine.task.metrics if name in last]
         for name, baseline in getattr(val, "baselines", dict)().items():
             verdict = "beaten" if loss < baseline else "not beaten yet: train longer"
             lines.append(f"{name + ' model':<18} {baseline:.4f}  ({verdict})")

@@ -27,18 +27,41 @@ Arguments = Annotated[
 ]
 
 
-def read_recipe(arguments: list[str] | None, ranks: int | None) -> tuple[Config, str]:
-    """The config and the default name of its run. Without a file, the embedded recipe."""
+def read_recipe(arguments: list[str] | None, ranks: int | None, *, settled: bool = True) -> tuple[Config, str]:
+    """The config and the default name of its run. Without a file, the embedded recipe. Not `settled`: code of the user
+    is never imported, and options may be left of a component that an override has replaced."""
     from paceline.config.recipe import Config
 
-    path, overrides = _split(arguments or [])
+    path, overrides = split_arguments(arguments or [])
     if path is not None and Path(path).suffix == ".py":
         raise ConfigError("malformed", f"{path} is a script, not a recipe.", fix=f"run it: paceline launch -n 2 {path}")
     if ranks is not None:
         overrides = [*overrides, f"launch.ranks={ranks}"]
-    if path is None:
-        return Config.default(overrides), "gpt"
-    return Config.from_file(path, overrides), Path(path).stem
+    config = Config.default(overrides) if path is None else Config.from_file(path, overrides)
+    return _settled(config) if settled else config, "gpt" if path is None else Path(path).stem
+
+
+def _settled(config: Config) -> Config:
+    if not config.inherited:
+        return config
+    from paceline.runtime.fork import call_in_child
+    from paceline.train.recipe_names import settle
+
+    config, notes = settle(config, call_in_child)
+    for note in notes:
+        log.info(note)
+    return config
+
+
+def check_own_code(config: Config) -> None:
+    """Find errors in names of the user's code and their options; nothing is imported for other recipes."""
+    from paceline.own_code import is_own
+
+    if any(map(is_own, config.names)):
+        from paceline.runtime.fork import call_in_child
+        from paceline.train.factory import check_names
+
+        call_in_child(lambda: check_names(config))
 
 
 def ranks_of(config: Config) -> int | None:
@@ -144,7 +167,7 @@ def _parsed(script: Path) -> ast.Module:
         return ast.Module([], [])  # the ranks report the error
 
 
-def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The recipe file, if any, and the overrides."""
     recipes = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
     if len(recipes) > 1:

@@ -1,7 +1,7 @@
-"""Facts about optimizers, precisions, LR schedules and loggers, available without importing torch.
+"""Facts about optimizers, precisions, LR schedules, loggers and metrics, available without importing torch.
 
 The planner, the validation of recipes and the parity test use them. The components are implemented in `optim/`,
-`precision/` and `monitor/`, with `@REGISTRY.implement(name)`. A test compares the two.
+`precision/`, `monitor/` and `models/`, with `@REGISTRY.implement(name)`. A test compares the two.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class LoggerFacts:
     extra: str | None = None  # the extra of paceline that installs its dependencies
 
 
+@dataclass(frozen=True)
+class MetricFacts:
+    needs: str  # what it is computed from, for errors
+
+
 # The implementation of an optimizer takes (params, settings, lr), that of a logger (run, settings).
 OPTIMIZERS: Registry[OptimizerFacts, Any] = Registry(
     "optimizer", error=TrainError, hint="@paceline.register_optimizer", skip=3
@@ -77,6 +82,16 @@ LOGGERS.declare("csv", LoggerFacts())
 LOGGERS.declare("tensorboard", LoggerFacts(extra="tensorboard"))
 LOGGERS.declare("wandb", LoggerFacts(extra="wandb"))
 LOGGERS.declare("mlflow", LoggerFacts(extra="mlflow"))
+
+_CLASSES = "logits of shape (…, classes) or (samples, classes, …), and integer targets of shape (…)"
+_VALUES = "outputs and targets of the same shape, both floating point"
+METRICS: Registry[MetricFacts, Any] = Registry("metric", error=TrainError, hint="Trainer(metrics={name: function})")
+METRICS.declare("accuracy", MetricFacts(_CLASSES))
+METRICS.declare("top5_accuracy", MetricFacts(f"{_CLASSES}, of at least 5 classes"))
+METRICS.declare("perplexity", MetricFacts(_CLASSES))
+METRICS.declare("mse", MetricFacts(_VALUES))
+METRICS.declare("rmse", MetricFacts(_VALUES))
+METRICS.declare("mae", MetricFacts(_VALUES))
 
 
 def optimizer_facts(bases: list[tuple[str, str]]) -> OptimizerFacts:

@@ -227,6 +227,25 @@ def merge(
     return merged, origins
 
 
+def inherited_options(
+    values: Mapping[str, Any], merged: Mapping[str, Any], origins: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """By section: options in the file of a component that an override has replaced by another one (`data.name=…`)."""
+    found: dict[str, list[str]] = {}
+    for key, before in values.items():
+        now = merged.get(key)
+        if not isinstance(before, Mapping) or not isinstance(now, Mapping) or before.get("name") == now.get("name"):
+            continue
+        own = {each.split(".")[1] for each, place in origins.items() if _is_override(key, each, place)}
+        if "name" in own:
+            found[key] = [option for option in before if option in now and option not in own]
+    return {key: options for key, options in found.items() if options}
+
+
+def _is_override(section: str, key: str, place: str) -> bool:
+    return key.startswith(f"{section}.") and place.startswith("override ")
+
+
 def parse_value(text: str, place: str) -> Any:
     """The value of an override."""
     value, _ = _parse_yaml(text, Path(place))

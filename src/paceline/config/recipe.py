@@ -17,7 +17,8 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Private
 from pydantic.json_schema import GenerateJsonSchema
 
 from paceline.config import files, validation
-from paceline.config.components import LOGGERS, PRECISIONS
+from paceline.config.components import LOGGERS, METRICS, PRECISIONS
+from paceline.config.registered_name import NameIn
 from paceline.config.sections import (
     SHORTHANDS,
     BestSection,
@@ -31,7 +32,6 @@ from paceline.config.sections import (
     LaunchSection,
     LayoutSection,
     ModelSection,
-    NameIn,
     Names,
     OptimizerSection,
     PipelineSection,
@@ -50,6 +50,7 @@ from paceline.config.sections import (
     path_as_text,
     short,
 )
+from paceline.own_code import is_own
 
 
 class _SchemaGenerator(GenerateJsonSchema):
@@ -92,6 +93,9 @@ class Config(Section):
     )
     early_stop: Annotated[EarlyStopSection | None, short("early_stop")] = Field(
         None, description="stop when evaluations no longer improve: a patience, or a section"
+    )
+    metrics: Annotated[list[Annotated[str, NameIn(METRICS, own=True)]], BeforeValidator(as_list)] = Field(
+        [], description="metrics of evaluations, by name, or module:function of your own"
     )
     checkpoint: CheckpointSection = Field(CheckpointSection(), description="how checkpoints are saved")
     profile: Annotated[ProfileSection | None, short("profile")] = Field(None, description="profile some steps")
@@ -151,6 +155,12 @@ class Config(Section):
     keep: PositiveInt | None = Field(3, description="number of newest checkpoints to keep; None: all")
     keep_best: PositiveInt = Field(1, description="number of best checkpoints to keep in addition, with save_best")
     keep_every: PositiveInt | None = Field(None, description="also keep checkpoints at multiples of this step")
+    init_from: Annotated[str | None, BeforeValidator(path_as_text)] = Field(
+        None, description="initial weights: a run, a checkpoint, or a file of weights (.safetensors, .pt)"
+    )
+    code: Annotated[str | None, BeforeValidator(path_as_text)] = Field(
+        None, description="folder of the modules that module:function names; default: the recipe's"
+    )
     resume: str | None = Field(None, description="auto: newest run of that name; or the path of a run or checkpoint")
     loggers: Annotated[list[Annotated[str, NameIn(LOGGERS)]], BeforeValidator(as_list)] = Field(
         [], description="where to log metrics in addition to metrics.jsonl"
@@ -159,12 +169,14 @@ class Config(Section):
     report: bool = Field(False, description="write report.html, a page about the run, to its folder when it ends")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    # By section: options of the component that an override of its name has replaced.
+    _inherited: dict[str, list[str]] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
         """Read a YAML or TOML recipe, then apply `key=value` overrides."""
         values, lines = files.read(Path(path))
-        return cls._merged(values, overrides, str(path), lines)
+        return cls._merged(values, overrides, str(path), lines, str(Path(path).parent))
 
     @classmethod
     def default(cls, overrides: Sequence[str] = ()) -> Config:
@@ -181,10 +193,16 @@ class Config(Section):
 
     @classmethod
     def _merged(
-        cls, values: Mapping[str, Any], overrides: Sequence[str], origin: str, lines: Mapping[str, int]
+        cls,
+        values: Mapping[str, Any],
+        overrides: Sequence[str],
+        origin: str,
+        lines: Mapping[str, int],
+        folder: str | None = None,
     ) -> Config:
-        """`lines`: the line of each dotted key in the file that `origin` names."""
+        """`lines`: the line of each dotted key in the file that `origin` names; `folder`: the one that it is in."""
         merged, origins = files.merge(values, overrides, origin, SHORTHANDS, lines)
+        inherited = files.inherited_options(values, merged, origins)
         for key, inner in SHORTHANDS.items():
             expanded = expand(key, merged.get(key))
             if isinstance(expanded, dict) and not isinstance(merged[key], Mapping):
@@ -196,7 +214,11 @@ class Config(Section):
             Section.__init__(config, **merged)  # not Config's, which has no origins
         except ValidationError as error:
             raise validation.explain(error, cls, origins) from None
+        if folder is not None and config.code is None and any(map(is_own, config.names)):
+            config = config.model_copy(update={"code": folder})
+            origins["code"] = "the folder of the recipe"
         config._origins.update(origins)
+        config._inherited.update(inherited)
         return config
 
     def __init__(self, **values: Any) -> None:
@@ -209,6 +231,23 @@ class Config(Section):
     def fixed_order(self) -> bool:
         """Whether gradients are added in an order that does not depend on the number of ranks."""
         return self.deterministic == "everywhere"
+
+    @property
+    def names(self) -> list[str]:
+        """Of the model, the dataset and the metrics."""
+        return [*(section.name for section in (self.model, self.data) if section is not None), *self.metrics]
+
+    @property
+    def inherited(self) -> Mapping[str, list[str]]:
+        """By section (`model`, `data`): the options in the file that belong to another component than the one that an
+        override names."""
+        return self._inherited
+
+    def settled(self, sections: Mapping[str, Any]) -> Config:
+        """A copy with other sections, in which no option is `inherited`."""
+        copy = self.model_copy(update=dict(sections))
+        copy._inherited = {}
+        return copy
 
     def origin(self, key: str) -> str:
         """The origin of a dotted key's value: a file, an override, or the default."""

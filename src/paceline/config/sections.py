@@ -17,8 +17,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -26,11 +24,11 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from paceline.config import launch
 from paceline.config.components import OPTIMIZERS, SCHEDULES
-from paceline.registry import Registry
+from paceline.config.registered_name import NameIn
 
 
 def as_list(value: Any) -> Any:
@@ -90,26 +88,6 @@ Recompute = Annotated[str, AfterValidator(_known_recompute)]
 Env = dict[str, Annotated[str, BeforeValidator(_number_as_text)]]
 
 
-class NameIn:
-    """A name in a registry: an enum in the JSON schema, which user registrations extend."""
-
-    def __init__(self, registry: Registry[Any, Any]) -> None:
-        self._registry = registry
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._known)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"type": "string", "enum": self._registry.declared}
-
-    def _known(self, value: Any) -> str:
-        names = self._registry.declared
-        if not isinstance(value, str) or value not in names:
-            expected = f"{', '.join(repr(name) for name in names[:-1])} or {names[-1]!r}"
-            raise PydanticKnownError("literal_error", {"expected": expected})
-        return value
-
-
 def _title(section: type) -> str:
     """The title in the JSON schema: `Optimizer` for `OptimizerSection`."""
     return section.__name__.removesuffix("Section")
@@ -135,11 +113,11 @@ class NamedSection(Section):
 
 
 class ModelSection(NamedSection):
-    name: str = Field(description="a registered model: gpt, mlp, resnet18, resnet20, resnet50, vae, or your own")
+    name: str = Field(description="gpt, mlp, resnet18, resnet20, resnet50, vae, a registered one, or module:name")
 
 
 class DataSection(NamedSection):
-    name: str = Field("", description="a registered dataset: stdlib-text, shapes, cifar10, or your own")
+    name: str = Field("", description="stdlib-text, shapes, cifar10, a registered one, or module:name")
     sharded: bool | None = Field(None, description="whether each rank reads its own shard of a stream, or all of it")
 
 
@@ -312,7 +290,7 @@ class SplitSection(Section):
 
 class BestSection(Section):
     metric: str = Field("loss", description="metric of the evaluation")
-    mode: Literal["min", "max"] | None = Field(None, description="None: min for loss, error and perplexity, else max")
+    mode: Literal["min", "max"] | None = Field(None, description="None: min for losses and errors, else max")
 
 
 class CheckpointSection(Section):
@@ -368,7 +346,7 @@ class SweepSection(Section):
     rungs: Annotated[int, Field(ge=2)] = Field(4, description="asha: number of rungs; each is eta times the one before")
     seed: NonNegativeInt = Field(0, description="seed of the sampler")
     metric: str = Field("loss", description="metric of the evaluation to optimize")
-    mode: Literal["min", "max"] | None = Field(None, description="None: min for loss, error and perplexity, else max")
+    mode: Literal["min", "max"] | None = Field(None, description="None: min for losses and errors, else max")
     minutes: PositiveFloat | None = Field(None, description="start no trial after this time")
     steps: PositiveInt | None = Field(None, description="start no trial after so many optimizer steps of all trials")
     retries: NonNegativeInt = Field(3, description="restarts of a trial after accidents, such as a lost machine")

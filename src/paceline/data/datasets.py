@@ -23,11 +23,11 @@ def _load_embedded() -> None:
     from paceline.data import cifar, shapes, stdlib_text  # noqa: F401
 
 
-_registry: Registry[None, Pair] = Registry(
+DATASETS: Registry[None, Pair] = Registry(
     "dataset", error=DataError, hint="@paceline.register_data", load=_load_embedded
 )
-register_data = _registry.implement
-find_data = _registry.find
+register_data = DATASETS.implement
+find_data = DATASETS.find
 
 
 def get_data(name: str, **options: Any) -> Pair:
@@ -43,7 +43,7 @@ def get_data(name: str, **options: Any) -> Pair:
     got = f"a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, (tuple, Mapping)) else "")
     raise DataError(
         "not-a-pair",
-        f"The dataset {name!r} returned {got} ({_registry.place(name)}).",
+        f"The dataset {name!r} returned {got} ({DATASETS.place(name)}).",
         why="a recipe trains on one dataset, and evaluates on a second one",
         fix="return (training set, evaluation set), (training set, None), or a dataset",
     )

@@ -20,6 +20,7 @@ from torch import nn
 
 from paceline.config.recipe import Config
 from paceline.errors import ModelError
+from paceline.own_code import is_own
 from paceline.registry import Registry
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
 
@@ -28,19 +29,22 @@ def _load_embedded() -> None:
     from paceline.models import gpt, mlp, resnet, vae  # noqa: F401
 
 
-_registry: Registry[None, nn.Module] = Registry(
+MODELS: Registry[None, nn.Module] = Registry(
     "model", error=ModelError, hint="@paceline.register_model", load=_load_embedded
 )
-register_model = _registry.implement
-find_model = _registry.find
+register_model = MODELS.implement
+find_model = MODELS.find
 
 
 def get_model(name: str) -> Callable[..., nn.Module]:
-    """A builder for a registered model. Call it with a Config, whose seed determines the initial weights, or with the
-    options of the model."""
-    find_model(name)
+    """A builder for a registered model, or one of your own code (`module:name`). Call it with a Config, whose seed
+    determines the initial weights, or with the options of the model."""
+    if not is_own(name):  # the folder of its recipe is known later
+        find_model(name)
 
     def build(config: Config | None = None, **options: Any) -> nn.Module:
+        if is_own(name):
+            MODELS.import_own(name, None if config is None else config.code)
         options = {**_from_config(name, config), **options}
         make = find_model(name, options)
         with nullcontext() if config is None else preserve_rng_state():
@@ -50,7 +54,7 @@ def get_model(name: str) -> Callable[..., nn.Module]:
         if not isinstance(model, nn.Module):
             raise ModelError(
                 "not-a-module",
-                f"The model {name!r} is a {type(model).__name__}, not a torch.nn.Module ({_registry.place(name)}).",
+                f"The model {name!r} is a {type(model).__name__}, not a torch.nn.Module ({MODELS.place(name)}).",
                 fix="return the module, or register its class",
             )
         return model
@@ -68,4 +72,6 @@ def _from_config(name: str, config: Config | None) -> dict[str, Any]:
             why="the options of the recipe belong to another model",
             fix=f"use get_model({config.model.name!r}), or set model.name={name}",
         )
-    return config.model.options()
+    options, known = config.model.options(), MODELS.options(name)
+    replaced = [] if known is None else [key for key in config.inherited.get("model", ()) if key not in known]
+    return {key: value for key, value in options.items() if key not in replaced}

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-SMALLER_IS_BETTER = ("loss", "error", "perplexity")
+SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae")
 
 
 class Best:
     """The best value of a metric.
 
-    `mode` is "min" or "max"; None means min if the name contains loss, error or perplexity, else max. An improvement
+    `mode` is "min" or "max"; None means min if the name contains one of `SMALLER_IS_BETTER`, else max. An improvement
     must exceed `min_delta` + `min_change` × |best|. NaN and infinity are never improvements.
     """
 

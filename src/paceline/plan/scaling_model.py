@@ -61,8 +61,9 @@ def bare(config: Config) -> Config:
         "quiet": True,
         "save_last": False,
         "loggers": [],
+        "metrics": [],
     }
-    absent = ("eval_every", "save_every", "save_minutes", "save_best", "early_stop", "profile")
+    absent = ("init_from", "eval_every", "save_every", "save_minutes", "save_best", "early_stop", "profile")
     return Config.from_dict({**config.to_dict(), **changes, **dict.fromkeys(absent)})
 
 

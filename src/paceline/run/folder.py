@@ -181,13 +181,13 @@ def existing_runs(name: str) -> list[RunFolder]:
     return [folder for folder in _created(name) if folder.has_run]
 
 
-def require_exists(path: str) -> None:
+def require_exists(path: str, problem: str = "Nothing to resume") -> None:
     """Raise unless there is something to resume from, before anything is created."""
     if not Path(path).exists():
         runs = [
             short(each) for each in (Path(path).absolute().parent, ROOT) if each.is_dir() for each in each.iterdir()
         ]
-        raise CheckpointError("missing", f"Nothing to resume: {path} does not exist.", fix=did_you_mean(path, runs))
+        raise CheckpointError("missing", f"{problem}: {path} does not exist.", fix=did_you_mean(path, runs))
 
 
 def checkpoint_folders(path: Path) -> list[Path]:

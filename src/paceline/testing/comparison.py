@@ -168,10 +168,13 @@ def parity(
 
 def _factory_for(what: Any) -> tuple[TrainerFactory, dict[str, Any]]:
     """A function that builds a Trainer, and the settings of the recipe, which the comparison overrides."""
+    from paceline.train.recipe_names import settle
+
     if callable(what):
         return what, {}
     if not isinstance(what, Config):
         what = Config.from_dict(what) if isinstance(what, Mapping) else Config.from_file(what)
+    what = settle(what)[0]
     return _from_recipe, {key: value for key, value in what.to_dict().items() if key != "layout"}
 
 

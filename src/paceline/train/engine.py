@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -75,6 +75,7 @@ class UserObjects:
     scheduler: Any = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     comm_hook: CommHook | None = None
+    notes: Sequence[str] = ()  # about the recipe, for the log
 
 
 DeviceLike = str | int | torch.device | None
@@ -92,6 +93,8 @@ class Engine:
             device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
         )
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
+        for note in task.notes:
+            self.log.info(note)
         standstill.watch(self.world.size, self.telemetry.heartbeat)
         self.telemetry.joined(self.world)
         self.log.on_warning = self.telemetry.warned

@@ -24,6 +24,7 @@ from paceline.models.divisor import LossGraph, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.metric_results import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
+from paceline.models.named_metrics import NamedMetric
 from paceline.models.weighted_sums import WeightedSums, weighted_means
 from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
@@ -71,9 +72,13 @@ def evaluate(
         _warn_unless_reduced(name, metric, warn)
         metric.to(mesh.device)
         metric.reset()
-    functions = MetricFunctions(
-        {name: metric for name, metric in metrics.items() if name not in objects}, mesh, samples, warn
-    )
+    criterion = None if module.call is None else module.call.criterion
+    others = {
+        name: metric.for_model(module.model, criterion) if isinstance(metric, NamedMetric) else metric
+        for name, metric in metrics.items()
+        if name not in objects
+    }
+    functions = MetricFunctions(others, mesh, samples, warn)
     needs_every_rank, seen = _needs_every_rank(module, mesh), 0
     with _evaluating(module, seed) as draw:
         for micro in micros:

@@ -17,8 +17,8 @@ from paceline.config import show
 from paceline.config.recipe import Config
 from paceline.config.sections import NamedSection
 from paceline.data.batches import tensors_in
-from paceline.data.datasets import find_data, get_data
-from paceline.errors import ConfigError, TrainError
+from paceline.data.datasets import get_data
+from paceline.errors import ConfigError, ModelError, PacelineError, TrainError
 from paceline.guard import origin
 from paceline.models.spec import declared_spec
 from paceline.models.zoo import find_model, get_model
@@ -26,6 +26,7 @@ from paceline.monitor import run_environment
 from paceline.monitor.loggers import open_loggers
 from paceline.monitor.profiler import Profiler
 from paceline.monitor.rank_stats import RankStats
+from paceline.own_code import is_own
 from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
 from paceline.parallel.pipeline.stage_partition import partition_model
@@ -37,19 +38,27 @@ from paceline.plan.memory import MachineFacts
 from paceline.plan.passes import require_allowed
 from paceline.plan.schedule import derive_schedule
 from paceline.precision import policies
+from paceline.run import folder as folders
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import JsonlWriter
+from paceline.run.user_frame import find_user_frame
 from paceline.runtime import collectives, environment
 from paceline.runtime.device import choose_device, memory_of
+from paceline.runtime.fork import call_in_child
 from paceline.runtime.process_group import World
+from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
 from paceline.train import resolve_layout
+from paceline.train.recipe_names import REGISTRIES, build_metrics, import_component, settle
 from paceline.train.recorder import Sinks
+
+_DATA = 1  # the number of a random stream; the model has 0
 
 
 def build_model(config: Config) -> nn.Module:
     """The recipe's model, with the same initial weights on every rank."""
     section = _require_section(config.model, "model", "gpt")
+    import_component(config, "model")
     # With deferred init, weights are materialized when it is known which of them this rank holds.
     spec = declared_spec(find_model(section.name, section.options()))
     with torch.device("meta") if spec is not None and spec.deferred_init else nullcontext():
@@ -62,7 +71,9 @@ def build_meta_model(config: Config) -> nn.Module:
     try:
         with torch.device("meta"):
             return build(config)
-    except (RuntimeError, NotImplementedError):
+    except PacelineError:
+        raise
+    except Exception:  # code of the user may raise anything there
         return build(config)
 
 
@@ -74,19 +85,42 @@ def build_data(config: Config) -> tuple[Any, Any]:
             "trainer.train() got no data.",
             fix="pass it: trainer.train(data, epochs=1)",
         )
-    section = _require_section(config.data, "data", "stdlib-text")
-    return get_data(section.name, **section.options())
+    section = _require_section(settle(config)[0].data, "data", "stdlib-text")
+    import_component(config, "data")
+    with preserve_rng_state():  # random data is the same on every rank
+        seed_everything(derive_seed(config.seed, _DATA) >> 1)
+        return get_data(section.name, **section.options())
 
 
 def check(config: Config, ranks: int) -> None:
-    """Find errors in the recipe before any rank starts."""
-    model, data = _require_section(config.model, "model", "gpt"), _require_section(config.data, "data", "stdlib-text")
-    find_model(model.name, model.options())
-    find_data(data.name, data.options())
+    """Find errors in the recipe before any rank starts. Code of the user runs in a process of its own: it may use CUDA
+    or start threads, and ranks could no longer be forked."""
+    if config.init_from is not None:
+        folders.require_exists(config.init_from, "No initial weights")
+    if any(map(is_own, config.names)):
+        call_in_child(lambda: _check(config, ranks))
+    else:
+        _check(config, ranks)
+
+
+def check_names(config: Config) -> None:
+    """Find errors in the names of a recipe, and in the options of what they stand for."""
+    for key, registry in REGISTRIES.items():
+        section = getattr(config, key)
+        if section is not None and section.name:
+            import_component(config, key)
+            registry.find(section.name, section.options())
+    build_metrics(config)
+
+
+def _check(config: Config, ranks: int) -> None:
+    _require_section(config.model, "model", "gpt")
+    _require_section(config.data, "data", "stdlib-text")
+    check_names(config)
     plan = derive_layout(config, ranks)
     require_allowed(config, plan)
     derive_batch(config, plan)
-    meta_model = build_meta_model(config)
+    meta_model = _build_checked(config)
     if plan.degrees.tensor > 1:
         check_plan(meta_model, config.tensor, plan.degrees.tensor)
     if plan.degrees.pipeline > 1:
@@ -101,6 +135,23 @@ def check(config: Config, ranks: int) -> None:
         resolve_layout.resolve_on(plan, config, meta_model, machine)
     if config.train.epochs is None and config.train.max_steps is None:
         derive_schedule(config, 1, None, None, None)
+
+
+def _build_checked(config: Config) -> nn.Module:
+    """The model for checks. An error of the user's code has its line, which a rank would show with a traceback."""
+    try:
+        return build_meta_model(config)
+    except PacelineError:
+        raise
+    except Exception as error:
+        if config.model is None or not is_own(config.model.name):
+            raise
+        frame = find_user_frame(error)
+        raise ModelError(
+            "build-failed",
+            f"{config.model.name} raised {type(error).__name__}: {error}" + (f" ({frame})." if frame else "."),
+            fix="correct it, or the options in the section `model:` of the recipe",
+        ) from error
 
 
 def _require_section(section: NamedSection | None, key: str, example: str) -> NamedSection:

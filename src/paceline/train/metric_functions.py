@@ -23,6 +23,7 @@ from paceline.models.metric_results import (
     read_metric,
     require_one_kind,
 )
+from paceline.models.named_metrics import NamedMetric
 from paceline.models.weighted_sums import WeightedSums, means_of
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
@@ -103,8 +104,12 @@ class MetricFunctions:
             self._add_numbers(None, None, 0)
             kinds, reports = self._combine()
         means = {kind: means_of([report["sums"][kind] for report in reports]) for kind in KINDS}
-        found = {name: means[kind].get(name, math.nan) for name, kind in kinds.items()}
+        found = {name: self._finish(name, means[kind].get(name, math.nan)) for name, kind in kinds.items()}
         return {**found, **self._measure_whole(numbers, reports)} if numbers and not why_not else found
+
+    def _finish(self, name: str, mean: float) -> float:
+        metric = self._functions.get(name)
+        return metric.finish(mean) if isinstance(metric, NamedMetric) else mean
 
     def _combine(self) -> tuple[dict[str, ResultKind], list[dict[str, Any]]]:
         """The kind of each result, and what all ranks have."""

@@ -50,6 +50,7 @@ from paceline.train.lr import LearningRate
 from paceline.train.method_hints import MethodHints, hinted
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll
+from paceline.train.recipe_names import MetricsLike, build_metrics, settle, split_metrics
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
 from paceline.train.trained_weights import TrainedWeights
@@ -71,7 +72,7 @@ class Trainer(MethodHints):
         loss_fn: Callable[[Any, Any], Any] | None = None,
         criterion: Callable[..., Any] | None = None,
         scheduler: Any = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: MetricsLike = None,
         callbacks: Sequence[Any] = (),
         device: str | int | torch.device | None = None,
         comm_hook: Reduce | None = None,
@@ -82,10 +83,10 @@ class Trainer(MethodHints):
         if isinstance(optimizer, (Mapping, str)):
             values["optimizer"], optimizer = optimizer, None
         check_arguments(model, optimizer, loss_fn, criterion, scheduler)
+        values["metrics"], functions = split_metrics(metrics)
         config = Config.from_dict(values, origin=KEYWORDS)
-        require_free_names(metrics or {}, "metrics")
         hook = check_comm_hook(comm_hook, comm_state)
-        task = UserObjects(optimizer, loss_fn, criterion, scheduler, metrics or {}, hook)
+        task = UserObjects(optimizer, loss_fn, criterion, scheduler, build_metrics(config, functions), hook)
         self._set_up(config, model, task, callbacks, device)
 
     @classmethod
@@ -94,12 +95,13 @@ class Trainer(MethodHints):
         config: Config,
         model: nn.Module | None = None,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: MetricsLike = None,
         callbacks: Sequence[Any] = (),
     ) -> Trainer:
         """Create a Trainer from a recipe. `model`, and data in `train()`, default to those of the recipe."""
         trainer = cls.__new__(cls)
-        task = UserObjects(metrics=metrics or {})
+        config, notes = settle(config)
+        task = UserObjects(metrics=build_metrics(config, metrics), notes=notes)
         trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)
         return trainer
 
@@ -183,8 +185,7 @@ class Trainer(MethodHints):
             finally:
                 sinks.close()
                 self._saver.close()
-                self._run.release()
-                self._run.write_report(self.config)
+                self._run.close(self.config)
             if self._engine.local_steps is not None and not poll.request:
                 self._engine.local_steps.average()
             broadcast_buffers(self.model, self._engine.mesh)

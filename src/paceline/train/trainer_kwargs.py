@@ -64,6 +64,8 @@ class TrainerKwargs(TypedDict, total=False):
     keep: int | None
     keep_best: int
     keep_every: int | None
+    init_from: str | os.PathLike[str] | None
+    code: str | os.PathLike[str] | None
     resume: str | None
     loggers: str | Sequence[str]
     quiet: bool

@@ -6,9 +6,18 @@ import pytest
 import torch
 
 import paceline
-from paceline.config.components import LOGGERS, OPTIMIZERS, PRECISIONS, SCHEDULES, TORCH_OPTIMIZERS, optimizer_facts
+from paceline.config.components import (
+    LOGGERS,
+    METRICS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    TORCH_OPTIMIZERS,
+    optimizer_facts,
+)
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
+from paceline.models import named_metrics  # noqa: F401  # implements METRICS
 from paceline.monitor import loggers  # noqa: F401  # implements LOGGERS
 from paceline.optim import muon, schedules  # noqa: F401
 from paceline.precision import policies  # noqa: F401
@@ -16,7 +25,7 @@ from paceline.registry import Registry
 from paceline.train.trainer_kwargs import TrainerKwargs
 
 
-@pytest.mark.parametrize("registry", [OPTIMIZERS, PRECISIONS, SCHEDULES, LOGGERS], ids=lambda each: each.kind)
+@pytest.mark.parametrize("registry", [OPTIMIZERS, PRECISIONS, SCHEDULES, LOGGERS, METRICS], ids=lambda each: each.kind)
 def test_what_is_declared_is_implemented_and_nothing_else(registry: Registry[Any, Any]) -> None:
     assert registry.declared and sorted(registry.declared) == sorted(registry.implemented)
 

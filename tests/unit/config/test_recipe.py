@@ -40,7 +40,7 @@ def test_every_key_that_the_schema_lists_with_a_description_is_json() -> None:
 
 def test_the_trainers_keywords_are_the_recipes_top_level_keys() -> None:
     # Left out: sections that a recipe needs and a Trainer is given as objects, and what only a launcher reads.
-    not_for_trainer = {"model", "optimizer", "train", "launch", "device", "env", "port", "sweep"}
+    not_for_trainer = {"model", "optimizer", "metrics", "train", "launch", "device", "env", "port", "sweep"}
     assert set(TrainerKwargs.__annotations__) == set(Config.model_fields) - not_for_trainer
 
 

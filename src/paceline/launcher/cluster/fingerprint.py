@@ -27,7 +27,7 @@ def fingerprint(*, script: Path | None, recipe: Mapping[str, Any] | None) -> Fin
     versions = {"paceline": _version("paceline"), "python": platform.python_version(), "torch": _version("torch")}
     return {
         "version": versions,
-        "code": {} if script is None else _code(script),
+        "code": _code(script, recipe or {}),
         "recipe": {} if recipe is None else _recipe(recipe),
     }
 
@@ -70,12 +70,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _code(script: Path) -> dict[str, str]:
-    """Hashes of the script and of the Python files in and below its folder, which it may import."""
-    if not script.is_file():
-        return {}
-    files = {script.name: _hash(script)}
-    root = script.resolve().parent
+def _code(script: Path | None, recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Hashes of the script, if any, and of the Python files in and below its folder, or that of the recipe's own code,
+    which ranks may import."""
+    if script is not None:
+        return {script.name: _hash(script), **_files_below(script.resolve().parent)} if script.is_file() else {}
+    return _files_below(Path(recipe["code"]).resolve()) if recipe.get("code") else {}
+
+
+def _files_below(root: Path) -> dict[str, str]:
+    files: dict[str, str] = {}
     for folder, folders, names in os.walk(root):
         here = Path(folder)
         # Virtual environments and site-packages hold installed code, not the user's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from paceline.parallel.shards import local_shard
 from paceline.run.folder import CONFIG
 from paceline.runtime.serialization import to_json
 from paceline.train.engine import Engine
+
+Shape = tuple[int, ...]
+_SHOWN = 20  # names in an error
 
 
 class ModelState(ShardedStateful):
@@ -85,17 +89,11 @@ class ModelState(ShardedStateful):
 
 def _require_same_model(checkpoint: Checkpoint, targets: Mapping[str, Tensor], *, is_stage: bool) -> None:
     manifest = checkpoint.manifest
-    for path, tensor in targets.items():
-        entry, name = manifest.entry(path), path.removeprefix("model/")
-        if entry is None:
-            raise other_model(checkpoint, f"{name} is missing in the checkpoint")
-        if list(tensor.shape) != entry.shape:
-            raise other_model(checkpoint, f"{name} has shape {tuple(entry.shape)}, expected {tuple(tensor.shape)}")
-    if not is_stage:  # which has the names of its own modules only
-        saved = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith("model/")]
-        unexpected = [name for name in saved if name not in targets]
-        if unexpected:
-            raise other_model(checkpoint, f"unexpected name {unexpected[0].removeprefix('model/')}")
+    own = {path.removeprefix("model/"): tuple(tensor.shape) for path, tensor in targets.items()}
+    names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith("model/")]
+    entries = {name.removeprefix("model/"): manifest.entry(name) for name in {*names, *targets}}
+    saved = {name: tuple(entry.shape) for name, entry in entries.items() if entry is not None}
+    require_same_names(checkpoint.folder, own, saved, is_stage=is_stage)
     sources: dict[int, tuple[str, list[list[str]]]] = {}
     for path, tensor in targets.items():
         entry = manifest.entry(path)
@@ -103,14 +101,35 @@ def _require_same_model(checkpoint: Checkpoint, targets: Mapping[str, Tensor], *
         hashes = [chunk.hashes for chunk in entry.chunks]
         first, expected = sources.setdefault(id(tensor), (path, hashes))
         if hashes != expected:
-            raise other_model(checkpoint, f"{first} and {path} are tied in this model, but differ in the checkpoint")
+            raise other_model(
+                checkpoint.folder, f"{first} and {path} are tied in this model, but differ in the checkpoint"
+            )
 
 
-def other_model(source: Checkpoint | str, difference: str) -> CheckpointError:
-    where = source if isinstance(source, str) else source.folder
+def require_same_names(source: Path, own: Mapping[str, Shape], saved: Mapping[str, Shape], *, is_stage: bool) -> None:
+    """Raise if names or shapes of the model's tensors differ from the saved ones. `is_stage`: the model has the names
+    of its own modules only."""
+    both = [name for name in own if name in saved]
+    found = {
+        "missing": [name for name in own if name not in saved],
+        "unexpected": [] if is_stage else [name for name in saved if name not in own],
+        "of another shape": [
+            f"{name} {saved[name]} instead of {own[name]}" for name in both if saved[name] != own[name]
+        ],
+    }
+    if any(found.values()):
+        raise other_model(source, "; ".join(f"{kind}: {_listed(names)}" for kind, names in found.items() if names))
+
+
+def _listed(names: list[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
+
+
+def other_model(source: Path, difference: str) -> CheckpointError:
     return CheckpointError(
         "other-model",
-        f"{where} does not match the model: {difference}.",
+        f"{source} does not match the model: {difference}.",
         fix=f"build the model with the options it was saved with ({CONFIG} in the run folder)",
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from paceline.optim.optimizers import reset_state
 from paceline.parallel.same_call import meet
 from paceline.parallel.shards import copy_shard_, local_shard
 from paceline.run.folder import BEST, CONFIG, RunFolder, short
+from paceline.run.folder import require_exists as require_path
 from paceline.run.jsonl import truncate_after
 from paceline.runtime import collectives
 from paceline.runtime.rank_errors import run_on_all_ranks
 from paceline.text import flatten
-from paceline.train.checkpointing.model_state import other_model
+from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.replica_state import report_other_replicas
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
@@ -34,7 +35,18 @@ from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
 # Keys that do not affect training.
-_NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers"}
+_NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers", "code", "init_from"}
+
+
+@dataclass(frozen=True)
+class LoadedFrom:
+    """What was loaded last: a checkpoint, with its step, or a file of weights."""
+
+    path: Path
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return short(self.path) + ("" if self.step is None else f" (step {self.step})")
 
 
 class Restorer:
@@ -43,6 +55,7 @@ class Restorer:
     def __init__(self, engine: Engine, state: TrainingState, run: RunHandle, saver: Saver, rates: LearningRate) -> None:
         self._engine, self._state, self._run, self._saver, self._rates = engine, state, run, saver, rates
         self._position: dict[str, Any] | None = None
+        self.loaded: LoadedFrom | None = None
 
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Load a checkpoint, the newest intact one of a run folder, or a weights file. Returns its metadata.
@@ -87,6 +100,7 @@ class Restorer:
         _require_same_checkpoint(path, loaded.checkpoint)
         self._apply(loaded, weights_only)
         manifest = loaded.checkpoint.manifest
+        self.loaded = LoadedFrom(path, manifest.step)
         self._continue_from(None if weights_only else path.name, {} if weights_only else manifest.data)
         if not weights_only:
             self._log_recipe_changes(manifest.recipe)
@@ -164,6 +178,7 @@ class Restorer:
                 copy_shard_(tensor, loaded.weights[name])
         self._start_over()
         self._continue_from(None, {})
+        self.loaded = LoadedFrom(path)
         average = self._engine.average
         if average is not None:
             parameters = dict(self._engine.model.named_parameters())
@@ -196,17 +211,14 @@ class Restorer:
     def _require_names(self, path: Path, loaded: external.ExternalWeights) -> None:
         own = self._engine.model.state_dict(keep_vars=True)
         present = {id(tensor) for name, tensor in own.items() if name in loaded.weights}
-        for name, tensor in own.items():
-            if not isinstance(tensor, torch.Tensor) or (name not in loaded.weights and id(tensor) in present):
-                continue  # one name of a tied weight is enough
-            if name not in loaded.weights:
-                raise other_model(str(path), f"{name} is missing in the file")
-            shape = tuple(loaded.weights[name].shape)
-            if shape != tuple(tensor.shape):
-                raise other_model(str(path), f"{name} has shape {shape}, expected {tuple(tensor.shape)}")
-        unexpected = [name for name in loaded.weights if name not in own]
-        if unexpected and self._engine.mesh.degrees.pipeline == 1:
-            raise other_model(str(path), f"unexpected name {unexpected[0]}")
+        needed = {
+            name: tuple(tensor.shape)
+            for name, tensor in own.items()  # one name of a tied weight is enough
+            if isinstance(tensor, torch.Tensor) and (name in loaded.weights or id(tensor) not in present)
+        }
+        # Extra state is no tensor, but it has a name.
+        saved = {name: tuple(each.shape) for name, each in loaded.weights.items() if name in needed or name not in own}
+        require_same_names(path, needed, saved, is_stage=self._engine.mesh.degrees.pipeline > 1)
 
     def resume(self) -> None:
         """Load the checkpoint to resume from, if any. Collective."""
@@ -216,8 +228,17 @@ class Restorer:
             if path is not None:
                 self.load(path)
                 engine.log.info(f"starting a new run from {short(path)} (step {engine.position.step})")
+            elif engine.config.init_from is not None:
+                self._initialize(engine.config.init_from)
         if folder is not None and engine.world.is_main:  # all records if there is no checkpoint
             truncate_after(folder.metrics, engine.position.step)
+
+    def _initialize(self, source: str) -> None:
+        """Load initial weights, and nothing else."""
+        require_path(source, "No initial weights")
+        self.load(Path(source).absolute(), weights_only=True)
+        assert self.loaded is not None
+        self._engine.log.info(f"initial weights: {self.loaded}")
 
     def _resume_in(self, run: RunFolder) -> bool:
         """Load the newest intact checkpoint of a run; False if it has none yet."""

@@ -196,13 +196,12 @@ class RunHandle:
         self._lock = lock
         weakref.finalize(self, lock.release)
 
-    def release(self) -> None:
+    def close(self, config: Config) -> None:
+        """At the end of a call to train(): release the lock, and write the report that the recipe asks for, unless a
+        launcher does so, which knows how the job ended."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
-
-    def write_report(self, config: Config) -> None:
-        """At the end of a call to train(), unless a launcher does it, which knows how the job ended."""
         if config.report and self.folder is not None and self._world.is_main and environment.run_folder() is None:
             report.write_in_folder(self.folder)
 

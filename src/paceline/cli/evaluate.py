@@ -1,0 +1,101 @@
+"""`paceline evaluate`: the evaluation loss and metrics of a recipe with the weights of a run."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli import options, workloads
+from paceline.config.launch import LaunchSpec
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.config.recipe import Config
+    from paceline.launcher.workload import Workload
+
+CONTEXT = {"allow_interspersed_args": True}
+EXAMPLES = options.examples(
+    "evaluate recipe.yaml --from mlp",
+    "evaluate recipe.yaml --from runs/mlp --best -n 2 metrics=accuracy",
+    "evaluate --from mlp --json",
+)
+From = Annotated[
+    str,
+    typer.Option("--from", metavar="RUN", help="name or path of a run, a checkpoint, or a file of weights"),
+]
+Best = Annotated[bool, typer.Option("--best", help="use the best checkpoint of the run, not the newest")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@options.launch_options(without=("--nproc-per-node", "--nproc_per_node", "--k8s", "--k8s-with", "--dry-run"))
+def evaluate(
+    from_run: From,
+    arguments: workloads.Arguments = None,
+    best: Best = False,
+    json: Json = False,
+    **launch_options: Any,
+) -> None:
+    """Evaluate a recipe with the newest intact checkpoint of a run. Nothing is trained, and no file is written. Without
+    a recipe, the run's own."""
+    from paceline.config.recipe import Config
+    from paceline.launcher.dispatch import dispatch
+
+    weights = find_weights(from_run, best=best)
+    path, overrides = workloads.split_arguments(arguments or [])
+    recipe = str(recipe_of(weights)) if path is None else path
+    config, _ = workloads.read_recipe([recipe, *overrides], launch_options["ranks"])
+    facts = {"ranks": workloads.ranks_of(config), "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
+    spec = LaunchSpec.resolve(config, {**launch_options, **facts})
+    values = {**config.model_dump(mode="json"), "train": {"max_steps": 1}, "init_from": None}
+    request = json_format.dumps({"recipe": values, "weights": weights, "as_json": json})
+    workload = _workload(request, Config.from_dict(values))
+    raise SystemExit(dispatch(workload, replace(spec, run=None, resume=None), sys.argv[1:]))
+
+
+def find_weights(name: str, *, best: bool) -> str:
+    """The path of a run, by its name or path, of its best checkpoint, of another checkpoint, or of a file."""
+    from paceline.checkpoint.manifest import NAME
+    from paceline.watch.run_lookup import find_run
+
+    path = Path(name).absolute()
+    if not best and (path.is_file() or (path / NAME).exists()):
+        return str(path)
+    run = find_run(name)
+    return str(run.best if best else run.path)
+
+
+def recipe_of(weights: str) -> Path:
+    """The recipe of the run that weights belong to."""
+    from paceline.run.folder import RunFolder
+
+    for place in (Path(weights), *Path(weights).parents[:2]):
+        if RunFolder(place).config.is_file():
+            return RunFolder(place).config
+    raise ConfigError(
+        "missing-file", f"No recipe was given, and {weights} is not in a run folder.", fix="pass the recipe"
+    )
+
+
+def _workload(request: str, config: Config) -> Workload:
+    from paceline.launcher.workload import Target, Workload
+
+    def body() -> None:
+        from paceline.cli.evaluate_recipe import main
+
+        main(request)
+
+    def preload() -> None:
+        import paceline.cli.evaluate_recipe  # noqa: F401
+
+    def prepare(world: int) -> None:
+        from paceline.train.factory import check
+
+        check(config, world)
+
+    target = Target("module", "paceline.cli.evaluate_recipe", (request,))
+    return Workload(body, preload, prepare, target=target, name="paceline evaluate")

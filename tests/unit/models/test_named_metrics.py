@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.config.components import METRICS
+from paceline.errors import TrainError
+from paceline.models.named_metrics import NamedMetric
+
+
+def find(name: str) -> NamedMetric:
+    metric: Any = METRICS.find(name)
+    return metric
+
+
+def value(name: str, outputs: Any, targets: Any, **of: Any) -> float:
+    metric = find(name).for_model(of.get("model", nn.Identity()), of.get("criterion"))
+    total, weight = metric(outputs, targets)
+    return metric.finish(float(total) / float(weight))
+
+
+def draw(*shape: int, classes: int = 7) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, classes, generator=random), torch.randint(classes, shape, generator=random)
+
+
+@pytest.mark.parametrize("shape", [(11,), (5, 4)])
+def test_classification_metrics_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    outputs, targets = draw(*shape)
+    in_top5 = (outputs.topk(5).indices == targets[..., None]).any(-1)
+    assert value("accuracy", outputs, targets) == (outputs.argmax(-1) == targets).double().mean()
+    assert value("top5_accuracy", outputs, targets) == in_top5.double().mean()
+    mean = functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    assert value("perplexity", outputs, targets) == pytest.approx(mean.exp().item())
+
+
+def test_classes_may_be_the_second_dim_as_in_torchs_cross_entropy() -> None:
+    outputs, targets = draw(5, 4, 6)
+    second = outputs.movedim(-1, 1)
+    assert value("accuracy", second, targets) == value("accuracy", outputs, targets)
+    mean = functional.cross_entropy(second, targets)
+    assert value("perplexity", second, targets) == pytest.approx(mean.exp().item())
+
+
+def test_errors_of_values_are_those_of_torch() -> None:
+    random = torch.Generator().manual_seed(0)
+    outputs, targets = torch.randn(5, 3, generator=random), torch.randn(5, 3, generator=random)
+    mean = functional.mse_loss(outputs, targets).item()
+    assert value("mse", outputs, targets) == pytest.approx(mean)
+    assert value("rmse", outputs, targets) == pytest.approx(math.sqrt(mean))
+    assert value("mae", outputs, targets) == pytest.approx(functional.l1_loss(outputs, targets).item())
+
+
+def test_ignored_targets_are_not_counted() -> None:
+    outputs, targets = draw(5, 4)
+    padded = targets.clone()
+    padded[2:, 1:] = -100
+    counted = padded != -100
+    for name in ("accuracy", "perplexity"):
+        wanted = pytest.approx(value(name, outputs[counted], targets[counted]))
+        assert value(name, outputs, padded) == wanted
+        other = torch.where(counted, targets, 3)
+        of_criterion = value(name, outputs, other, criterion=nn.CrossEntropyLoss(ignore_index=3))
+        kept = other != 3
+        assert of_criterion == pytest.approx(value(name, outputs[kept], other[kept]))
+
+
+def test_labels_that_the_model_shifts_are_shifted() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=13, n_positions=8, n_embd=8, n_layer=1, n_head=1)).eval()
+    tokens = torch.randint(13, (3, 8), generator=torch.Generator().manual_seed(0))
+    labels = torch.where(tokens == 2, -100, tokens)
+    with torch.no_grad():
+        result = model(tokens, labels=labels)
+    assert value("perplexity", result.logits, labels, model=model) == pytest.approx(result.loss.exp().item(), rel=1e-5)
+    hits = (result.logits[:, :-1].argmax(-1) == labels[:, 1:])[labels[:, 1:] != -100]
+    assert value("accuracy", result.logits, labels, model=model) == hits.double().mean()
+
+
+def test_a_perplexity_beyond_the_range_of_floats_is_infinite() -> None:
+    assert find("perplexity").finish(1000.0) == math.inf
+
+
+LOGITS, CLASSES = draw(6)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "words"),
+    [
+        ("accuracy", LOGITS, CLASSES.float(), "not classes"),
+        ("accuracy", LOGITS.argmax(-1), CLASSES, "not logits"),
+        ("accuracy", LOGITS, CLASSES[:, None], r"\(6, 7\), targets \(6, 1\)"),
+        ("accuracy", LOGITS[:, :1], CLASSES * 0, "one logit for each target"),
+        ("accuracy", torch.zeros(2, 5, 5), torch.zeros(2, 5).long(), "second or the last"),
+        ("perplexity", {"a": LOGITS}, CLASSES, "the outputs are a dict"),
+        ("perplexity", LOGITS, [1, 2], "the targets are a list"),
+        ("top5_accuracy", LOGITS[:, :4], CLASSES % 4, "only 4 classes"),
+        ("mse", torch.zeros(6, 1), torch.zeros(6), r"\(6, 1\), targets \(6,\)"),
+        ("mae", torch.zeros(6), torch.zeros(6).long(), "the targets int64"),
+    ],
+)
+def test_outputs_that_do_not_fit_a_metric_are_refused(name: str, outputs: Any, targets: Any, words: str) -> None:
+    with pytest.raises(TrainError, match=words) as caught:
+        value(name, outputs, targets)
+    assert caught.value.code == "train.metric-unfit" and f"'{name}'" in caught.value.what
