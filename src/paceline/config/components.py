@@ -105,3 +105,11 @@ def optimizer_facts(bases: list[tuple[str, str]]) -> OptimizerFacts:
     if found and found[0] is not None:
         return found[0]
     return OptimizerFacts(needs_full=any(facts is not None and facts.needs_full for facts in found))
+
+
+_SMALLER = ("loss", "error", "perplexity", "mse", "mae")
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Whether a metric of that name is usually minimized. Names may have a prefix, such as `ema_`."""
+    return any(word in metric.lower() for word in _SMALLER)

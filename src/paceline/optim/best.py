@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae")
+from paceline.config.components import smaller_is_better
 
 
 class Best:
     """The best value of a metric.
 
-    `mode` is "min" or "max"; None means min if the name contains one of `SMALLER_IS_BETTER`, else max. An improvement
+    `mode` is "min" or "max"; None: as usual for a metric of that name. An improvement
     must exceed `min_delta` + `min_change` × |best|. NaN and infinity are never improvements.
     """
 
     def __init__(self, metric: str, mode: str | None = None, min_delta: float = 0.0, min_change: float = 0.0) -> None:
-        smaller = any(word in metric.lower() for word in SMALLER_IS_BETTER) if mode is None else mode == "min"
+        smaller = smaller_is_better(metric) if mode is None else mode == "min"
         self.mode = "min" if smaller else "max"
         self.value: float | None = None
         self._min_delta, self._min_change = min_delta, min_change

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import lt
 from statistics import median
 
+from paceline.config.components import smaller_is_better
 from paceline.run.folder import RunFolder
 from paceline.run.history import RESERVED
 from paceline.text import plural
@@ -64,13 +65,12 @@ class MetricSeries:
         return self.values[number - 1] if number else None
 
     def best(self, metric: str) -> tuple[int, float] | None:
-        """The step and the value of the best one: the lowest if the name contains loss, error or perplexity, as in
-        save_best, else the highest."""
-        finite = [number for number, value in enumerate(self.values) if math.isfinite(value)]
-        if not finite:
+        """The step and the value of the best one: the lowest or the highest, as for save_best."""
+        first = next((number for number, value in enumerate(self.values) if not math.isnan(value)), None)
+        if first is None:
             return None
-        choose = min if any(word in metric.lower() for word in ("loss", "error", "perplexity")) else max
-        chosen = choose(finite, key=self.values.__getitem__)
+        choose = min if smaller_is_better(metric) else max
+        chosen = self.values.index(choose(self.values[first:]))  # a nan that is not the first one is never chosen
         return self.steps[chosen], self.values[chosen]
 
 
