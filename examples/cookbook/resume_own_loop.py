@@ -47,7 +47,7 @@ def main():
     for _ in range(trainer.epoch, args.epochs):
         for batch in trainer.loader(data):
             loss, stepped = trainer.training_step(batch)
-            total = torch.tensor([loss.item() * len(batch[0]), len(batch[0])])  # ranks may have different numbers
+            total = torch.tensor([loss.item() * len(batch[0]), len(batch[0])], device=loss.device)
             paceline.dist.all_reduce(total)
             best = min(best, (total[0] / total[1]).item())
             if stepped and trainer.step_count == args.stop_after:

@@ -39,6 +39,10 @@ import sys
 import time
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = (
+    ""  # CPU ranks, also on a machine with GPUs; without this line, a GPU for each rank
+)
+
 import torch
 from drawing import memory, timeline  # beside this file: SVG, without any dependency
 from torch import nn
@@ -86,7 +90,7 @@ parser.add_argument("--figures", type=Path, help="write the measured pictures in
 options, _ = parser.parse_known_args()  # a notebook's kernel has arguments of its own
 
 if options.distributed and "RANK" not in os.environ:  # no launcher has started this process: start one
-    command = [sys.executable, "-m", "paceline", "launch", "--cpu", "-n", "2", *sys.argv]
+    command = [sys.executable, "-m", "paceline", "launch", "-n", "2", *sys.argv]
     os.execv(sys.executable, command)
 
 LAUNCHED = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -273,7 +277,6 @@ def train(settings):
         criterion=nn.CrossEntropyLoss(),
         batch=BATCH,
         shuffle=False,
-        device="cpu",  # leave this out on GPUs
         run=False,
         quiet=True,
         **settings,
@@ -389,7 +392,6 @@ def measure(schedule, microbatches):
         strategy="pp",
         pipeline={"schedule": schedule, "microbatches": microbatches},
         batch=microbatches,
-        device="cpu",
         run=False,
         quiet=True,
     )
@@ -476,7 +478,6 @@ def held(settings):
         criterion=nn.CrossEntropyLoss(),
         callbacks=[gradients],
         batch=BATCH,
-        device="cpu",
         run=False,
         quiet=True,
         **settings,
@@ -537,9 +538,7 @@ PLAN = {"tensor": {"plan": {"0": "column", "2": "row", "4": "column", "6": "row"
 
 
 def shapes():
-    trainer = Trainer(
-        build(), criterion=nn.CrossEntropyLoss(), strategy="tp", device="cpu", run=False, quiet=True, **PLAN
-    )
+    trainer = Trainer(build(), criterion=nn.CrossEntropyLoss(), strategy="tp", run=False, quiet=True, **PLAN)
     return {name: list(p.to_local().shape) for name, p in trainer.model.named_parameters() if name.endswith("weight")}
 
 
@@ -595,7 +594,7 @@ else:
 
 # %%
 def automatic():
-    trainer = Trainer(build(), criterion=nn.CrossEntropyLoss(), batch=BATCH, device="cpu", run=False)
+    trainer = Trainer(build(), criterion=nn.CrossEntropyLoss(), batch=BATCH, run=False)
     trainer.train(TensorDataset(INPUTS, TARGETS), max_steps=1)
 
 

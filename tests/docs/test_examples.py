@@ -53,6 +53,13 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     assert re.match(r'""".+?\n\n(?:.*\n)*?.*paceline launch', text), "the docstring shows a command"
 
 
+def test_every_example_is_in_the_list_and_every_recipe_of_the_cookbook_in_its_guide() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    assert [name for name in SCRIPTS if f"]({name})" not in listed] == []
+    guide = (ROOT / "docs" / "guides" / "cookbook.md").read_text()
+    assert [name for name in SCRIPTS if name.startswith("cookbook/") and f"`examples/{name}`" not in guide] == []
+
+
 def test_there_are_examples_of_all_kinds() -> None:
     assert len(SCRIPTS) >= 14 and {"cifar10.py", "own_loop.py", "cookbook/contrastive.py"} <= {*SCRIPTS}
 
