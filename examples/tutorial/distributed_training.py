@@ -25,11 +25,14 @@ It runs in about half a minute on two cores,
 
 - as a notebook: `examples/tutorial/distributed_training.ipynb`;
 - as a script that starts ranks for each section: `python examples/tutorial/distributed_training.py`;
-- as a script in which the same ranks run all sections: `python examples/tutorial/distributed_training.py --distributed`, or
-  with any launcher, on one machine or several:
+- as a script in which the same ranks run all sections: `python examples/tutorial/distributed_training.py --distributed`.
 
-      torchrun --nproc-per-node 2 examples/tutorial/distributed_training.py --distributed
-      torchrun --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 --nproc-per-node 2 … --distributed   # and 1
+With `--distributed` any launcher can start the ranks, on one machine or on several, each with its own `--node-rank`:
+
+```text
+torchrun --nproc-per-node 2 distributed_training.py --distributed
+torchrun --nproc-per-node 2 --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 distributed_training.py --distributed
+```
 """
 
 # %%
@@ -39,9 +42,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = (
-    ""  # CPU ranks, also on a machine with GPUs; without this line, a GPU for each rank
-)
+# CPU ranks, also on a machine with GPUs. Without this line, each rank takes a GPU.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 from drawing import memory, timeline  # beside this file: SVG, without any dependency
