@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
 	soak-folders soak-recipes soak-frames soak-bits soak-dropout
 
-.PHONY: help train test lint suite hooks system gpu docs parity bench bench-gpu bench-compare soak $(SOAK) clean
+.PHONY: help train test lint suite hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
@@ -28,6 +28,7 @@ help:
 	@echo "make hooks   install the git hook that lints every commit (pre-commit)"
 	@echo "make gpu     the tests that need a GPU"
 	@echo "make docs    run all code in the docs"
+	@echo "make migrations   run the scripts of other frameworks in examples/migrate, and what they become"
 	@echo "make parity  compare every model on every layout with one process (25 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
 	@echo "make bench-gpu   the same on a GPU"
@@ -70,6 +71,11 @@ gpu: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python -m pytest tests/docs $(ARGS)
+
+# The scripts of other frameworks in examples/migrate need them; they are installed beside .venv, not into it.
+migrations: $(READY)
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --upgrade --target .peers accelerate lightning pytorch-lightning
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/migrations.py --peers .peers $(ARGS)
 
 parity: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_table.py
