@@ -1,10 +1,8 @@
-"""Every line of example code runs: fenced Python blocks of the docs, and the examples."""
+"""Examples run; links between pages lead somewhere, and files that pages name exist."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,27 +11,11 @@ import forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
-]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def test_there_is_something_to_run() -> None:
-    assert len(BLOCKS) >= 5 and len(EXAMPLES) >= 2
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_docs_runs(block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    (tmp_path / "block.py").write_text(block)
-    if "README.md-0" in request.node.name:  # in a new interpreter: this is what a newcomer pastes into a file
-        command = [sys.executable, "block.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    else:
-        done = forked.script(tmp_path / "block.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 2
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
