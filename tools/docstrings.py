@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -75,35 +75,37 @@ def public_names() -> dict[str, Any]:
         if isinstance(value, types.ModuleType):
             inner = {each: getattr(value, each) for each in module_names(value)}
             found |= {f"paceline.{name}.{each}": made for each, made in inner.items()}
-    for name, value in list(found.items()):
-        if isinstance(value, type):
-            found |= {f"{name}.{member}": made for member, made in members(value)}
+    kinds = {name: value for name, value in found.items() if isinstance(value, type)}
+    for name, kind in kinds.items():
+        without = [each for each in kinds.values() if each is not kind]
+        found |= {f"{name}.{member}": made for member, made in members(kind, without)}
     return found
 
 
 def module_names(module: types.ModuleType) -> list[str]:
     if module is testing:
         return list(testing.__all__)
-    own = [
-        name
-        for name, value in vars(module).items()
-        if (inspect.isfunction(value) or isinstance(value, type)) and value.__module__.startswith("paceline.")
-    ]
-    return sorted(name for name in own if not name.startswith("_"))
+    public = type if module is paceline.errors else (type, types.FunctionType)
+    own = {name: value for name, value in vars(module).items() if isinstance(value, public)}
+    return sorted(name for name in own if own[name].__module__.startswith("paceline.") and not name.startswith("_"))
 
 
-def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that classes of paceline define, in the order of the source."""
+def members(kind: type, without: Collection[type] = ()) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that classes of paceline define, except those of the classes in `without`."""
     seen = set()
     for base in kind.__mro__:
-        if not base.__module__.startswith("paceline."):
+        if not base.__module__.startswith("paceline.") or base in without:
             continue
         for name, value in vars(base).items():
             if name.startswith("_") or name in seen:
                 continue
             seen.add(name)
-            if isinstance(value, property | types.FunctionType | classmethod | staticmethod):
-                yield name, value if isinstance(value, property) else getattr(kind, name)
+            if isinstance(value, property):
+                yield name, value
+            elif isinstance(value, types.FunctionType | classmethod | staticmethod):
+                made = getattr(kind, name)
+                if made.__module__.startswith("paceline."):  # not what pydantic adds
+                    yield name, made
 
 
 def doc(value: Any) -> str:
