@@ -12,7 +12,6 @@ import inspect
 import io
 import pydoc
 import re
-import sys
 import textwrap
 import types
 from pathlib import Path
@@ -22,11 +21,9 @@ import pytest
 
 import forked
 import paceline
+from docstrings import Docstring, doc, parameters, parse, public_names, unpacked
 from paceline.diagnose import catalog
 from paceline.testing import run_on_ranks
-
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from docstrings import Docstring, doc, parameters, parse, public_names, unpacked
 
 NAMES = public_names()
 DOCSTRINGS = {name: parse(doc(value)) for name, value in NAMES.items()}
