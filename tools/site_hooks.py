@@ -44,7 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         found[f"source/{path}.md"] = source_page(path)
     for path, text in found.items():
         files.append(File.generated(config, path, content=text))
-    config.nav = [expand(entry, files.src_uris) for entry in config.nav or []]
+    listed = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    config.nav = expand(config.nav, sorted(files.src_uris.keys() - listed))
     return files
 
 
@@ -106,10 +107,14 @@ def source_page(path: str) -> str:
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n````{language}\n{(ROOT / path).read_text()}\n````\n"
 
 
-def expand(entry: Any, paths: dict[str, File]) -> Any:
-    """Replace a pattern in `nav` by the pages that match it."""
+def expand(entry: Any, paths: list[str]) -> Any:
+    """Replace each pattern in `nav` by the pages that match it; one that none matches disappears, with its title."""
     if isinstance(entry, dict):
-        return {title: expand(value, paths) for title, value in entry.items()}
+        return {title: pages for title, value in entry.items() if (pages := expand(value, paths))}
     if isinstance(entry, list):
-        return [expand(each, paths) for each in entry]
-    return sorted(path for path in paths if fnmatch(path, entry)) if "*" in entry else entry
+        found: list[Any] = []
+        for each in entry:
+            pages = expand(each, paths)
+            found += pages if isinstance(pages, list) else [pages] if pages else []
+        return found
+    return [path for path in paths if fnmatch(path, entry)] if "*" in entry else entry
