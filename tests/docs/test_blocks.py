@@ -9,6 +9,9 @@ comments in the lines before a block say what it needs (CONTRIBUTING.md, "Docume
     <!-- dry run -->                    with --dry-run (make: -n), for what needs a GPU or other machines
     <!-- exits with: 1 -->              the status of the last command
     <!-- not run: reason -->            cannot be run at all; under 5 % of all blocks
+
+A page that is built from a program (`<!-- Built from PROGRAM by …` in its first line) is run as that program, by a test
+of its own.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ def blocks_of(markdown: str) -> list[Block]:
     return found
 
 
+BUILT = re.compile(r"<!-- Built from (\S+) by ")
 BLOCKS = {page: blocks_of(page.read_text()) for page in PAGES}
 ALL = [(page, block) for page, blocks in BLOCKS.items() for block in blocks]
 RUNNABLE = [(page, block) for page, block in ALL if block.language in RUN]
@@ -124,7 +128,11 @@ def prepare(block: Block, folder: Path) -> None:
         (folder / name).write_text(block.text)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCKS[page]], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if BLOCKS[page] and not BUILT.match(page.read_text())],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for block in (block for block in BLOCKS[page] if block.language in RUN and "not run" not in block.comments):
         at = f"{page.relative_to(ROOT)}:{block.line}"
@@ -152,6 +160,12 @@ def test_what_a_newcomer_pastes_first_runs_in_a_new_interpreter(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_page_that_is_built_from_a_program_has_a_test_that_runs_it() -> None:
+    programs = [found[1] for page in PAGES if (found := BUILT.match(page.read_text()))]
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [path for path in programs if not (ROOT / path).is_file() or Path(path).name not in tests] == []
+
+
 def test_almost_every_block_is_run() -> None:
     """A page whose blocks the collector does not see would pass otherwise."""
     fences = sum(len(re.findall(r"^ *```", page.read_text(), re.M)) for page in PAGES)
@@ -163,7 +177,7 @@ def test_almost_every_block_is_run() -> None:
 
 def test_every_block_has_a_known_type_and_known_comments() -> None:
     types = {f"{page.name}:{block.line}": block.language for page, block in ALL}
-    assert {at: each for at, each in types.items() if each not in (*RUN, "text")} == {}
+    assert {at: each for at, each in types.items() if each not in (*RUN, "text", "diff")} == {}
     unknown = {f"{page.name}:{block.line}": {*block.comments} - {*COMMENTS} for page, block in ALL}
     assert {at: names for at, names in unknown.items() if names} == {}
 
