@@ -134,23 +134,34 @@ def prepare(block: Block, folder: Path) -> None:
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    folder = tmp_path
     for block in (block for block in BLOCKS[page] if block.language in RUN and "not run" not in block.comments):
         at = f"{page.relative_to(ROOT)}:{block.line}"
-        prepare(block, tmp_path)
+        prepare(block, folder)
         if block.language == "yaml":
             Config.from_dict(yaml.safe_load(block.text), origin=at)
         elif block.language == "python":
-            script = tmp_path / block.comments.get("file", f"block_{block.line}.py")
+            script = folder / block.comments.get("file", f"block_{block.line}.py")
             script.write_text(block.text)
-            done = forked.script(script, cwd=tmp_path)
+            done = forked.script(script, cwd=folder)
             assert done.returncode == 0, f"{at}\n{done.stdout}{done.stderr}"
         else:
-            commands = commands_of(block)
-            assert commands, f"{at}: no command"
-            for number, command in enumerate(commands, 1):
-                done = run(command, block.comments, tmp_path)
-                wanted = int(block.comments.get("exits with", 0)) if number == len(commands) else 0
-                assert done.returncode == wanted, f"{at}: {command}\n{done.stdout}{done.stderr}"
+            folder = run_commands(block, folder, at)
+
+
+def run_commands(block: Block, folder: Path, at: str) -> Path:
+    """The folder in which the next block runs: `cd` has the effect that it has in a shell."""
+    commands = commands_of(block)
+    assert commands, f"{at}: no command"
+    for number, command in enumerate(commands, 1):
+        if command.startswith("cd "):
+            folder = folder / command.split()[1]
+            assert folder.is_dir(), f"{at}: {command}"
+            continue
+        done = run(command, block.comments, folder)
+        wanted = int(block.comments.get("exits with", 0)) if number == len(commands) else 0
+        assert done.returncode == wanted, f"{at}: {command}\n{done.stdout}{done.stderr}"
+    return folder
 
 
 def test_what_a_newcomer_pastes_first_runs_in_a_new_interpreter(tmp_path: Path) -> None:
