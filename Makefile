@@ -27,7 +27,7 @@ help:
 	@echo "make suite   all tests, without lint"
 	@echo "make hooks   install the git hook that lints every commit (pre-commit)"
 	@echo "make gpu     the tests that need a GPU"
-	@echo "make docs    run all code in the docs"
+	@echo "make docs    build the site into site/, and run all code in the docs"
 	@echo "make migrations   run the scripts of other frameworks in examples/migrate, and what they become"
 	@echo "make parity  compare every model on every layout with one process (25 minutes)"
 	@echo "make bench   side-by-side measurements (not part of the tests)"
@@ -48,8 +48,8 @@ train: $(READY)
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 lint: $(READY)
-	@$(BIN)/ruff check src tests benchmarks examples
-	@$(BIN)/ruff format --check src tests benchmarks examples
+	@$(BIN)/ruff check src tests benchmarks examples tools
+	@$(BIN)/ruff format --check src tests benchmarks examples tools
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
@@ -69,7 +69,9 @@ system: $(READY)
 gpu: $(READY)
 	@PACELINE_GPU_TESTS=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
 
+# mkdocs checks links between pages and their anchors; nothing is fetched.
 docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "the site: site/index.html"
 	@$(BIN)/python -m pytest tests/docs $(ARGS)
 
 # The scripts of other frameworks in examples/migrate need them; they are installed beside .venv, not into it.
@@ -161,4 +163,4 @@ soak-bits: $(READY)
 	$(BIN)/python benchmarks/bits_on_ranks.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache site

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-# Tests start ranks: each gets one thread, and helpers beside the tests (tiny.py) can be imported by name.
+# Tests start ranks: each gets one thread, and helpers beside the tests (tiny.py) and in tools/ can be imported by name.
 os.environ["OMP_NUM_THREADS"] = "1"
 if "PACELINE_GPU_TESTS" not in os.environ:  # `make gpu` sets it; all other tests are about CPU ranks
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest

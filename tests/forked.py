@@ -34,6 +34,11 @@ def script(path: Path, *args: str, cwd: Path, env: Mapping[str, str] | None = No
     return _completed(lambda: _script(path, args), cwd, env or {})
 
 
+def function(program: Callable[[], object], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A function without a result."""
+    return _completed(program, cwd, {})
+
+
 def command(*args: str) -> None:
     """In a forked process: become the command."""
     sys.argv = ["paceline", *args]

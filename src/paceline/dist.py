@@ -1,4 +1,19 @@
-"""`paceline.dist`: rank, world size and collectives."""
+"""`paceline.dist`: rank, world size and collectives. The same calls work on one rank and on many.
+
+With one rank no process group is needed. With several, the first collective initializes it if you have not. The first
+calls in each process group check that operation, shape, dtype and root are the same on all ranks, and name the ranks
+and lines that differ.
+
+Collectives work in place, as those of torch.distributed. Each must be called on every rank of its group.
+
+Example:
+    >>> import torch
+    >>> from paceline import dist
+    >>> total = torch.tensor([1.0])
+    >>> dist.all_reduce(total)
+    >>> total.item() == dist.world()
+    True
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,14 @@
 
 An error has a code (`config.unknown-key`), a message, a reason and a fix. `paceline explain CODE` shows the page of
 each code in the catalogue (diagnose/catalog.md).
+
+Example:
+    >>> import paceline
+    >>> try:
+    ...     paceline.Config.from_dict({"bach": 32})
+    ... except paceline.errors.PacelineError as error:
+    ...     print(error.code)
+    config.unknown-key
 """
 
 from __future__ import annotations
@@ -23,7 +31,23 @@ from typing import ClassVar
 
 
 class PacelineError(Exception):
-    """Base class of all errors with a code. `str(error)` is the complete text shown to users."""
+    """Base class of all errors with a code. `str(error)` is the complete text shown to users.
+
+    Args:
+        name: the code without its family: `unknown-key`
+        what: what happened
+        why: the reason
+        fix: what to do
+
+    Attributes:
+        code: family and name: `config.unknown-key`
+
+    Example:
+        >>> error = paceline.errors.ConfigError("unknown-key", "unknown key 'bach'", fix="did you mean 'batch'?")
+        >>> print(error)
+        [config.unknown-key] unknown key 'bach'
+          fix: did you mean 'batch'?
+    """
 
     family: ClassVar[str] = "paceline"
 
@@ -35,6 +59,15 @@ class PacelineError(Exception):
         super().__init__(self.text())
 
     def text(self) -> str:
+        """The complete text, as `str(error)`.
+
+        Returns:
+            Code and message, then why and fix, each on a line of its own.
+
+        Example:
+            >>> error.text() == str(error)
+            True
+        """
         lines = [f"[{self.code}] {self.what}"]
         if self.why:
             lines.append(f"  why: {self.why}")
@@ -43,13 +76,32 @@ class PacelineError(Exception):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, str]:
-        """Plain values, to send to another rank or process."""
+        """Plain values, to send to another rank or process.
+
+        Returns:
+            The parts of the error.
+
+        Example:
+            >>> error.to_dict()["name"]
+            'unknown-key'
+        """
         family, name = self.code.split(".", 1)
         return {"family": family, "name": name, "what": self.what, "why": self.why, "fix": self.fix}
 
     @staticmethod
     def from_dict(values: Mapping[str, str]) -> PacelineError:
-        """The error that another rank or process raised. An unknown family becomes a LaunchError."""
+        """The error that another rank or process raised. An unknown family becomes a LaunchError.
+
+        Args:
+            values: what `to_dict()` returned
+
+        Returns:
+            An equal error.
+
+        Example:
+            >>> paceline.errors.PacelineError.from_dict(error.to_dict()).code
+            'config.unknown-key'
+        """
         kinds = {kind.family: kind for kind in PacelineError.__subclasses__()}
         kind = kinds.get(values["family"], LaunchError)
         return kind(values["name"], values["what"], why=values["why"], fix=values["fix"])

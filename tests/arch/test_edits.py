@@ -309,7 +309,46 @@ resume("single", "two", ["saved", 14.0, 14.0])
 """,
 )
 
-CHANGES = [(OPTIMIZER, 2), (LOGGER, 2), (METRIC, 2), (SCHEDULE, 2), (CODE, 2), (OPTION, 2), (BACKEND, 3), (PART, 1)]
+MODEL = Change(
+    "model",
+    (
+        Edit(
+            "models/linear.py",
+            """
+            \"\"\"A linear model.\"\"\"
+
+            from torch import nn
+
+            from paceline.models.zoo import register_model
+
+
+            @register_model("linear")
+            class Line(nn.Linear):
+                def __init__(self, inputs: int = 4) -> None:
+                    super().__init__(inputs, 1)
+            """,
+        ),
+        Edit("models/zoo.py", "from paceline.models import linear  # noqa: F401", into="_load_embedded"),
+    ),
+    """
+import paceline
+
+config = paceline.Config.from_dict({"model": {"name": "linear", "inputs": 3}, "run": False, "quiet": True})
+assert paceline.Trainer.from_config(config).model.in_features == 3
+""",
+)
+
+CHANGES = [
+    (OPTIMIZER, 2),
+    (MODEL, 2),
+    (METRIC, 2),
+    (LOGGER, 2),
+    (SCHEDULE, 2),
+    (CODE, 2),
+    (OPTION, 2),
+    (BACKEND, 3),
+    (PART, 1),
+]
 
 
 @pytest.mark.parametrize(("change", "count"), CHANGES, ids=[change.name for change, _ in CHANGES])

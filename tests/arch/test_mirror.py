@@ -69,6 +69,7 @@ ELSEWHERE = {
     "parallel/replicas": ["ranks/test_requires_grad"],
     "parallel/sync_batchnorm": ["ranks/test_batchnorm"],
     "parallel/tensor/layers": ["ranks/test_tensor"],
+    "runtime/collective_calls": ["unit/runtime/test_collectives", "ranks/test_collectives"],
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/rank_watch": ["ranks/test_rank_evidence", "ranks/test_rank_watch"],
     "runtime/whereabouts": ["faults/test_different_calls", "faults/test_standstill"],

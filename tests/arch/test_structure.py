@@ -31,12 +31,18 @@ def test_no_file_is_over_400_lines() -> None:
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 400] == []
 
 
+def docstring_lines(function: ast.FunctionDef) -> int:
+    """Of a public name it is a page."""
+    first = function.body[0]
+    return (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(function) else 0
+
+
 def test_no_function_is_over_60_lines() -> None:
     long = [
         f"{path}:{function.name}"
         for path in FILES
         for function in functions(path)
-        if (function.end_lineno or 0) - function.lineno + 1 > 60
+        if (function.end_lineno or 0) - function.lineno + 1 - docstring_lines(function) > 60
     ]
     assert long == []
 

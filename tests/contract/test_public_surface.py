@@ -69,9 +69,10 @@ def public(names: typing.Iterable[str]) -> list[str]:
 
 
 def members(kind: type) -> dict[str, Any]:
-    """A class's own public members: methods with their parameters, properties by that word."""
+    """The public members that classes of paceline define: methods with their parameters, properties by that word."""
     found: dict[str, Any] = {"()": parameters(kind)}
-    for name in public(vars(kind)):
+    own = {name for base in kind.__mro__ if base.__module__.startswith("paceline.") for name in vars(base)}
+    for name in public(own):
         value = inspect.getattr_static(kind, name)
         if isinstance(value, property):
             found[name] = "property"

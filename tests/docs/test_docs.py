@@ -1,39 +1,12 @@
-"""Every line of example code in the docs runs. test_examples.py runs the examples."""
+"""Links between pages lead somewhere, and files that pages name exist. test_blocks.py runs what pages contain."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
-
-import forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
-    for page in PAGES
-    if page.parent.name != "tutorial"  # whose blocks build on each other: test_tutorial.py runs them, as a notebook
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
-]
-
-
-def test_there_is_something_to_run() -> None:
-    assert len(BLOCKS) >= 5
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_docs_runs(block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    (tmp_path / "block.py").write_text(block)
-    if "README.md-0" in request.node.name:  # in a new interpreter: this is what a newcomer pastes into a file
-        command = [sys.executable, "block.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    else:
-        done = forked.script(tmp_path / "block.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def anchors(page: Path) -> set[str]:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline import dist
 from paceline.errors import WorldError
-from paceline.runtime import collectives, environment
+from paceline.runtime import collective_calls, environment
 from paceline.runtime.network import listen
 from paceline.runtime.store import open_store
 
@@ -262,7 +262,7 @@ def _be_rank(program: Program, mode: Mode, rank: int, port: int, path: Path, tim
         if mode == "debug":
             dist.debug(True)
         if mode in ("torch", "DETAIL"):
-            collectives._CHECKED = 0
+            collective_calls._CHECKED = 0
 
         exec(compile(path.read_text(), str(path), "exec"), _names(program, rank, groups, told))
     except WorldError as error:

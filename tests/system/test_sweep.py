@@ -19,7 +19,8 @@ import pytest
 
 from paceline.run import ledger
 from paceline.run.study_folder import StudyFolder
-from paceline.search.study import Study, Trial
+from paceline.search.study import Study
+from paceline.search.trial import Trial
 from system import namespaces, ray_server, slurm_cluster, ssh_server
 
 pytestmark = [

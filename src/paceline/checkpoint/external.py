@@ -50,7 +50,28 @@ class ExternalWeights:
 
 
 def load_external_weights(path: Path) -> ExternalWeights:
-    """Load the weights and plain values of a file, under the names of the unwrapped model."""
+    """Load the weights and plain values of a file that another program saved, under the names of the unwrapped model.
+
+    Prefixes of DDP, FSDP and torch.compile are removed. Pickled code is never executed: files with any are rejected.
+
+    Args:
+        path: of a torch file (.pt, .pth, .bin) or a safetensors file
+
+    Returns:
+        An object with `weights`, a state dict on the CPU, and `metadata`, the plain values around them.
+
+    Raises:
+        CheckpointError: `checkpoint.missing`, `checkpoint.unreadable`, `checkpoint.needs-code`, `checkpoint.no-weights`
+
+    Example:
+        >>> from pathlib import Path
+        >>> import torch
+        >>> import paceline
+        >>> torch.save({"state_dict": torch.nn.Linear(2, 2).state_dict(), "epoch": 3}, "model.pth")
+        >>> external = paceline.load_external_weights(Path("model.pth"))
+        >>> sorted(external.weights), external.metadata
+        (['bias', 'weight'], {'epoch': 3})
+    """
     if not path.exists():
         raise CheckpointError("missing", f"File {path} does not exist.", fix="check the path")
     if not path.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from paceline.run.folder import ROOT
 
 WATCH_EXAMPLES = examples("watch", "watch gpt", "watch gpt gpt-2", "watch runs/mlp-sweep")
 REPORT_EXAMPLES = examples("report gpt", "report gpt -o gpt.html", "report gpt --to tensorboard -o tensorboard/gpt")
+
+_NICE = 10  # training on this machine goes first
 
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="default: a free one")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="where to write; default: report.html")]
@@ -44,6 +47,7 @@ def watch(
             f"Can't listen on {host}:{port}: {error.strerror}.",
             fix="omit --port to use a free port, and --host to listen on loopback",
         ) from None
+    os.nice(_NICE)
     print(server.url, flush=True)
     _explain_address(host, server.server_port)
     try:

@@ -189,7 +189,10 @@ class LaunchSpec(LaunchOptions):
         None, "--rdzv-backend", "--rdzv_backend", panel=MANUAL_NODES, metavar="static | c10d",
         help="static: every node passes --node-rank; c10d: node ranks are assigned in order of arrival",
     )
-    dry_run: bool = option(False, "--dry-run", panel=REMOTE_NODES, help="print the SLURM script without submitting it")
+    dry_run: bool = option(
+        False, "--dry-run", panel=REMOTE_NODES,
+        help="check the command and print what would be started where; with --slurm, the batch script",
+    )
     k8s: bool = option(False, "--k8s", panel=REMOTE_NODES, help="print a TrainJob and a JobSet for Kubernetes")
     k8s_with: str | None = option(
         None, "--k8s-with", panel=REMOTE_NODES, metavar="image=IMAGE,gpus=4,…",

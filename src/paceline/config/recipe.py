@@ -61,7 +61,23 @@ class _SchemaGenerator(GenerateJsonSchema):
 
 
 class Config(Section):
-    """All settings of a run. Unknown keys are errors."""
+    """All settings of a run: a recipe as frozen data. Unknown keys are errors.
+
+    Keys are attributes, and sections have attributes of their own: `config.optimizer.lr`. `paceline config keys` lists
+    them all. The examples of the methods continue the one below.
+
+    Args:
+        values: the top-level keys; sections as dicts
+
+    Raises:
+        ConfigError: `config.unknown-key`, `config.bad-value`
+
+    Example:
+        >>> import paceline
+        >>> config = paceline.Config.from_dict({"batch": 64, "optimizer": {"name": "sgd", "lr": 0.1}})
+        >>> config.batch, config.optimizer.lr, config.precision
+        (64, 0.1, 'fp32')
+    """
 
     model: Annotated[ModelSection | None, short("model")] = Field(
         None, description="name of the model, and its options"
@@ -174,13 +190,45 @@ class Config(Section):
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
-        """Read a YAML or TOML recipe, then apply `key=value` overrides."""
+        """Read a YAML or TOML recipe, then apply `key=value` overrides.
+
+        Args:
+            path: of the file
+            overrides: such as `"train.epochs=3"`, as on the command line
+
+        Returns:
+            The recipe.
+
+        Raises:
+            ConfigError: `config.missing-file`, `config.malformed`, `config.unknown-key`, `config.bad-value`,
+                `config.bad-override`
+
+        Example:
+            >>> from pathlib import Path
+            >>> _ = Path("recipe.yaml").write_text("batch: 64")
+            >>> paceline.Config.from_file("recipe.yaml", ["train.epochs=3"]).train.epochs
+            3
+        """
         values, lines = files.read(Path(path))
         return cls._merged(values, overrides, str(path), lines, str(Path(path).parent))
 
     @classmethod
     def default(cls, overrides: Sequence[str] = ()) -> Config:
-        """The default recipe: a small GPT on the source of the standard library."""
+        """The default recipe: a small GPT on the source of the standard library.
+
+        Args:
+            overrides: such as `"train.epochs=3"`
+
+        Returns:
+            The recipe that `paceline train` runs without a file.
+
+        Raises:
+            ConfigError: `config.bad-override`, `config.unknown-key`, `config.bad-value`
+
+        Example:
+            >>> paceline.Config.default(["batch=8"]).model.name
+            'gpt'
+        """
         path = Path(__file__).with_name("default.yaml")
         return cls.from_dict(files.read(path)[0], overrides, origin="the default recipe")
 
@@ -188,7 +236,23 @@ class Config(Section):
     def from_dict(
         cls, values: Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "the caller"
     ) -> Config:
-        """Create a Config from plain values, then apply `key=value` overrides. Errors refer to `origin`."""
+        """Create a Config from plain values, then apply `key=value` overrides.
+
+        Args:
+            values: the keys of a recipe, as read from YAML
+            overrides: such as `"train.epochs=3"`
+            origin: where the values come from, for errors
+
+        Returns:
+            The recipe.
+
+        Raises:
+            ConfigError: `config.unknown-key`, `config.bad-value`, `config.bad-override`
+
+        Example:
+            >>> paceline.Config.from_dict({"ema": 0.999}, ["batch=8"]).ema.decay
+            0.999
+        """
         return cls._merged(values, overrides, origin, {})
 
     @classmethod
@@ -243,24 +307,52 @@ class Config(Section):
         override names."""
         return self._inherited
 
-    def settled(self, sections: Mapping[str, Any]) -> Config:
-        """A copy with other sections, in which no option is `inherited`."""
-        copy = self.model_copy(update=dict(sections))
-        copy._inherited = {}
-        return copy
-
     def origin(self, key: str) -> str:
-        """The origin of a dotted key's value: a file, an override, or the default."""
+        """The origin of a dotted key's value.
+
+        Args:
+            key: such as `"optimizer.lr"`
+
+        Returns:
+            A file with its line, an override, or "default".
+
+        Example:
+            >>> config.origin("batch"), config.origin("seed")
+            ('the caller', 'default')
+        """
         return self._origins.get(key, "default")
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema of recipes, for editors."""
+        """The JSON schema of recipes, for editors. `paceline config schema` prints it.
+
+        Returns:
+            The schema, as plain values.
+
+        Example:
+            >>> paceline.Config.json_schema()["properties"]["batch"]["description"]
+            'samples per optimizer step, over all ranks'
+        """
         return cls.model_json_schema(schema_generator=_SchemaGenerator)
 
     def to_dict(self) -> dict[str, Any]:
-        """The effective recipe as plain values: saved in the run folder and compared across ranks."""
+        """The effective recipe as plain values: saved in the run folder and compared across ranks.
+
+        Returns:
+            All keys, with their defaults.
+
+        Example:
+            >>> config.to_dict()["optimizer"]["name"]
+            'sgd'
+        """
         return self.model_dump()
 
 
 _SECTIONS = {name for name, field in Config.model_fields.items() if isinstance(field.default, Section)}
+
+
+def with_sections(config: Config, sections: Mapping[str, Any]) -> Config:
+    """A copy with other sections, in which no option is `inherited`."""
+    copy = config.model_copy(update=dict(sections))
+    copy._inherited = {}
+    return copy

@@ -18,6 +18,21 @@ def all_gather_rows(tensor: Tensor, group: Group = None) -> Tensor:
     Ranks may have different numbers of rows, also none. The gradient of a row is summed over ranks, and goes back to
     the rank that the row came from. If every rank computes the same loss from all rows, this sum is the world size
     times its gradient, which the average over data ranks cancels. Collective, and so is its backward.
+
+    Args:
+        tensor: with at least one dim; dims after the first, and the dtype, are the same on every rank
+        group: a process group of torch.distributed; default: all ranks
+
+    Returns:
+        The rows of all ranks.
+
+    Raises:
+        WorldError: `world.not-a-tensor`, `world.different-collectives`
+
+    Example:
+        >>> features = torch.ones(dist.rank() + 1, 3)
+        >>> len(dist.all_gather_rows(features)) == sum(range(1, dist.world() + 1))
+        True
     """
     if not tensor.dim():
         raise WorldError(

@@ -26,6 +26,11 @@ _HOMES = {
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _ANY_STDLIB = re.compile(r"/lib(?:64)?/python3\.\d+/(.*)")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+_TRAINER = {
+    f"paceline/train/{name}.py"
+    for name in ("trainer", "evaluation_methods", "checkpoint_methods", "custom_loop_methods")
+}
+_DIST = {"paceline/runtime/collectives.py", "paceline/runtime/collective_calls.py"}
 _WRAPPER = "paceline/train/method_hints.py"  # a frame between the user's code and a method of the Trainer
 _BACKWARD = "torch/autograd/graph.py"  # which waits for the reduction of gradients
 _WAITING = (
@@ -138,11 +143,11 @@ def _lines(frames: list[StackFrame]) -> tuple[str, str, str]:
 
 def _name(frame: StackFrame) -> str:
     file, name = _home(frame.file), frame.function
-    if file == "paceline/train/trainer.py":
+    if file in _TRAINER:
         return "Trainer()" if name in ("__init__", "from_config") else f"trainer.{name}()"
     if file == "paceline/train/custom_loop.py" and name == "__iter__":
         return "a loop over trainer.loader()"
-    if file == "paceline/runtime/collectives.py":
+    if file in _DIST:
         return f"dist.{name}()"
     return f"torch.distributed.{name}()" if file.startswith("torch/distributed/") and name != "wrapper" else ""
 

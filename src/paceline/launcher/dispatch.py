@@ -100,8 +100,6 @@ def _check_options(spec: LaunchSpec) -> None:
         raise LaunchError("bad-options", f"Unknown --rdzv-backend {spec.rendezvous!r}.", fix="use static or c10d")
     if spec.rendezvous == "static" and spec.node_rank is None:
         raise LaunchError("bad-options", "--rdzv-backend static requires --node-rank on every node.")
-    if spec.dry_run and not spec.slurm:
-        raise LaunchError("bad-options", "--dry-run prints a SLURM batch script and requires --slurm.")
 
 
 def _check_variables(env: Mapping[str, str]) -> None:

@@ -40,11 +40,33 @@ _log = Log(stream="stdout")  # interleaves with the output of the caller
 
 
 def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -> Any:
-    """Run `fn(**kwargs)` on `ranks` ranks and return the result of rank 0.
+    """Run `fn(**kwargs)` on several ranks and return the result of rank 0.
 
-    The default is one rank per GPU, or one rank without GPUs. The output of rank 0 is shown; that of others only if
-    they fail. An error on any rank stops all of them and is raised here. Parameters of `fn` called `rank`, `local_rank`
-    or `world_size` are filled in if they have no value.
+    Every rank, also of one, is a forked child process, so `fn` may be a closure or a lambda. The output of rank 0 is
+    shown; that of others only if they fail. An error on any rank stops all of them and is raised here.
+
+    Args:
+        fn: the function. Its parameters `rank`, `local_rank` and `world_size` are filled in if they have no value
+        ranks: their number; default: one per GPU, or one without GPUs
+        kwargs: arguments of the function
+
+    Returns:
+        The result of rank 0: JSON values, tensors, a `History`, or containers of these.
+
+    Raises:
+        LaunchError: `launch.rank-failed`, `launch.inside-a-rank`, `launch.missing-argument`, `launch.not-a-function`,
+            `launch.bad-result`, `launch.more-ranks-than-gpus`
+        PacelineError: the error with a code that a rank raised
+
+    Example:
+        >>> import torch
+        >>> import paceline
+        >>> def total(scale):
+        ...     tensor = torch.tensor([paceline.dist.rank() + 1.0])
+        ...     paceline.dist.all_reduce(tensor)
+        ...     return (tensor * scale).item()
+        >>> paceline.launch(total, ranks=2, scale=10)
+        30.0
     """
     rank_info = environment.read_rank_info() if environment.is_rank() else None
     if rank_info is not None and rank_info.world > 1:

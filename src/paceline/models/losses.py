@@ -24,7 +24,22 @@ IGNORE_INDEX = -100  # the default of torch
 
 
 class Loss(NamedTuple):
-    """The sum of a loss, and the weight to divide it by: the number of samples or tokens."""
+    """The sum of a loss, and the weight to divide it by.
+
+    The gradient of a step is Σsum / Σweight over all ranks and micro-batches. Return it where samples have different
+    weights, such as sequences with padding; a plain mean is weighted by the number of samples.
+
+    Args:
+        sum: the sum of the losses of this micro-batch, with its graph
+        weight: the number of samples or tokens in it
+
+    Example:
+        >>> import torch
+        >>> import paceline
+        >>> losses, mask = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.0, 0.0])
+        >>> paceline.Loss(sum=(losses * mask).sum(), weight=mask.sum())
+        Loss(sum=tensor(3.), weight=tensor(2.))
+    """
 
     sum: Tensor
     weight: Tensor | float

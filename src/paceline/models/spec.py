@@ -26,27 +26,63 @@ from paceline.models import huggingface
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """How a model is partitioned into stages. `forward` must consist of first, all blocks, last and loss."""
+    """How a model is partitioned into stages. `forward` must consist of first, all blocks, last and loss.
 
-    first: str  # method that maps the inputs of a batch to hidden states
-    blocks: str  # name of an nn.ModuleList of layers that map hidden states to hidden states
-    last: str  # method that maps hidden states to outputs
-    loss: str  # method that maps outputs and targets to the loss
-    first_modules: tuple[str, ...] = ()  # modules that `first` uses
-    last_modules: tuple[str, ...] = ()  # modules that `last` uses
-    targets: str = "targets"  # key of the targets in a batch
+    Args:
+        first: method that maps the inputs of a batch to hidden states
+        blocks: name of an nn.ModuleList of layers that map hidden states to hidden states
+        last: method that maps hidden states to outputs
+        loss: method that maps outputs and targets to the loss
+        first_modules: modules that `first` uses
+        last_modules: modules that `last` uses
+        targets: key of the targets in a batch
+
+    Example:
+        >>> import paceline
+        >>> spec = paceline.PipelineSpec(
+        ...     first="embed", blocks="layers", last="read_out", loss="loss", first_modules=("embedding",)
+        ... )
+        >>> spec.targets
+        'targets'
+    """
+
+    first: str
+    blocks: str
+    last: str
+    loss: str
+    first_modules: tuple[str, ...] = ()
+    last_modules: tuple[str, ...] = ()
+    targets: str = "targets"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model declares about its structure; settings of the recipe take precedence."""
+    """What a model declares about its structure, in its attribute `model_spec`. Settings of the recipe take precedence.
 
-    blocks: tuple[str, ...] | None = None  # names or patterns of the repeated layers; None: detected
-    tensor_plan: Mapping[str, str] | None = None  # names or patterns → styles (`tensor_plan.py`)
+    Args:
+        blocks: names or patterns of the repeated layers; default: detected
+        tensor_plan: styles of tensor parallelism by name or pattern of a module: `"column"`, `"row"`, `"vocabulary"`,
+            `"sequence"`
+        pipeline: how the model is partitioned into stages
+        heads: names and numbers that the tensor degree must divide, such as attention heads
+        deferred_init: whether `reset_parameters()` sets every value, so that the meta device can be used
+        compile_methods: methods that `compile: true` compiles in addition to blocks
+
+    Example:
+        >>> import paceline
+        >>> from torch import nn
+        >>> class Net(nn.Module):
+        ...     model_spec = paceline.ModelSpec(blocks=("layers.*",), tensor_plan={"layers.*.up": "column"})
+        >>> Net.model_spec.blocks
+        ('layers.*',)
+    """
+
+    blocks: tuple[str, ...] | None = None
+    tensor_plan: Mapping[str, str] | None = None
     pipeline: PipelineSpec | None = None
-    heads: Mapping[str, int] = field(default_factory=dict)  # names and numbers that the tensor degree must divide
-    deferred_init: bool = False  # reset_parameters() sets every value, so the meta device can be used
-    compile_methods: tuple[str, ...] = ()  # methods that `compile: true` compiles in addition to blocks
+    heads: Mapping[str, int] = field(default_factory=dict)
+    deferred_init: bool = False
+    compile_methods: tuple[str, ...] = ()
 
 
 @runtime_checkable

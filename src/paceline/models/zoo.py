@@ -21,7 +21,7 @@ from torch import nn
 from paceline.config.recipe import Config
 from paceline.errors import ModelError
 from paceline.own_code import is_own
-from paceline.registry import Registry
+from paceline.registry import Builder, Registry
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
 
 
@@ -32,13 +32,55 @@ def _load_embedded() -> None:
 MODELS: Registry[None, nn.Module] = Registry(
     "model", error=ModelError, hint="@paceline.register_model", load=_load_embedded
 )
-register_model = MODELS.implement
 find_model = MODELS.find
 
 
+def register_model(name: str) -> Callable[[Builder], Builder]:
+    """Decorator that registers a model, for `model.name` in a recipe and `get_model`.
+
+    Args:
+        name: of the model. The parameters of the class or function are its options in a recipe
+
+    Returns:
+        The decorator.
+
+    Raises:
+        ModelError: `model.bad-registration`: the name is not a string, or what is decorated can't be called
+
+    Example:
+        >>> import paceline
+        >>> from torch import nn
+        >>> @paceline.register_model("line")
+        ... class Line(nn.Linear):
+        ...     def __init__(self, inputs=4):
+        ...         super().__init__(inputs, 1)
+        >>> paceline.get_model("line")(inputs=2).in_features
+        2
+    """
+    return MODELS.implement(name)
+
+
 def get_model(name: str) -> Callable[..., nn.Module]:
-    """A builder for a registered model, or one of your own code (`module:name`). Call it with a Config, whose seed
-    determines the initial weights, or with the options of the model."""
+    """A builder for a registered model, or one of your own code.
+
+    Args:
+        name: of a model: gpt, mlp, resnet18, resnet20, resnet50, vae, one of `register_model`, or `module:name` for a
+            function or class of your own code
+
+    Returns:
+        A function. Call it with a Config, whose seed determines the initial weights, or with the options of the model.
+
+    Raises:
+        ModelError: `model.unknown-name`; when the model is built, `model.unknown-option`, `model.missing-option`,
+            `model.not-a-module`, `model.other-model`
+        ConfigError: `config.no-module`, `config.no-such-name`, `config.not-callable`, `config.import-failed`
+
+    Example:
+        >>> import paceline
+        >>> model = paceline.get_model("mlp")(inputs=8, width=16)
+        >>> sum(parameter.numel() for parameter in model.parameters()) > 0
+        True
+    """
     if not is_own(name):  # the folder of its recipe is known later
         find_model(name)
 

@@ -41,16 +41,30 @@ Opener = TypeVar("Opener", bound=Callable[..., Logger])
 
 
 def register_logger(name: str) -> Callable[[Opener], Opener]:
-    """Register a custom logger, for `loggers: [name]` in a recipe or `Trainer(loggers=[name])`.
-
-        @paceline.register_logger("lines")
-        class Lines:
-            def __init__(self, run, settings): ...
-            def write(self, records): ...
-            def close(self): ...
+    """Decorator that registers a custom logger, for `loggers: [name]` in a recipe or `Trainer(loggers=[name])`.
 
     It is opened on rank 0 with the run folder (a `Path`) and the recipe (a dict), receives the records of each log
     point and evaluation, and is closed when training ends. A resumed run opens it with the same folder.
+
+    Args:
+        name: of the logger
+
+    Returns:
+        The decorator.
+
+    Raises:
+        TrainError: `train.bad-registration`: the name is not a string, or what is decorated can't be called
+
+    Example:
+        >>> import paceline
+        >>> @paceline.register_logger("lines")
+        ... class Lines:
+        ...     def __init__(self, run, settings):
+        ...         self.file = (run / "lines.txt").open("a")
+        ...     def write(self, records):
+        ...         self.file.writelines(f"{record}\\n" for record in records)
+        ...     def close(self):
+        ...         self.file.close()
     """
 
     implement = LOGGERS.implement(name)

@@ -54,18 +54,35 @@ def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.op
 def register_optimizer(
     name: str, *, state_per_param: int = 2, elementwise: bool = False, needs_full: bool = False
 ) -> Callable[[Builder], Builder]:
-    """Register a custom optimizer, for `optimizer.name` in a recipe or `Trainer(optimizer={"name": …})`.
+    """Decorator that registers a custom optimizer, for `optimizer.name` in a recipe and `Trainer(optimizer=…)`.
 
-        @paceline.register_optimizer("lion", state_per_param=1, elementwise=True)
-        def lion(params, settings, lr, *, decay=0.99):
-            return Lion(params.groups, lr=lr, decay=decay)
+    The function is called with `params`, whose `groups` are torch.optim parameter groups, the `optimizer:` section of
+    the recipe, and the base learning rate. Further parameters are options: `optimizer: {name: plain, decay: 0.98}`.
 
-    `params.groups` are torch.optim parameter groups, `settings` is the recipe's `optimizer:` section, and `lr` is the
-    base learning rate. Further parameters are options: `optimizer: {name: lion, decay: 0.98}`.
+    Args:
+        name: of the optimizer
+        state_per_param: number of state tensors per parameter, for the memory estimate
+        elementwise: whether it treats each element by itself, so that it may receive local shards as plain tensors;
+            otherwise it receives DTensors, if parameters are sharded
+        needs_full: whether it needs full parameters, so that it is rejected if they are sharded
 
-    `state_per_param` is the number of state tensors per parameter, for the memory estimate. If parameters are sharded,
-    an `elementwise` optimizer receives the local shards as plain tensors, one that `needs_full` is rejected, and any
-    other receives DTensors.
+    Returns:
+        The decorator.
+
+    Raises:
+        TrainError: `train.bad-registration`: the name is not a string, or what is decorated can't be called
+
+    Example:
+        >>> import torch
+        >>> import paceline
+        >>> @paceline.register_optimizer("plain", state_per_param=0, elementwise=True)
+        ... def plain(params, settings, lr, *, decay=0.0):
+        ...     return torch.optim.SGD(params.groups, lr=lr, weight_decay=decay)
+        >>> trainer = paceline.Trainer(
+        ...     torch.nn.Linear(2, 1), {"name": "plain", "lr": 0.1}, criterion=torch.nn.MSELoss(), run=False, quiet=True
+        ... )
+        >>> type(trainer.optimizer).__name__
+        'SGD'
     """
     facts = OptimizerFacts(state_per_param=state_per_param, elementwise=elementwise, needs_full=needs_full)
     add = OPTIMIZERS.implement(name)

@@ -26,12 +26,27 @@ def require_free_names(names: Iterable[str], where: str) -> None:
 
 @dataclass
 class History:
-    """Steps and evaluations of one `train()` call, and the run folder."""
+    """Steps and evaluations of one `train()` call, and the run folder. Equal on every rank.
+
+    Args:
+        steps: a record for each log point: `step`, `epoch`, `loss`, `lr` and more
+        evaluations: a record for each evaluation: `step`, `epoch`, `loss` and the metrics
+        run: path of the run folder; its `metrics.jsonl` has the records of the whole run. None: nothing is written
+        ended: why training ended: end of data, max_steps, early_stop, …
+
+    Example:
+        >>> import paceline
+        >>> history = paceline.History([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.4}], [{"step": 2, "loss": 0.6}])
+        >>> history.losses
+        [0.5, 0.4]
+        >>> history.best
+        {'step': 2, 'loss': 0.6}
+    """
 
     steps: list[Record] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
     run: str | None = None
-    ended: str | None = None  # why: end of data, max_steps, early_stop, …
+    ended: str | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -45,8 +60,29 @@ class History:
         return min(finite, key=lambda record: float(record["loss"]), default=None)
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, for JSON.
+
+        Returns:
+            A dict from which `from_json` makes an equal History.
+
+        Example:
+            >>> history.to_json()["evaluations"]
+            [{'step': 2, 'loss': 0.6}]
+        """
         return {"steps": self.steps, "evaluations": self.evaluations, "run": self.run, "ended": self.ended}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> History:
+        """The History of `to_json()`.
+
+        Args:
+            values: what `to_json()` returned
+
+        Returns:
+            An equal History.
+
+        Example:
+            >>> paceline.History.from_json(history.to_json()) == history
+            True
+        """
         return cls(list(values["steps"]), list(values["evaluations"]), values["run"], values["ended"])

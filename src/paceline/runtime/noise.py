@@ -146,7 +146,27 @@ def local_samples() -> int | None:
 
 
 def noise(like: Tensor) -> Tensor:
-    """Standard normal noise with the shape, dtype and device of `like`, whose first dim is the batch."""
+    """Standard normal noise that does not depend on the number of ranks.
+
+    In a training step, the noise of a sample is a function of (seed, step, sample); elsewhere this is
+    `torch.randn_like`.
+
+    Args:
+        like: a tensor with the shape, dtype and device of the noise; its first dim is the batch
+
+    Returns:
+        The noise.
+
+    Raises:
+        ModelError: `model.noise-rows`: in a step, the first dim is not the batch
+
+    Example:
+        >>> import torch
+        >>> import paceline
+        >>> mean = torch.zeros(4, 2)
+        >>> (mean + 0.1 * paceline.noise(mean)).shape
+        torch.Size([4, 2])
+    """
     context = _current.get()
     samples = None if context is None else context.samples
     if context is None or samples is None:

@@ -30,7 +30,8 @@ from paceline.run.study_folder import StudyFolder
 from paceline.search import recipe_sweep, recipe_trials
 from paceline.search.placement import TrialSlot, open_pool
 from paceline.search.scheduler import Sweep
-from paceline.search.study import Study, Trial, read_section
+from paceline.search.study import Study, read_section
+from paceline.search.trial import Trial
 
 
 class TrialContext(Mapping[str, Any]):
@@ -88,8 +89,7 @@ def sweep(
     ray: str | None = None,
     **settings: Any,
 ) -> Study:
-    """Search for good settings with many trials, and return the study. The same call continues a search that was
-    interrupted.
+    """Search for good settings with many trials. The same call continues a search that was interrupted.
 
     Args:
         target: a function of a `TrialContext` that returns the value of the metric, or a recipe: a `Config`, a dict or
@@ -106,7 +106,16 @@ def sweep(
         The study: `study.best.params`, `study.best.value`, `study.trials()`.
 
     Raises:
-        SearchError: the search space, the metric or the study does not fit.
+        SearchError: `search.bad-space`, `search.no-space`, `search.no-metric`, `search.other-study`,
+            `search.needs-recipe`: the search space, the metric or the study does not fit; `search.all-failed`
+
+    Example:
+        >>> import paceline
+        >>> def objective(trial):
+        ...     return (trial.params["x"] - 0.5) ** 2
+        >>> study = paceline.sweep(objective, {"x": "uniform(0, 1)"}, trials=2)
+        >>> len(study.trials())
+        2
     """
     agent.require_forkable()
     if callable(target):

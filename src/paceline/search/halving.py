@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.search.study import Trial
+    from paceline.search.trial import Trial
 
 
 def rung_fraction(rung: int, rungs: int, eta: int) -> float | None:

@@ -17,7 +17,7 @@ from paceline.run.folder import RunFolder
 from paceline.runtime.fork import call_in_child
 from paceline.search.placement import TrialSlot
 from paceline.search.space import Parameter, set_key
-from paceline.search.study import Trial
+from paceline.search.trial import Trial
 
 _SAMPLES = 8  # that are evaluated to learn the names of metrics
 

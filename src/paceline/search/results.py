@@ -12,7 +12,8 @@ from paceline.config.files import Dumper
 from paceline.errors import SearchError
 from paceline.run import regular_files
 from paceline.search.space import set_key
-from paceline.search.study import Study, Trial
+from paceline.search.study import Study
+from paceline.search.trial import Trial
 from paceline.text import format_duration, plural
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -29,7 +29,8 @@ from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
 from paceline.search import halving, sampling, trial_process
 from paceline.search.placement import Pool, TrialSlot
-from paceline.search.study import Study, Trial
+from paceline.search.study import Study
+from paceline.search.trial import Trial
 from paceline.search.trial_process import TrialProcess
 from paceline.text import format_duration, plural
 

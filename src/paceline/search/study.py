@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from paceline.config.recipe import Config
@@ -21,14 +18,14 @@ from paceline.errors import SearchError
 from paceline.optim.best import Best
 from paceline.run.study_folder import StudyFolder
 from paceline.search import sampling
+from paceline.search.optuna_access import import_optuna, quiet
 from paceline.search.space import Parameter, grid_size, parse_space
+from paceline.search.trial import Trial, TrialStatus
 
 if TYPE_CHECKING:
     import optuna
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial, TrialState
-
-TrialStatus = Literal["running", "paused", "complete", "pruned", "failed"]
 
 FORMAT = 1
 _FACTS = "paceline"  # the attribute of Optuna's trials that holds ours
@@ -37,37 +34,27 @@ _TRIALS = 20
 _FIXED = ("sampler", "seed", "pruner", "eta", "rungs", "metric", "mode", "storage")
 
 
-@dataclass(frozen=True)
-class Trial:
-    number: int
-    params: Mapping[str, Any]  # by the key of the recipe
-    state: TrialStatus
-    value: float | None = None  # of the metric: the last one
-    values: Mapping[int, float] = field(default_factory=dict)  # by step
-    rung: int = 0  # that it has reached, or trains to
-    rung_values: Mapping[int, float] = field(default_factory=dict)
-    attempts: int = 0  # how often it was started
-    accidents: int = 0  # after which it was started again
-    completed_before: int = 0  # how many of its launches had ended well before the present one
-    steps: int = 0
-    seconds: float = 0.0
-    slot: str = ""  # where it ran
-    verdict: str = ""  # why it failed
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in ("complete", "pruned", "failed")
-
-
 class Study:
-    """The trials of a search.
+    """The trials of a search. `paceline.sweep()` returns one; `Study.open` is for trials in a loop of one's own.
 
-    `paceline.sweep()` returns one. To run trials in a loop of one's own:
+    The examples of the methods continue the one below.
 
-        study = paceline.Study.open("mine", {"lr": "log(1e-5, 1e-2)"}, trials=20)
-        while not study.is_full:
-            trial = study.ask()
-            study.tell(trial.number, train(**trial.params))
+    Args:
+        folder: where it is stored
+        section: the `sweep:` section of a recipe
+        recipe: that trials vary; empty for a function
+
+    Raises:
+        SearchError: `search.no-space`, `search.bad-space`, `search.other-study`, `search.no-optuna`
+
+    Example:
+        >>> import paceline
+        >>> study = paceline.Study.open("mine", {"lr": "log(1e-5, 1e-2)"}, trials=3)
+        >>> while not study.is_full:
+        ...     trial = study.ask()
+        ...     study.tell(trial.number, abs(trial.params["lr"] - 1e-3))
+        >>> study.best.value == min(trial.value for trial in study.trials())
+        True
     """
 
     def __init__(self, folder: StudyFolder, section: SweepSection, recipe: Mapping[str, Any]) -> None:
@@ -85,12 +72,42 @@ class Study:
 
     @classmethod
     def open(cls, name: str, space: Mapping[str, Any], **settings: Any) -> Study:
-        """A new study, or an existing one of the same search. `settings`: keys of a recipe's `sweep:` section."""
+        """A new study, or an existing one of the same search.
+
+        Args:
+            name: name or path of the study
+            space: how each parameter varies, as for `paceline.sweep`
+            settings: keys of a recipe's `sweep:` section, such as `trials=20`
+
+        Returns:
+            The study.
+
+        Raises:
+            SearchError: `search.no-space`, `search.bad-space`, `search.other-study`
+
+        Example:
+            >>> len(paceline.Study.open("mine", {"lr": "log(1e-5, 1e-2)"}, trials=3).trials())
+            3
+        """
         return cls(StudyFolder.of(name), read_section(space, settings), {})
 
     @classmethod
     def load(cls, folder: StudyFolder) -> Study:
-        """An existing study."""
+        """An existing study.
+
+        Args:
+            folder: of the study, such as `study.folder`
+
+        Returns:
+            The study.
+
+        Raises:
+            SearchError: `search.no-study`
+
+        Example:
+            >>> paceline.Study.load(study.folder).best == study.best
+            True
+        """
         if not folder.exists:
             raise SearchError("no-study", f"There is no study at {folder.short}.", fix="pass the name or path of one")
         settings = folder.read_settings()
@@ -110,6 +127,15 @@ class Study:
         return len(self._frozen()) >= self.size
 
     def trials(self) -> list[Trial]:
+        """All trials, by number.
+
+        Returns:
+            Trials with `number`, `params`, `state`, `value` and more.
+
+        Example:
+            >>> [trial.state for trial in study.trials()]
+            ['complete', 'complete', 'complete']
+        """
         return [self._trial(each) for each in self._frozen()]
 
     @property
@@ -119,11 +145,28 @@ class Study:
         return min(done, key=lambda each: self._order(each.value), default=None)
 
     def ranked(self) -> list[Trial]:
-        """Completed trials before others, the best first."""
+        """Completed trials before others, the best first.
+
+        Returns:
+            All trials.
+
+        Example:
+            >>> study.ranked()[0] == study.best
+            True
+        """
         return sorted(self.trials(), key=lambda each: (each.state != "complete", self._order(each.value), each.number))
 
     def ask(self) -> Trial:
-        """A new trial, with its parameters."""
+        """A new trial, with its parameters.
+
+        Returns:
+            The trial: `number`, and `params` by name.
+
+        Example:
+            >>> trial = study.ask()
+            >>> sorted(trial.params)
+            ['lr']
+        """
         from optuna.trial import TrialState, create_trial
 
         known = self._frozen()
@@ -137,12 +180,24 @@ class Study:
             distributions={parameter.key: parameter.distribution for parameter in self.space},
             system_attrs=dict(kept),
         )
-        with _quiet():
+        with quiet():
             self._storage.create_new_trial(self._id, template_trial=template)
         return self.trials()[number]
 
     def tell(self, number: int, value: float | None = None, *, state: TrialStatus = "complete") -> None:
-        """The result of a trial. A failed one has no value."""
+        """The result of a trial.
+
+        Args:
+            number: of the trial
+            value: of the metric; a failed trial has none
+            state: `"complete"`, `"pruned"` or `"failed"`
+
+        Raises:
+            SearchError: `search.no-value`: a completed trial needs a finite one; `search.other-trial`: it has ended
+
+        Example:
+            >>> study.tell(study.ask().number, state="failed")
+        """
         from optuna.trial import TrialState
 
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
@@ -160,13 +215,33 @@ class Study:
         self._set_state(number, states[state], value)
 
     def report(self, number: int, step: int, value: float) -> None:
-        """A value on the way. One that is not finite is left out."""
+        """A value on the way. One that is not finite is left out.
+
+        Args:
+            number: of the trial
+            step: at which it has the value
+            value: of the metric
+
+        Example:
+            >>> study.report(study.ask().number, step=10, value=0.5)
+        """
         if math.isfinite(value):
-            with _quiet():
+            with quiet():
                 self._storage.set_trial_intermediate_value(self._trial_id(number), step, value)
 
     def should_prune(self, number: int) -> bool:
-        """Whether a trial is worse than the median of the others at its last step."""
+        """Whether a trial is worse than the median of the others at its last step.
+
+        Args:
+            number: of the trial
+
+        Returns:
+            Always False without `pruner="median"`.
+
+        Example:
+            >>> study.should_prune(study.ask().number)
+            False
+        """
         import optuna
 
         if self.section.pruner != "median":
@@ -175,13 +250,31 @@ class Study:
         return pruner.prune(self._study, self._frozen()[number])
 
     def update(self, number: int, **attributes: Any) -> None:
-        """Keep facts about a trial: attributes of `Trial`. All of them or none, wherever this process is killed."""
+        """Keep facts about a trial: attributes of its record. All of them or none, wherever this process is killed.
+
+        Args:
+            number: of the trial
+            attributes: such as `steps=100`
+
+        Example:
+            >>> number = study.ask().number
+            >>> study.update(number, steps=100)
+            >>> study.trials()[number].steps
+            100
+        """
         known = self._frozen()[number].user_attrs.get(_FACTS, {})
-        with _quiet():
+        with quiet():
             self._storage.set_trial_user_attr(self._trial_id(number), _FACTS, {**known, **attributes})
 
     def require_success(self) -> None:
-        """Raise if trials have ended, and all of them failed."""
+        """Raise if trials have ended, and all of them failed.
+
+        Raises:
+            SearchError: `search.all-failed`
+
+        Example:
+            >>> study.require_success()
+        """
         ended = [each for each in self.trials() if each.has_ended or each.rung_values]
         if ended and all(each.state == "failed" for each in ended):
             raise SearchError(
@@ -191,10 +284,18 @@ class Study:
             )
 
     def importances(self) -> dict[str, float]:
-        """How much of the variation of the metric each parameter explains; empty if there are too few trials."""
+        """How much of the variation of the metric each parameter explains.
+
+        Returns:
+            A share by parameter; empty if there are too few trials.
+
+        Example:
+            >>> isinstance(study.importances(), dict)
+            True
+        """
         import optuna
 
-        with _quiet():
+        with quiet():
             try:
                 found = optuna.importance.get_param_importances(
                     self._study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
@@ -212,10 +313,10 @@ class Study:
         return float("inf") if value is None else value if self.minimizes else -value
 
     def _open(self) -> tuple[BaseStorage, optuna.Study]:
-        optuna = _import_optuna()
+        optuna = import_optuna()
         self._require_same()
         self.folder.create()
-        with _quiet():
+        with quiet():
             storage: BaseStorage
             if self.section.storage == "journal":
                 backend = optuna.storages.journal.JournalFileBackend(str(self.folder.journal))
@@ -262,7 +363,7 @@ class Study:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def _set_state(self, number: int, state: TrialState, value: float | None) -> None:
-        with _quiet():
+        with quiet():
             self._storage.set_trial_state_values(self._trial_id(number), state, None if value is None else [value])
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
@@ -290,25 +391,6 @@ class Study:
             intermediate_values=frozen.intermediate_values,
             system_attrs=frozen.system_attrs,
         )
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise SearchError(
-            "no-optuna", "A sweep needs Optuna, which is not installed.", fix="pip install 'paceline[sweep]'"
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Parts of Optuna are marked as experimental."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def read_section(space: Mapping[str, Any], settings: Mapping[str, Any]) -> SweepSection:

@@ -1,15 +1,16 @@
 """Tests of distributed code on several ranks.
 
-from paceline.testing import ranks
-
-@ranks(2)
-def test_sum():
-    tensor = torch.ones(1)
-    paceline.dist.all_reduce(tensor)
-    assert tensor.item() == 2
-
 Names are imported on first use: pytest loads the plugin beside them wherever paceline is installed, and must not wait
 for torch.
+
+Example:
+    >>> import torch
+    >>> import paceline
+    >>> from paceline import testing
+    >>> @testing.ranks(2)
+    ... def test_rank():
+    ...     assert paceline.dist.world() == 2
+    >>> test_rank()
 """
 
 from __future__ import annotations

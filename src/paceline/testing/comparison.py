@@ -137,8 +137,32 @@ def parity(
     bound: float | None = None,
     bits: bool = False,
 ) -> ParityReport:
-    """Train for `steps` steps in one process and under each layout, and compare. Defaults: `DEFAULT_LAYOUTS` in
-    float64; with `bits`, `BITS_LAYOUTS` in float32."""
+    """Train for a few steps in one process and under each layout, and compare.
+
+    Args:
+        what: a recipe (a Config, a dict or the path of a file), or a function that builds a Trainer from settings
+        data: to train on; default: that of the recipe
+        val: to evaluate on
+        layouts: such as `["ddp:3", "fsdp:2", "shard=2 tensor=2"]`; default: eight of them; with `bits`, ddp on 2 to 4
+            ranks
+        steps: to compare
+        precision: default: fp64, in which differences are not due to rounding; with `bits`, fp32
+        bound: largest relative difference allowed; default: depends on the precision
+        bits: whether to set `deterministic: everywhere` and require results that are equal to the bit
+
+    Returns:
+        A report: `print(report)` shows a table, `report.holds` tells whether all supported layouts agree.
+
+    Raises:
+        ConfigError: `config.bad-layout`, `config.contradiction`
+
+    Example:
+        >>> data = {"name": "shapes", "size": 8, "channels": 1, "length": 32}
+        >>> recipe = {"model": {"name": "mlp", "inputs": 64}, "data": data, "batch": 8}
+        >>> report = testing.parity(recipe, layouts=["ddp:2"], steps=1)
+        >>> report.holds
+        True
+    """
     import paceline.train.trainer  # noqa: F401  # before ranks are forked, so that it is imported once
     from paceline.train import factory
 

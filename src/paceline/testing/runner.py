@@ -35,7 +35,26 @@ class RankFailure(AssertionError):
 
 
 def ranks(number: int, *, timeout: float = 60.0) -> Callable[[Test], Test]:
-    """Run the decorated test on `number` ranks. Fixtures are created once, in the parent process."""
+    """Decorator that runs a test on several gloo ranks. Fixtures are created once, in the parent process.
+
+    Args:
+        number: of ranks
+        timeout: seconds after which ranks are killed
+
+    Returns:
+        The decorator. The test raises `RankFailure` if it fails on any rank.
+
+    Raises:
+        RankFailure: when the test is run and fails on any rank
+
+    Example:
+        >>> @testing.ranks(2)
+        ... def test_sum():
+        ...     tensor = torch.ones(1)
+        ...     paceline.dist.all_reduce(tensor)
+        ...     assert tensor.item() == 2
+        >>> test_sum()
+    """
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -50,7 +69,19 @@ def ranks(number: int, *, timeout: float = 60.0) -> Callable[[Test], Test]:
 
 
 def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0) -> None:
-    """Run `body` on `number` ranks in one process group; raise RankFailure if it fails on any rank."""
+    """Run a function on several gloo ranks, in one process group. They are forked from this process.
+
+    Args:
+        number: of ranks
+        body: the function
+        timeout: seconds after which ranks are killed
+
+    Raises:
+        RankFailure: it failed on some rank; the text has the traceback and the output of every rank
+
+    Example:
+        >>> testing.run_on_ranks(2, lambda: paceline.dist.barrier())
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
         folder = Path(name)
         processes = {rank: _fork(rank, number, body, folder) for rank in range(number)}

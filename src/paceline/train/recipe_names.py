@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from paceline.config.components import METRICS
-from paceline.config.recipe import Config
+from paceline.config.recipe import Config, with_sections
 from paceline.config.sections import NamedSection
 from paceline.data.datasets import DATASETS
 from paceline.errors import TrainError
@@ -48,7 +48,7 @@ def settle(config: Config, ask: Callable[[Callable[[], Any]], Any] = _call) -> t
             changes[key] = type(section).model_validate(kept)
             them = ", ".join(f"{key}.{name}" for name in dropped)
             notes.append(f"{key}.name={section.name} drops {them} of the recipe: {section.name} has no such option")
-    return config.settled(changes), notes
+    return with_sections(config, changes), notes
 
 
 def _options(config: Config, key: str) -> list[str] | None:

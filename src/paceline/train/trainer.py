@@ -10,13 +10,11 @@ Python process it is a world of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.config.recipe import Config
 from paceline.config.validation import KEYWORDS
@@ -25,25 +23,26 @@ from paceline.data.input_dtypes import explain_dtypes
 from paceline.data.loader import Loader, MicroBatch
 from paceline.guard import nonfinite, preflight
 from paceline.guard.hook_check import check_comm_hook
-from paceline.models.losses import Loss
 from paceline.models.usage_errors import explain_no_gradient
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.comm_hook import Reduce
 from paceline.parallel.ddp import broadcast_buffers
 from paceline.plan.schedule import derive_schedule, pause_step
-from paceline.run.history import History, Record, require_free_names
-from paceline.train import evaluate, factory, first_step, loop, oom
+from paceline.run.history import History, Record
+from paceline.train import factory, first_step, loop, oom
 from paceline.train.agenda import Agenda
 from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start, gradient_hook
+from paceline.train.checkpoint_methods import CheckpointMethods
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
-from paceline.train.checkpointing.restorer import Restorer, require_exists
+from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.saver import Saver
-from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult
+from paceline.train.custom_loop import CustomLoop
+from paceline.train.custom_loop_methods import CustomLoopMethods
 from paceline.train.custom_loop_setup import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects
-from paceline.train.evaluate import Evaluation
+from paceline.train.evaluation_methods import EvaluationMethods
 from paceline.train.evaluation_policy import EvaluationPolicy
 from paceline.train.loaders import Loaders
 from paceline.train.lr import LearningRate
@@ -54,14 +53,59 @@ from paceline.train.recipe_names import MetricsLike, build_metrics, settle, spli
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.signals import Signals
 from paceline.train.trained_weights import TrainedWeights
-from paceline.train.trainer_kwargs import TrainerKwargs, check_arguments
+from paceline.train.trainer_kwargs import TrainerKwargs, check_arguments, document_settings
 
 
-class Trainer(MethodHints):
+@document_settings
+class Trainer(EvaluationMethods, CheckpointMethods, CustomLoopMethods, MethodHints):
     """Trains a model with the same result on any number of ranks.
 
-    `settings` are the top-level keys of a recipe (`batch=512`, `precision="bf16"`); sections are dicts. `comm_hook` is
-    called as `comm_hook(comm_state, bucket)`, like a hook of DDP, and returns a future of the mean over ranks.
+    It never starts processes: under paceline, torchrun, spawn or an existing process group it uses that world; in a
+    plain Python process it is a world of one rank. Settings are the top-level keys of a recipe, with sections as dicts,
+    or as their main value: `ema=0.999` is short for `ema={"decay": 0.999}`. The examples of the methods continue the
+    one below.
+
+    Args:
+        model: a module that returns a loss, unless there is a `loss_fn` or a `criterion`
+        optimizer: a torch optimizer for the parameters of the model; or the settings of one, such as
+            `{"name": "adamw", "lr": 1e-3}`, or its name. Default: AdamW
+        loss_fn: computes the loss of a micro-batch, as `loss_fn(model, batch)`
+        criterion: computes the loss from the output of the model and the target, as `criterion(output, target)`
+        scheduler: a torch learning rate scheduler of the optimizer, instead of `schedule`
+        metrics: functions of (outputs, targets) by name, or torchmetrics objects, for evaluations
+        callbacks: objects with hooks such as `on_step(record)`
+        device: `"cpu"`, `"cuda"`, `"cuda:1"` or the index of a GPU. Default: one GPU for each rank, if available
+        comm_hook: reduces gradients, called as `comm_hook(comm_state, bucket)` like a hook of DDP; returns a future of
+            the mean over ranks
+        comm_state: the first argument of `comm_hook`
+        settings: see below
+
+    Settings:
+        {settings}
+
+    Attributes:
+        model: the model that was passed
+        optimizer: the optimizer
+        scaler: the loss scaler of fp16
+        world: rank, world size and device of this process
+
+    Raises:
+        ConfigError: `config.unknown-key`, `config.bad-value`, `config.contradiction`: a setting is invalid
+        LayoutError: the layout does not fit the model, the settings or the ranks; `layout.degrees-and-world`,
+            `layout.wrapped-model`
+        TrainError: `train.not-an-optimizer`, `train.other-parameters`, `train.nothing-to-train`
+        WorldError: `world.no-rendezvous`, `world.different-recipes`: ranks do not find each other, or differ
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> import paceline
+        >>> data = TensorDataset(torch.ones(32, 4), torch.ones(32, 1))
+        >>> trainer = paceline.Trainer(nn.Linear(4, 1), criterion=nn.MSELoss(), batch=8, run=False, quiet=True)
+        >>> history = trainer.train(data, epochs=1)
+        >>> len(history.steps), history.losses[-1] < history.losses[0]
+        (4, True)
     """
 
     def __init__(
@@ -98,7 +142,25 @@ class Trainer(MethodHints):
         metrics: MetricsLike = None,
         callbacks: Sequence[Any] = (),
     ) -> Trainer:
-        """Create a Trainer from a recipe. `model`, and data in `train()`, default to those of the recipe."""
+        """Create a Trainer from a recipe.
+
+        Args:
+            config: the recipe
+            model: default: the model of the recipe
+            metrics: functions of (outputs, targets) by name, or torchmetrics objects
+            callbacks: objects with hooks such as `on_step(record)`
+
+        Returns:
+            The Trainer. Its `train()` uses the data of the recipe by default.
+
+        Raises:
+            ConfigError: `config.missing-section`: the recipe has no model; and those of `Trainer`
+
+        Example:
+            >>> recipe = {"model": {"name": "mlp", "inputs": 4}, "batch": 8, "run": False, "quiet": True}
+            >>> paceline.Trainer.from_config(paceline.Config.from_dict(recipe)).step_count
+            0
+        """
         trainer = cls.__new__(cls)
         config, notes = settle(config)
         task = UserObjects(metrics=build_metrics(config, metrics), notes=notes)
@@ -152,7 +214,28 @@ class Trainer(MethodHints):
     def train(
         self, data: Any = None, val: Any = None, *, epochs: int | None = None, max_steps: int | None = None
     ) -> History:
-        """Train until `epochs` or `max_steps`, counted from the beginning of the run. Data defaults to the recipe's."""
+        """Train until `epochs` or `max_steps`. Collective: must be called on every rank.
+
+        Args:
+            data: a Dataset, whose samples the Trainer shuffles and shards; a DataLoader, whose batch size is the global
+                batch; or an iterable of global batches. Default: the data of the recipe
+            val: data to evaluate on, after each epoch or every `eval_every` steps
+            epochs: where to stop, counted from the beginning of the run, so that a resumed run stops at the same step
+            max_steps: the same in optimizer steps
+
+        Returns:
+            The records of this call, equal on every rank.
+
+        Raises:
+            ConfigError: `config.no-end`: neither `epochs` nor `max_steps` ends training
+            DataError: `data.not-data`, `data.empty`, `data.different-data`: the data can't be used, or differs
+            TrainError: `train.nonfinite`, `train.no-loss`, `train.unused-parameters`, `train.out-of-memory`
+
+        Example:
+            >>> history = trainer.train(data, data, epochs=2)
+            >>> history.evaluations[-1]["step"]
+            8
+        """
         if data is None:
             data, val = factory.build_data(self.config)
         if epochs is None and max_steps is None:
@@ -223,109 +306,6 @@ class Trainer(MethodHints):
             self._recorder = None
         history.ended = job.agenda.reason
         self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
-
-    def evaluate(self, data: Any) -> Evaluation:
-        """Return mean loss and metrics, counting each sample once; of the mean weights, if replicas train apart
-        (`sync.every`). Collective: must be called on every rank."""
-        engine, loader = self._engine, self._loaders.evaluation(data)
-        micros = engine.ready(loader.micros(0, 1))
-        metrics = (engine.task.metrics, loader.samples, self._warn_once)
-        with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights.shown():
-            return evaluate.evaluate(engine.module, micros, engine.mesh, self.config.seed, *metrics)
-
-    def predict(self, data: Any) -> Any:
-        """Return the outputs for all samples, in order, on the CPU: tensors, or lists of one item per sample where
-        their shapes differ. Collective: must be called on every rank."""
-        micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
-        with oom.explain_out_of_memory(self._engine, self._loaders.plan), self._weights.shown():
-            return evaluate.predict(self._engine.module, micros, self._engine.mesh, self.config.seed)
-
-    def training_step(self, batch: Any) -> StepResult:
-        """Run a micro-batch and, after the last one of a step, step the optimizer. Returns (local loss, stepped)."""
-        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
-            return self._get_custom_loop().training_step(batch)
-
-    def forward(self, batch: Any) -> Tensor:
-        """Run this rank's micro-batch and return its mean loss, for `backward`."""
-        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
-            return self._get_custom_loop().forward(batch)
-
-    def compute(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Return `function(model, *inputs)`, run as in a training step, for a loss of one's own. Collective if
-        parameters are sharded."""
-        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
-            return self._get_custom_loop().compute(function, *inputs)
-
-    def backward(self, loss: Tensor | Loss, weight: Tensor | float | None = None) -> None:
-        """Accumulate the gradients of a loss from `forward`, or of a value computed from it; with `weight`, of any
-        other loss that is a mean over so many samples or tokens of this rank."""
-        with oom.explain_out_of_memory(self._engine, self._loaders.plan):
-            self._get_custom_loop().backward(loss, weight)
-
-    def step(self) -> None:
-        """Update the parameters with the gradients of all backwards since the last step."""
-        self._get_custom_loop().step()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Context manager in which gradients are not reduced, for all but the last backward of a step."""
-        return self._get_custom_loop().no_sync()
-
-    def loader(self, data: Any) -> EpochLoader:
-        """Return an iterable over this rank's micro-batches in the rest of the current epoch, for a custom loop."""
-        data = adopt.look_at(data, self.config.seed)
-        loader, batch = self._loaders.training(data)
-        self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader))
-        return EpochLoader(self._get_custom_loop(), loader, batch.groups)
-
-    def enable_gradient_checkpointing(self, kind: str = "full") -> None:
-        """Recompute the activations of blocks in the backward from now on, as `recompute: full` does."""
-        self._engine.recompute(kind)
-
-    def log(self, name: str, value: Tensor | float) -> None:
-        """Record a value; the next log point writes its mean over steps and ranks."""
-        require_free_names([name], "trainer.log")
-        (self._recorder or self._get_custom_loop().recorder).log(name, value)
-
-    def stop(self) -> None:
-        """Stop training on every rank at the next log point. May be called on any rank."""
-        if self._recorder is None:
-            self._warn_once("trainer.stop() has no effect outside train(): end a custom loop yourself")
-        else:
-            self._recorder.stop_requested = True
-
-    def ema_weights(self) -> AbstractContextManager[None]:
-        """Context manager in which the model has the averaged (EMA) weights. If replicas train apart (`sync.every`),
-        call it on every rank: it has the mean of their EMAs."""
-        return self._weights.averaged()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the full weights. If parameters are sharded, call on every rank; only rank 0 receives the result. If
-        replicas train apart (`sync.every`), call on every rank as well: these are their mean weights."""
-        return self._weights.state_dict()
-
-    def save_checkpoint(
-        self,
-        folder: str | Path,
-        include_optimizer: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        """Write a checkpoint. It is complete when this returns. Collective if parameters are sharded, replicas train
-        apart (`sync.every`) or gradients are compressed (`sync.compress`, a `comm_state` that is saved): must be called
-        on every rank. Otherwise rank 0 writes, and calling it on rank 0 only is sufficient."""
-        self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
-
-    def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Restore weights, optimizer, position and random state, and return the metadata.
-
-        `path` is a checkpoint folder, a run folder (its newest intact checkpoint), `checkpoints/best` in it, or a file
-        of weights (.pt, .pth, .bin, .safetensors). Collective: must be called on every rank."""
-        return self._restorer.load(require_exists(path), weights_only=weights_only)
-
-    def load_best(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Restore the best checkpoint of this run, according to `save_best`. Collective."""
-        return self._restorer.load_best(weights_only=weights_only)
 
     def _job(
         self, loader: Loader, recorder: Recorder, val: Any, epochs: int | None, max_steps: int | None, poll: RankPoll

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
+from paceline.config.recipe import Config
 from paceline.guard.optimizer_check import check_optimizer
 from paceline.guard.scheduler_check import check_scheduler
 from paceline.models.usage_errors import check_criterion, check_model
+
+Kind = TypeVar("Kind", bound=type)
 
 
 class TrainerKwargs(TypedDict, total=False):
@@ -69,6 +72,14 @@ class TrainerKwargs(TypedDict, total=False):
     resume: str | None
     loggers: str | Sequence[str]
     quiet: bool
+
+
+def document_settings(kind: Kind) -> Kind:
+    """Replace `{settings}` in the docstring of a class by the settings, with the descriptions of the recipe's keys."""
+    fields = {name: Config.model_fields[name].description for name in TrainerKwargs.__annotations__}
+    lines = [f"{name}: {text}" for name, text in fields.items()]
+    kind.__doc__ = (kind.__doc__ or "").replace("{settings}", "\n        ".join(lines))
+    return kind
 
 
 def check_arguments(model: Any, optimizer: Any, loss_fn: Any, criterion: Any, scheduler: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -83,10 +85,54 @@ def test_backend(
         (LaunchSpec(k8s=True, hosts="a"), "--k8s and --hosts are mutually exclusive"),
         (LaunchSpec(rendezvous="etcd"), "--rdzv-backend 'etcd'"),
         (LaunchSpec(rendezvous="static"), "--node-rank"),
-        (LaunchSpec(dry_run=True), "--slurm"),
     ],
 )
 def test_options_that_exclude_each_other(calls: list[str | None], spec: LaunchSpec, words: str) -> None:
     with pytest.raises(LaunchError, match=r"launch\.bad-options") as caught:
         dispatch.dispatch(Workload(lambda: None), spec, ["launch", "script.py"])
     assert words in str(caught.value) and calls == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "environment", "lines"),
+    [
+        (LaunchSpec(ranks=4), {}, ["would start 4 ranks on this machine (requested)"]),
+        (
+            LaunchSpec(hosts="a:4,b"),
+            {},
+            ["would start 4 ranks on a: ssh a ", "would start one rank per GPU on b: ssh b "],
+        ),
+        (
+            LaunchSpec(ray="auto", ranks=4, nodes=NodeRange(2, 2)),
+            {},
+            ["would start 4 ranks on each of 2 nodes that Ray"],
+        ),
+        (LaunchSpec(ranks=2), SALLOC, ["would start 2 ranks on each of n1, n2"]),
+        (LaunchSpec(ranks=2), PET, ["would start 2 ranks (requested) as node 0 of 2, with the coordinator at a:29500"]),
+        (
+            LaunchSpec(ranks=2, nodes=NodeRange(2, 2), node_rank=1, master=MASTER),
+            {},
+            ["would start 2 ranks (requested) as node 1 of 2, with the coordinator at a:1"],
+        ),
+    ],
+)
+def test_a_dry_run_says_what_would_be_started_and_starts_nothing(
+    spec: LaunchSpec,
+    environment: Mapping[str, str],
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    in_folder: Path,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def fail() -> None:
+        raise AssertionError("the workload was run")
+
+    assert dispatch.dispatch(Workload(fail, name="x"), replace(spec, dry_run=True, device="cpu", run="x"), []) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == len(lines) and all(line.startswith(begin) for line, begin in zip(shown, lines, strict=True)), (
+        shown
+    )
+    assert list(in_folder.iterdir()) == []

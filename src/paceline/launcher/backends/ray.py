@@ -52,6 +52,9 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     nodes = spec.node_range
     ranks = spec.ranks or spec.default_cpu_ranks
     gpu = False if spec.device == "cpu" else None
+    if spec.dry_run:
+        print(f"would start {ranks} ranks on each of {nodes} nodes that Ray reserves ({spec.ray})")  # noqa: T201
+        return 0
     backend = RayBackend(spec.ray or "auto", nodes.most, ranks, gpu=gpu, patience=spec.grace, wait=spec.wait)
     address = spec.address or backend.address()
     return frontend.launch_on(

@@ -45,8 +45,11 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     """Start a launcher on every node of the allocation, and requeue the job if necessary."""
     allocation = read_allocation(os.environ)
     assert allocation is not None
-    backend = SlurmBackend(allocation, workdir=str(Path.cwd()))
     ranks = spec.ranks or allocation.gpus
+    if spec.dry_run:
+        print(f"would start {ranks or 'default'} ranks on each of {', '.join(allocation.nodes)}")  # noqa: T201
+        return 0
+    backend = SlurmBackend(allocation, workdir=str(Path.cwd()))
     wanted = frontend.with_nodes(spec, len(allocation.nodes))
     if allocation.restarts:  # the job was requeued: resume its run
         wanted = replace(wanted, resume="auto", prior_starts=allocation.restarts)

@@ -46,8 +46,14 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     """Start a launcher on each host of `--hosts`."""
     hosts = read_hosts(spec.hosts or "")
     remote = node_command(str(Path.cwd()), spec.python or sys.executable)
-    backend = SshBackend(hosts, remote, ssh=read_ssh(spec.ssh or "ssh"), patience=spec.grace)
+    ssh = read_ssh(spec.ssh or "ssh")
     ranks = [host.ranks or spec.ranks for host in hosts]
+    if spec.dry_run:
+        for host, number in zip(hosts, ranks, strict=True):
+            started = f"{number} ranks" if number else "one rank per GPU"
+            print(f"would start {started} on {host.name}: {shlex.join([*ssh, host.name, remote])}")  # noqa: T201
+        return 0
+    backend = SshBackend(hosts, remote, ssh=ssh, patience=spec.grace)
     wanted = frontend.with_nodes(spec, len(hosts))
     return frontend.launch_on(backend, workload, wanted, ranks, address=spec.address).status
 

@@ -81,6 +81,11 @@ def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
     assert spec.master is not None
     prepare_environment(spec)
     ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
+    if spec.dry_run:
+        node = "a node" if spec.node_rank is None else f"node {spec.node_rank}"
+        at = ":".join(map(str, spec.master))
+        print(f"would start {ranks} ranks ({reason}) as {node} of {spec.nodes}, with the coordinator at {at}")  # noqa: T201
+        return 0
     log.info(f"ranks: {ranks} on this node ({reason})")
     token = job_token()
     listener = _listen(spec.master, spec.node_rank, token)

@@ -22,12 +22,17 @@ from paceline.run import heartbeat
 from paceline.run.failures import first_coded
 from paceline.run.folder import short
 from paceline.run.ledger import Ledger
+from paceline.text import plural
 
 
 def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
     """Run the workload; returns the exit status for the shell."""
     began = time.time()
     prepare_environment(spec)
+    if spec.dry_run:
+        ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
+        print(f"would start {plural(ranks, 'rank')} on this machine ({reason})")  # noqa: T201
+        return 0
     with interrupts.as_exceptions(), rank_logs.opened(spec) as logs:
         ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
         named = f"; logs in {short(logs.folder.logs)}" if logs.run else ""

@@ -55,7 +55,7 @@ class App {
     this.applyTheme(isPrinted ? false : this.isDark);
     if (this.view && this.view.shared) { // before the paper is filled, not in the next frame
       const palette = colors();
-      for (const chart of this.view.shared.charts) chart.draw(this.view.shared.range, palette);
+      for (const chart of this.view.shared.charts) chart.draw(this.view.shared.range, palette, true);
     }
   }
 
@@ -78,8 +78,7 @@ class App {
     this.mode = mode;
     for (const button of this.body.querySelectorAll("[data-mode]")) button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
     this.view.shared.mode = mode;
-    this.view.shared.setZoom(null);
-    this.view.update();
+    this.view.shared.setZoom(null); // and draws everything again
   }
 
   setSmoothing(weight) {
@@ -133,7 +132,8 @@ class App {
     const found = await this.source.run(run.id, isLong ? "" : run.cursor, run.aboutId);
     if (found.about) { run.about = found.about; run.aboutId = found.about_id; }
     run.head = found.head;
-    if (found.curves) {
+    if (found.curves && (found.fresh !== false || Object.keys(found.curves).length)) {
+      run.version = (run.version || 0) + 1;
       if (found.fresh !== false) run.curves = found.curves;
       else for (const [name, curve] of Object.entries(found.curves)) append(run.curves, name, curve);
       run.cursor = found.cursor;
@@ -193,7 +193,7 @@ class App {
     if (!zoom) {
       view.detail = null;
       if (view.details) view.details.clear();
-      view.update();
+      view.recolor();
       return;
     }
     this.detailTimer = setTimeout(async () => {
@@ -204,7 +204,7 @@ class App {
         if (view.details) view.details.set(run.id, { ...found, time: run.curves.time });
         else view.detail = { ...found, time: run.curves.time };
       }
-      view.update();
+      view.recolor();
     }, 200);
   }
 

@@ -118,6 +118,13 @@ class Chart {
       h("header", {}, h("h3", { title: note || null }, title), this.value, h("span", { class: "grow" }), this.legend, this.scale), this.plot);
     this.listen();
     shared.charts.add(this);
+    // Only what is on screen is drawn: a page beside a training must not take its time.
+    this.isVisible = false;
+    this.observer = new IntersectionObserver(([entry]) => {
+      this.isVisible = entry.isIntersecting;
+      if (this.isVisible) shared.redraw();
+    }, { rootMargin: "100px" });
+    this.observer.observe(this.element);
   }
 
   remove() {
@@ -170,7 +177,13 @@ class Chart {
     return [low, high];
   }
 
-  draw([left, right], palette) {
+  draw([left, right], palette, isPrinted = false) {
+    this.range = [left, right];
+    this.describe();
+    if (this.isVisible || isPrinted) this.paint(left, right, palette);
+  }
+
+  paint(left, right, palette) {
     const { context, width, height } = prepare(this.canvas, this.wide ? 300 : 220);
     this.size = { width, height, left, right };
     const visible = this.series.map(({ curve }) => [
@@ -194,7 +207,6 @@ class Chart {
     context.clip();
     this.series.forEach((each, number) => this.line(context, each, number, ...visible[number], palette));
     context.restore();
-    this.describe();
     this.drawCursor();
   }
 
@@ -323,12 +335,12 @@ class Chart {
       const last = this.valueAt(each, null);
       return last ? `${each.label} ${last.y === null ? "not finite" : this.unit(last.y)}` : `${each.label} without values`;
     });
-    const range = [this.size.left, this.size.right].map((x) => describeX(this.shared.mode, x)).join(" to ");
+    const range = this.range.map((x) => describeX(this.shared.mode, x)).join(" to ");
     this.canvas.setAttribute("aria-label", `${this.title}: ${texts.join(", ") || "no values"}; ${range}`);
   }
 
   drawCursor() {
-    if (!this.size) return;
+    if (!this.size || !this.isVisible) return;
     const { context, width, height } = prepare(this.overlay, this.size.height);
     const cursor = this.shared.cursor;
     const first = this.series[0];

@@ -73,7 +73,7 @@ class RunView {
     const { head, about, curves, ranks } = this.run;
     this.updateTiles(head, about);
     this.updateBanner(head, about);
-    this.updateCurves(curves);
+    if (this.run.version !== this.shownVersion) this.updateCurves(curves);
     if (about && about !== this.shownAbout) this.updateAbout(about, head);
     if (ranks && ranks !== this.shownRanks) {
       this.shownRanks = ranks;
@@ -129,6 +129,7 @@ class RunView {
   }
 
   updateCurves(curves) {
+    this.shownVersion = this.run.version;
     const palette = colors();
     const names = new Set(Object.keys(curves));
     const wanted = chartsOf(names);

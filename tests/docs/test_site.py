@@ -1,0 +1,90 @@
+"""The site builds without a warning: every link and anchor leads somewhere, every page is in the navigation, and pages
+read as they do in the repository."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+import forked
+import paceline
+from paceline.cli.recipe_keys import recipe_keys
+from paceline.diagnose import catalog
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(config: Path, site: Path) -> None:
+    """In a forked process: `mkdocs build --strict`. What it warns about is printed."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    heard = io.StringIO()
+    logging.getLogger("mkdocs").addHandler(logging.StreamHandler(heard))
+    try:
+        build(load_config(str(config), site_dir=str(site), strict=True))
+    finally:
+        print(heard.getvalue())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = forked.function(lambda: build(ROOT / "mkdocs.yml", folder), ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def article(site: Path, page: str) -> str:
+    """The text of a page, as HTML."""
+    html = (site / page / "index.html").read_text()
+    return html[html.index("<article") : html.index("</article>")]
+
+
+def test_the_reference_has_every_key_command_error_and_public_name(site: Path) -> None:
+    recipe, commands = article(site, "reference/recipe"), article(site, "reference/commands")
+    assert [key.name for key in recipe_keys() if f"<code>{key.name}</code>" not in recipe] == []
+    assert [option for option in ("--hosts", "--layouts", "--pruner", "--ema") if option not in commands] == []
+    errors = article(site, "reference/errors") + article(site, "reference/log-failures")
+    assert [code for code in catalog.pages() if f'id="{code}"' not in errors] == []
+    api = "".join(article(site, f"reference/api/{page.name}") for page in (site / "reference" / "api").iterdir())
+    assert [name for name in paceline.__all__ if f"paceline.{name}" not in api] == []
+
+
+def test_pages_fetch_nothing_from_the_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 50
+    fetched = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:|<link[^>]* href="https?:|fonts\.g')
+    assert [page.name for page in pages if fetched.search(page.read_text())] == []
+
+
+def test_a_page_has_the_lists_and_tables_that_it_has_in_the_repository(site: Path) -> None:
+    """Python-Markdown is stricter than GitHub: without a blank line before it, a list becomes part of the paragraph."""
+    reader = MarkdownIt("commonmark").enable("table")
+    differing = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        name = str(page.relative_to(ROOT / "docs").with_suffix("")).removesuffix("README")
+        here, there = reader.render(page.read_text()), article(site, name)
+        for tag in ("li", "tr", "pre", "h2", "h3"):
+            found = [len(re.findall(f"<{tag}[ >]", text)) for text in (here, there)]
+            differing += [f"{name}: {tag} {found}"] if found[0] != found[1] else []
+    assert differing == []
+
+
+def test_broken_links_and_pages_without_a_place_fail_the_build(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml", "src", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs" / "lost.md").write_text(
+        "[a](guides/no-page.md) [b](guides/launch.md#no-heading) [c](../src/paceline/no_file.py) [d](../LICENSE)"
+    )
+    done = forked.function(lambda: build(tmp_path / "mkdocs.yml", tmp_path / "site"), tmp_path)
+    assert done.returncode != 0
+    wanted = ("no-page.md", "no-heading", "no_file.py", "LICENSE", "lost.md\n")
+    assert [each for each in wanted if each not in done.stdout] == [], done.stdout + done.stderr
