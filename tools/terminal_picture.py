@@ -2,7 +2,7 @@
 
     python tools/terminal_picture.py
 
-Runs `paceline train` and `paceline show` in a terminal of 110 columns, and writes docs/images/terminal.svg.
+Runs `paceline train` in a terminal of 110 columns, and writes docs/images/terminal.svg.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.text import Text
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "terminal.svg"
 COLUMNS = 110
-COMMANDS = (["train", "-n", "2"], ["show", "gpt"])
+COMMANDS = (["train", "-n", "2"],)
 
 
 def output_of(arguments: list[str], cwd: str) -> str:
