@@ -117,7 +117,13 @@ def _place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in Path(frame.filename).parts]
+    # Of the user's code: neither ours, nor Python's, nor that of a package, such as one that replaces sys.exit.
+    installed = {"importlib", "site-packages"}
+    own = [
+        frame
+        for frame in frames
+        if frame.filename != __file__ and not installed.intersection(Path(frame.filename).parts)
+    ]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 

@@ -93,7 +93,7 @@ class Signals:
             self._save = True
         elif number == signal.SIGINT and self._ending == "SIGINT":
             os.write(2, b"\ninterrupted again: exiting without waiting for the checkpoint\n")
-            if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # interactive: keep the session
+            if _is_interactive():  # keep the session
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for the writer thread
@@ -102,6 +102,12 @@ class Signals:
             request: SignalRequest = "SIGINT" if number == signal.SIGINT else "SIGTERM"
             self._ending = max(self._ending, request, key=encode)
             self.since = time.monotonic() if self.since is None else self.since
+
+
+def _is_interactive() -> bool:
+    """Whether this is an interpreter or a notebook, rather than a program that has only imported IPython."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def _handle_in_worker(number: int) -> None:

@@ -145,3 +145,13 @@ def test_requests_are_encoded_so_that_the_largest_wins() -> None:
     wishes = ["", "save", "SIGTERM", "SIGINT"]
     assert [decode(number) for number in range(4)] == wishes
     assert decode(max(encode(request) for request in wishes)) == "SIGINT"
+
+
+def test_a_program_that_imports_ipython_is_not_interactive() -> None:
+    """Tools import a kernel without being one; a second interrupt ends such a process."""
+    import ipykernel  # noqa: F401
+    import IPython  # noqa: F401
+
+    from paceline.train.signals import _is_interactive
+
+    assert not _is_interactive()
