@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import typer
 
 from paceline.cli.options import examples
-from paceline.errors import LaunchError
-from paceline.run.folder import ROOT
+from paceline.errors import CheckpointError, LaunchError
+from paceline.run.folder import ROOT, RunFolder
 
 WATCH_EXAMPLES = examples("watch", "watch gpt", "watch gpt gpt-2", "watch runs/mlp-sweep")
 REPORT_EXAMPLES = examples("report gpt", "report gpt -o gpt.html", "report gpt --to tensorboard -o tensorboard/gpt")
@@ -21,7 +21,10 @@ REPORT_EXAMPLES = examples("report gpt", "report gpt -o gpt.html", "report gpt -
 _NICE = 10  # training on this machine goes first
 
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="default: a free one")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="where to write; default: report.html")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="where to write; default: report.html, or the run folder with --to"),
+]
 
 
 def watch(
@@ -35,10 +38,13 @@ def watch(
     """Show runs on a live page, which a browser opens at the printed address. Ctrl-C ends it; runs are not affected."""
     from paceline.watch import page_server, run_lookup
 
-    root, names = ROOT, runs or []
-    if len(names) == 1 and Path(names[0]).is_dir() and not run_lookup.is_run(Path(names[0])):
-        root, names = Path(names[0]), []
-    chosen = [run_lookup.find_run(name) for name in names]
+    root, chosen = ROOT, list[RunFolder]()
+    try:
+        chosen = [run_lookup.find_run(name) for name in runs or []]
+    except CheckpointError:
+        if not runs or len(runs) > 1 or not Path(runs[0]).is_dir():
+            raise
+        root = Path(runs[0])  # a study, or a folder of runs
     try:
         server = page_server.PageServer(page_server.WatchedRuns(chosen, root), host, port)
     except OSError as error:
@@ -60,11 +66,18 @@ def watch(
 
 def _explain_address(host: str, port: int) -> None:
     if host in ("127.0.0.1", "::1", "localhost"):
-        line = f"ssh -L {port}:localhost:{port} {getpass.getuser()}@{socket.gethostname()}"
+        line = f"ssh -L {port}:localhost:{port} {_user()}{socket.gethostname()}"
         print(f"from another machine, run there first: {line}", file=sys.stderr)
     else:
         who = f"anybody who can reach {host}:{port} and sees this address"
         print(f"warning: {who} can read these runs; the connection is not encrypted", file=sys.stderr)
+
+
+def _user() -> str:
+    try:
+        return f"{getpass.getuser()}@"
+    except (KeyError, OSError):  # a container may have no name for the user
+        return ""
 
 
 def report(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import CheckpointError
-from paceline.monitor.loggers import open_loggers
+from paceline.monitor.loggers import open_logger
 from paceline.run import jsonl
 from paceline.run.folder import RunFolder
 
@@ -30,7 +30,7 @@ def convert(run: RunFolder, to: Literal["tensorboard", "csv"], output: Path | No
             fix="remove it, or pass another folder with -o",
         )
     target.path.mkdir(parents=True, exist_ok=True)
-    (logger,) = open_loggers([to], target, {})
+    logger = open_logger(to, target, {})
     records = jsonl.read(run.metrics)
     while some := list(islice(records, _RECORDS)):
         logger.write([record for record in some if isinstance(record.get("step"), int)])

@@ -83,7 +83,7 @@ def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, An
     opened: list[Logger] = []
     try:
         for name in names:
-            opened.append(_Guarded(name, _open(name, run, settings)))
+            opened.append(_Guarded(name, open_logger(name, run, settings)))
     except BaseException:
         for logger in opened:
             logger.close()
@@ -91,7 +91,8 @@ def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, An
     return opened
 
 
-def _open(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logger:
+def open_logger(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logger:
+    """A logger whose errors are raised."""
     try:
         logger: Logger = LOGGERS.find(name)(run, settings)
         missing = [method for method in ("write", "close") if not callable(getattr(logger, method, None))]

@@ -7,6 +7,7 @@ import platform
 import shlex
 import socket
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import torch
@@ -34,5 +35,6 @@ def _gpus() -> dict[str, str]:
     found = {"GPU of rank 0": torch.cuda.get_device_name(), "GPUs of this node": str(torch.cuda.device_count())}
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with suppress(AttributeError, RuntimeError):  # a build without NCCL
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

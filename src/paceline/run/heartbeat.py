@@ -128,7 +128,7 @@ def read(folder: RunFolder) -> dict[int, Heartbeat]:
     found = {}
     for rank, path in folder.heartbeat.existing().items():
         with suppress(OSError, struct.error, IndexError):
-            content = regular_files.read_bytes(path)
+            content = regular_files.read_bytes(path, _SIZE)
             phase, step, when = _BODY.unpack_from(content, _BODY_AT)
             if content.startswith(_HEAD):
                 found[rank] = Heartbeat(_PHASES[phase], step, when)

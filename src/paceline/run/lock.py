@@ -126,7 +126,7 @@ def _holder(descriptor: int) -> dict[str, object]:
     """The holder's description; empty if it has not been written yet."""
     try:
         found = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and {"host", "pid", "since"} <= found.keys() else {}
 

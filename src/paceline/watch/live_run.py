@@ -37,12 +37,13 @@ class LiveRun:
         self.folder = folder
         self.statistics = RankStatistics(folder)
         self.is_complete = False  # whether all metrics were read; if not, only the last ones are there
-        self.generation = 0  # changes when metrics do not continue those before
+        # Changes when metrics do not continue those before; not that of an earlier LiveRun of the same folder.
+        self.generation = time.time_ns()
         self._metrics = RunMetrics()
         self._stream: RecordStream | None = None  # None: not read yet
         self._reading: threading.Thread | None = None
         self._indexed = 0  # bytes of the metrics file
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._statistics_lock = threading.Lock()  # of its own: many files take a moment
         self._updated = self._statistics_updated = 0.0
         self._facts: RunFacts | None = None
@@ -61,9 +62,14 @@ class LiveRun:
         stream = self._stream
         return 1.0 if self.is_complete or stream is None or not stream.size else stream.offset / stream.size
 
+    @property
+    def points(self) -> int:
+        """The number of values in memory."""
+        return sum(map(len, (*self._metrics.series.values(), *self._metrics.evaluations.values())))
+
     def update(self) -> None:
         """Read what is new, unless that was done just now."""
-        with self._lock:
+        with self.lock:
             if time.monotonic() < self._updated + _SECONDS_BETWEEN:
                 return
             self._update_metrics()
@@ -72,8 +78,8 @@ class LiveRun:
 
     def kept(self, name: str, make: Callable[[], Value]) -> Value:
         """A value that is made again when the ledger, the checkpoints, the state or the files of ranks have changed."""
-        with self._lock:
-            key = (self.facts.state, self.facts.problems, *map(_stamp, self._about_files()))
+        with self.lock:
+            key = (self.facts.state, self.facts.problems, *map(file_stamp, self._about_files()))
             if name not in self._kept or self._kept[name][0] != key:
                 self._kept[name] = (key, make())
             value: Value = self._kept[name][1]
@@ -94,8 +100,9 @@ class LiveRun:
     def read_everything(self) -> None:
         """Wait until all metrics were read."""
         self.update()
-        if self._reading is not None:
-            self._reading.join()
+        reading = self._reading
+        if reading is not None:
+            reading.join()
         self._updated = 0.0
         self.update()
 
@@ -132,7 +139,7 @@ class LiveRun:
     def _read_all(self, stream: RecordStream) -> None:
         metrics = RunMetrics()
         metrics.extend(stream)
-        with self._lock:
+        with self.lock:
             self._metrics, self.is_complete, self._reading = metrics, True, None
             self.generation += 1
             self._updated = 0.0
@@ -145,7 +152,7 @@ class LiveRun:
             self._indexed = stream.offset
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def file_stamp(path: Path) -> tuple[int, int]:
     try:
         found = os.lstat(path)
     except OSError:

@@ -63,8 +63,8 @@ def store(folder: RunFolder, metrics: RunMetrics, stream: RecordStream) -> None:
     line = json.dumps(header).encode() + b"\n"
     if len(line) > _MAX_HEADER or stream.skipped_bytes:
         return
-    path = _path(folder)
     with suppress(OSError):
+        path = _path(folder)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with regular_files.replacing(path) as partial, partial.open("wb") as file:
             file.write(line)
@@ -87,7 +87,10 @@ def _read(kind: str, count: int, file: BinaryIO) -> array[Any]:
 
 
 def _path(folder: RunFolder) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a user without a home, in a container
+        raise OSError(str(error)) from None
     name = hashlib.sha256(os.fsencode(folder.metrics.resolve())).hexdigest()[:32]
     return Path(cache) / "paceline" / "runs" / f"{name}.index"
 

@@ -126,6 +126,9 @@ class RunMetrics:
             self.problems.append(f"{name} can't be read: {error.strerror}")
         if to_end:
             self._add(stream.rest())
+        if len(self.series) >= _MAX_SERIES or len(self.evaluations) >= _MAX_METRICS:
+            limits = f"{_MAX_SERIES} metrics of steps and {_MAX_METRICS} of evaluations"
+            self.problems.append(f"only the first {limits} in {name} are shown")
         if unreadable := stream.unreadable + self.without_step:
             self.problems.append(f"{plural(unreadable, 'unreadable line')} in {name}")
 

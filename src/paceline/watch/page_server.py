@@ -19,6 +19,7 @@ import ipaddress
 import json
 import re
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,13 +30,15 @@ from urllib.parse import parse_qs, urlsplit
 
 from paceline.run.folder import RunFolder
 from paceline.watch import page_builder, page_values, run_lookup
-from paceline.watch.live_run import LiveRun
+from paceline.watch.live_run import LiveRun, file_stamp
 from paceline.watch.log_search import log_lines
 from paceline.watch.plain_text import clean
-from paceline.watch.run_list import RunLine, list_runs, run_values
+from paceline.watch.run_facts import read_facts
+from paceline.watch.run_list import RunLine, run_values
 
 _MAX_RUNS = 1000  # that are listed
 _MAX_FOLLOWED = 12
+_MAX_POINTS = 10_000_000  # of the followed runs: 160 MB
 _SECONDS_TO_ANSWER = 30.0
 _MAX_STEP = 1 << 53
 
@@ -49,18 +52,25 @@ class WatchedRuns:
         self._root, self._chosen = root.absolute(), list(chosen)
         self._numbers: dict[Path, str] = {}
         self._followed: dict[str, LiveRun] = {}
+        self._known: dict[Path, tuple[list[tuple[int, int]], RunLine]] = {}
         self._lock = threading.Lock()
 
     def listed(self) -> dict[str, Any]:
-        found = [run for run in self._lines() if isinstance(run, RunLine)][:_MAX_RUNS]
-        runs = [{"id": self._number(line.facts.folder.path), **_line_values(line)} for line in found]
+        paths = [folder.path for folder in self._chosen] or _paths(self._root)
+        lines = sorted(map(self._line, paths[:_MAX_RUNS]), key=lambda line: -line.updated)
+        runs = [{"id": self._number(line.facts.folder.path), **_line_values(line)} for line in lines]
         chosen = [self._number(folder.path) for folder in self._chosen]
         return {"runs": runs, "chosen": chosen, "now": page_values.now()}
 
-    def _lines(self) -> Sequence[Any]:
-        if not self._chosen:
-            return list_runs(self._root, trials=run_lookup.is_study(self._root))
-        return [line for folder in self._chosen for line in list_runs(folder.path)]
+    def _line(self, path: Path) -> RunLine:
+        """Read anew only if its files have changed, or it was running: a list may have hundreds of runs."""
+        folder = RunFolder(path)
+        stamp = [file_stamp(file) for file in (folder.metrics, folder.ledger, folder.lock)]
+        known = self._known.get(path)
+        if known is None or known[0] != stamp or known[1].facts.state.name == "running":
+            name = path.name if self._chosen else str(path.relative_to(self._root))
+            known = self._known[path] = stamp, RunLine(name, read_facts(folder, quick=True))
+        return known[1]
 
     def _number(self, path: Path) -> str:
         with self._lock:
@@ -73,9 +83,15 @@ class WatchedRuns:
                 return None
             run = self._followed.pop(number, None) or LiveRun(RunFolder(path))
             self._followed[number] = run  # now the last one
-            while len(self._followed) > _MAX_FOLLOWED:
+            while len(self._followed) > _MAX_FOLLOWED or (
+                len(self._followed) > 1 and sum(each.points for each in self._followed.values()) > _MAX_POINTS
+            ):
                 del self._followed[next(iter(self._followed))]
             return run
+
+
+def _paths(root: Path) -> list[Path]:
+    return run_lookup.trial_paths(root) if run_lookup.is_study(root) else run_lookup.run_paths(root)
 
 
 def _line_values(line: RunLine) -> dict[str, Any]:
@@ -91,13 +107,16 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, runs: WatchedRuns, host: str = "127.0.0.1", port: int = 0) -> None:
         self.runs, self.token = runs, secrets.token_urlsafe(24)
         self.page, self.policy = page_builder.live_page()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
-        self.hosts = {"localhost", "127.0.0.1", "[::1]", host}
         self.accepts_any_address = host in ("0.0.0.0", "::")
+        # The name by which a browser reaches this server.
+        self.name = socket.gethostname() if self.accepts_any_address else f"[{host}]" if ":" in host else host
+        self.hosts = {"localhost", "127.0.0.1", "[::1]", self.name}
 
     @property
     def url(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_port}/?token={self.token}"
+        return f"http://{self.name}:{self.server_port}/?token={self.token}"
 
     def accepts(self, host: str) -> bool:
         """Whether a Host header names this server. Any port will do: `ssh -L` may lead here from another one."""
@@ -114,6 +133,10 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class _InvalidRequest(Exception):
+    pass
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -144,10 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_query(self, answer: Callable[[WatchedRuns, Query], Any], query: Query) -> None:
         try:
             values = answer(self.server.runs, query)
-        except (LookupError, ValueError, OverflowError):
+            text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+        except _InvalidRequest:
             self._refuse(400, "invalid request")
-            return
-        self._answer(200, "application/json", json.dumps(values, separators=(",", ":"), allow_nan=False).encode())
+        except Exception as error:  # whatever is in a run folder: the page says so, and asks again
+            self._refuse(500, f"{type(error).__name__}: {clean(error)}")
+        else:
+            self._answer(200, "application/json", text.encode())
 
     def _refuse(self, status: int, text: str) -> None:
         self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode())
@@ -179,20 +205,31 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _run(runs: WatchedRuns, query: Query) -> LiveRun:
-    found = runs.find(query["id"])
+    found = runs.find(query.get("id", ""))
     if found is None:
-        raise LookupError
+        raise _InvalidRequest
     found.update()
     return found
 
 
+def _number(query: Query, name: str, most: int) -> int:
+    text = query.get(name, "")
+    if not re.fullmatch(r"\d{1,20}", text):
+        raise _InvalidRequest
+    return min(int(text), most)
+
+
 def _answer_run(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    return page_values.changes(_run(runs, query), query.get("cursor", ""), query.get("about", ""))
+    run = _run(runs, query)
+    with run.lock:
+        return page_values.changes(run, query.get("cursor", ""), query.get("about", ""))
 
 
 def _answer_curves(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    low, high = (min(max(0, int(query[name])), _MAX_STEP) for name in ("low", "high"))
-    return page_values.curves(_run(runs, query), low, high)
+    low, high = (_number(query, name, _MAX_STEP) for name in ("low", "high"))
+    run = _run(runs, query)
+    with run.lock:
+        return page_values.curves(run, low, high)
 
 
 def _answer_ranks(runs: WatchedRuns, query: Query) -> dict[str, Any]:
@@ -200,7 +237,8 @@ def _answer_ranks(runs: WatchedRuns, query: Query) -> dict[str, Any]:
 
 
 def _answer_log(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    return log_lines(_run(runs, query).folder, int(query["rank"]), query.get("search", "")[:200])
+    rank = _number(query, "rank", 1 << 20)
+    return log_lines(_run(runs, query).folder, rank, query.get("search", "")[:200])
 
 
 _ANSWERS: dict[str, Callable[[WatchedRuns, Query], Any]] = {

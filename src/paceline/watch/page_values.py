@@ -26,7 +26,7 @@ from paceline.watch.run_facts import RunFacts, read_json
 from paceline.watch.run_recipe import recipe_rows
 from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
 from paceline.watch.run_state import Event
-from paceline.watch.thinning import histogram, thin
+from paceline.watch.thinning import DIGITS, TIME_DIGITS, histogram, rounded, thin
 
 BUCKETS = 1500
 _COLUMNS = 200  # of the table of ranks
@@ -95,7 +95,12 @@ def _curves(metrics: RunMetrics) -> dict[str, MetricSeries]:
 
 def curves(run: LiveRun, low: int = 0, high: int = 1 << 53, buckets: int = BUCKETS) -> dict[str, Any]:
     """All curves between two steps."""
-    return {name: thin(each, low, high, buckets) for name, each in _curves(run.facts.metrics).items() if each}
+    found = _curves(run.facts.metrics)
+    return {name: thin(each, low, high, buckets, _digits(name)) for name, each in found.items() if each}
+
+
+def _digits(name: str) -> int:
+    return TIME_DIGITS if name == "time" else DIGITS
 
 
 def new_points(run: LiveRun, since: str) -> tuple[str, bool, dict[str, Any]]:
@@ -110,7 +115,8 @@ def new_points(run: LiveRun, since: str) -> tuple[str, bool, dict[str, Any]]:
         if len(each) - before > 2 * BUCKETS or before > len(each):
             return cursor, True, curves(run)
         if len(each) > before:
-            appended[name] = {"x": list(each.steps[before:]), "y": [finite(value) for value in each.values[before:]]}
+            values = [rounded(value, _digits(name)) for value in each.values[before:]]
+            appended[name] = {"x": list(each.steps[before:]), "y": values}
     return cursor, False, appended
 
 
@@ -124,14 +130,20 @@ def _lengths(cursor: str, generation: int) -> list[int] | None:
 
 def ranks(run: LiveRun, known: str = "") -> dict[str, Any]:
     """The table of ranks and the distribution of step times; only their version if that is `known`."""
-    batch, speeds = run.facts.batch, run.facts.metrics["samples_per_second"].values
+    with run.lock:
+        batch, speeds = run.facts.batch, list(run.facts.metrics["samples_per_second"].values)
     times = [batch / speed for speed in speeds if speed > 0] if batch else []
     with run.updated_statistics() as statistics:
         version = f"{run.generation}.{statistics.version}.{len(speeds)}"
         if version == known:
             return {"version": version}
-        table = statistics.table(_COLUMNS, batch)
+        # On a GPU, the time between two backwards does not tell how long a backward waits for others.
+        table = statistics.table(_COLUMNS, None if _has_gpu(run.facts) else batch)
     return {"version": version, **table, "step_times": histogram(times, _BINS)}
+
+
+def _has_gpu(facts: RunFacts) -> bool:
+    return any(name.startswith("GPU") for name, _ in _environment(facts))
 
 
 def about(run: LiveRun) -> dict[str, Any]:
@@ -174,7 +186,7 @@ def _events(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _verdict(facts: RunFacts) -> dict[str, Any] | None:

@@ -151,7 +151,7 @@ class RankStatistics:
         if not ranks:
             return {"ranks": [], "steps": [], "rows": {}, "sampled": False}
         low, high = min(steps[0] for steps in ends), max(steps[-1] for steps in ends)
-        columns = max(1, min(columns, *(len(steps) for steps in ends)))
+        columns = max(1, min(columns, max(len(steps) for steps in ends)))
         edges = [low + (high + 1 - low) * n / columns for n in range(columns + 1)]
         rows = {name: [self._cells(rank, n, edges) for rank in ranks] for n, name in enumerate((*_NAMES, "gpu"))}
         rows["relative"] = _relative(rows["own_time"])
@@ -166,7 +166,8 @@ class RankStatistics:
         cells: list[float | None] = []
         for start, end in pairwise(bounds):
             found = [value for value in file.values[start * _WIDTH + column : end * _WIDTH : _WIDTH] if value == value]
-            cells.append(fmean(found) if found else cells[-1] if cells else None)  # the last one that is known
+            is_over = start >= len(file.steps)  # the rank wrote nothing after that
+            cells.append(fmean(found) if found else cells[-1] if cells and not is_over else None)
         return cells
 
 
@@ -199,4 +200,4 @@ def _waiting(rows: dict[str, Rows], batch: int | None) -> Rows:
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import log
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError
 from paceline.run import ledger, regular_files
 from paceline.run.folder import RunFolder, short
 from paceline.watch import page_builder, page_values
@@ -35,7 +35,12 @@ def write_report(folders: Sequence[RunFolder], path: Path, by: By = "step") -> N
 
 def write_requested(launch: RunFolder) -> None:
     """When a launch ends: write the reports of its runs whose recipes ask for them, to their folders."""
-    opened = [RunFolder(Path(str(event.get("run")))) for event in ledger.events(launch) if event["event"] == "opened"]
+    opened: list[RunFolder] = []
+    for event in ledger.events(launch):
+        if event["event"] == "launched" and not event.get("generation"):  # earlier events belong to another launch
+            opened = []
+        elif event["event"] == "opened":
+            opened.append(RunFolder(Path(str(event.get("run")))))
     for path in dict.fromkeys(folder.path for folder in (launch, *opened)):
         folder = RunFolder(path)
         if recipe_value(folder, "report") is True:
@@ -47,7 +52,7 @@ def write_in_folder(folder: RunFolder) -> None:
     try:
         write_report([folder], folder.report)
         log.info(f"report: {short(folder.report)}")
-    except (PacelineError, OSError) as error:
+    except Exception as error:  # whatever is in the folder
         log.warning(f"the report was not written: {error}")
 
 

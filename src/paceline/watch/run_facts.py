@@ -54,7 +54,7 @@ class RunFacts:
 
     def _positive(self, name: str) -> int | None:
         value = self.derived.get(name)
-        return value if isinstance(value, int) and value > 0 else None
+        return value if isinstance(value, int) and 0 < value < 1 << 53 else None
 
     @property
     def updated(self) -> float:
@@ -89,7 +89,7 @@ def read_facts(folder: RunFolder, *, quick: bool = False) -> RunFacts:
 def read_other_facts(folder: RunFolder, metrics: RunMetrics) -> RunFacts:
     """All facts, where the metrics are known already."""
     events, problems = read_events(folder)
-    beats = heartbeat.read(folder)
+    beats = {} if folder.logs.is_symlink() else heartbeat.read(folder)
     state = find_state(folder, events)
     return RunFacts(folder, state, events, metrics, beats, _read_derived(folder), [*problems, *metrics.problems])
 
