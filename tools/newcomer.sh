@@ -20,7 +20,6 @@ PATH=$environment/bin:$PATH
 
 # Train your own model: the block of the README, saved as script.py.
 awk '/^<!-- file: script.py -->/ { found = 1; next } found && /^```$/ { exit } found && !/^```/' paceline/README.md >script.py
-python script.py
 paceline launch -n 2 script.py
 paceline ls
 

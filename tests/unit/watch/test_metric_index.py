@@ -81,3 +81,13 @@ def test_only_the_newest_indexes_are_kept(tmp_path: Path, cache: Path, monkeypat
     for folder in folders:
         metric_index.store(folder, *read(folder))
     assert len(list(cache.rglob("*.index"))) == 2 and metric_index.load(folders[-1]) is not None
+
+
+def test_a_user_without_a_home_has_no_index(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    metric_index.store(folder, *read(folder))
+    assert metric_index.load(folder) is None

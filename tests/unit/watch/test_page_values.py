@@ -131,3 +131,27 @@ def test_values_are_plain_whatever_a_folder_contains(tmp_path: Path) -> None:
     text = json.dumps(values, allow_nan=False, ensure_ascii=False)
     assert not [each for each in text if each in "\x1b\x9b\x07\u202e\r\x00"]
     assert "<script>" in text, "markup is text like any other"
+
+
+def test_times_have_all_their_digits(tmp_path: Path) -> None:
+    records = [step(n, time=START + 0.25 * n) for n in range(1, 4001)]
+    run = LiveRun(run_folder(tmp_path / "run", records))
+    times = page_values.curves(run)["time"]
+    assert times["y"][0] == START + 0.25 and times["y"][-1] == START + 1000
+    assert len(set(times["y"])) == len(times["y"]) > 1000
+
+
+def test_numbers_that_no_run_writes(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", events=[*FAILED, (START + 9, "saved", {"step": 10**400, "seconds": 1.0})])
+    folder.derived.write_text(json.dumps({"batch": {"value": 10**400}, "horizon": {"value": 10**30}}))
+    folder.lock.write_text("[" * 4000)
+    run = LiveRun(folder)
+    values = [page_values.changes(run, "", ""), page_values.ranks(run)]
+    assert json.dumps(values, allow_nan=False) and values[0]["head"]["batch"] is values[0]["head"]["total"] is None
+
+
+def test_on_a_gpu_own_time_does_not_tell_the_time_in_collectives(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=100, ranks=2)
+    assert "collectives" in page_values.ranks(LiveRun(folder))["rows"]
+    folder.environment.write_text(json.dumps({"GPU of rank 0": "NVIDIA H200"}))
+    assert "collectives" not in page_values.ranks(LiveRun(folder))["rows"]

@@ -104,3 +104,12 @@ def test_a_folder_of_statistics_that_is_a_link_is_not_followed(tmp_path: Path) -
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events").symlink_to(tmp_path / "other" / "events")
     assert table(RunFolder(tmp_path / "run"))["ranks"] == []
+
+
+def test_a_rank_with_few_records_does_not_hide_the_others(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, 0, range(1, 101))
+    write(folder, 1, range(1, 3), own_time=0.5)
+    found = table(folder, 50)
+    assert len(found["rows"]["own_time"][0]) == 50
+    assert found["rows"]["own_time"][1][0] == 0.5 and found["rows"]["own_time"][1][-1] is None, "it wrote nothing more"

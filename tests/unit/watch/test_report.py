@@ -72,3 +72,13 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     write_report([folder], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<script") == 2 and "\x1b" not in page and "\u202e" not in page
+
+
+def test_runs_of_an_earlier_launch_are_left_alone(tmp_path: Path) -> None:
+    """A folder that was copied names the one it was copied from."""
+    other = run_folder(tmp_path / "other", config="report: true\n")
+    launch = run_folder(tmp_path / "launch", events=[], config="report: true\n")
+    Ledger(launch).note("opened", at=1.0, run=str(other.path), name="x")
+    Ledger(launch).note("launched", at=2.0, nodes=1, ranks=1, generation=0)
+    write_requested(launch)
+    assert launch.report.exists() and not other.report.exists()

@@ -64,3 +64,9 @@ def test_a_histogram_counts_every_value() -> None:
     assert histogram([1.0], bins=10) is None and histogram([math.nan] * 5, bins=10) is None
     same = histogram([2.0] * 50, bins=4)
     assert same is not None and sum(same["counts"]) == 50
+
+
+def test_where_values_are_not_finite_is_kept() -> None:
+    values = [1.0] * 20_000
+    values[12_345] = math.nan
+    assert thin(series(values), 0, 1 << 53, buckets=100)["bad"] == [12_346]

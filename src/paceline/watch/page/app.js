@@ -16,7 +16,7 @@ class App {
     this.round = 0;
     this.theme = this.stored("theme");
     this.title = h("h1", {});
-    this.status = h("span", { class: "status", role: "status" });
+    this.status = h("span", { class: "status" });
     this.pill = h("span", {});
     this.nav = h("nav", { "aria-label": "parts of the page" });
     this.body = h("div", {});
@@ -129,13 +129,18 @@ class App {
 
   async refresh(run) {
     const isLong = Object.values(run.curves).some((curve) => curve.x.length > MAX_POINTS);
-    const found = await this.source.run(run.id, isLong ? "" : run.cursor, run.aboutId);
+    const asked = run.cursor;
+    const found = await this.source.run(run.id, isLong ? "" : asked, run.aboutId);
+    if (run.cursor !== asked) return; // another answer has come first
     if (found.about) { run.about = found.about; run.aboutId = found.about_id; }
     run.head = found.head;
     if (found.curves && (found.fresh !== false || Object.keys(found.curves).length)) {
       run.version = (run.version || 0) + 1;
-      if (found.fresh !== false) run.curves = found.curves;
-      else for (const [name, curve] of Object.entries(found.curves)) append(run.curves, name, curve);
+      if (found.fresh !== false) {
+        run.curves = found.curves;
+        run.rewinds = (run.rewinds || 0) + 1;
+      }
+      if (found.fresh === false) for (const [name, curve] of Object.entries(found.curves)) append(run.curves, name, curve);
       run.cursor = found.cursor;
     }
   }
@@ -173,11 +178,12 @@ class App {
       this.round += 1;
       try {
         const shown = this.shown;
-        if (!shown.length || this.round % 5 === 0) await this.refreshRuns();
+        if (!shown.length) await this.refreshRuns();
         for (const id of shown) await this.refresh(this.runOf(id));
         if (shown !== this.shown) continue;
         this.show();
         if (this.round % RANKS_EVERY === 0) this.refreshRanks(this.view);
+        if (this.round % 2 === 0 && this.view.log) this.view.log.follow();
       } catch (error) {
         setText(this.status, `disconnected: ${error.message || error}`);
         this.status.classList.remove("live");
@@ -236,6 +242,7 @@ function append(curves, name, added) {
   const curve = curves[name] || { x: [], y: [] };
   const joined = { x: curve.x.concat(added.x), y: curve.y.concat(added.y) };
   if (curve.lo) {
+    joined.bad = curve.bad;
     joined.lo = curve.lo.concat(added.y);
     joined.hi = curve.hi.concat(added.y);
   }
@@ -247,8 +254,11 @@ function toStep(x, mode, run) {
   if (mode === "samples") return x / (run.head.batch || 1);
   const times = run.curves.time;
   if (!times || !times.x.length) return 0;
-  const n = Math.min(times.x.length - 1, lowerBound(times.y.map((time) => time - run.head.began), x));
-  return times.x[n];
+  const since = times.y.map((time) => time - run.head.began);
+  const n = Math.min(times.x.length - 1, Math.max(1, lowerBound(since, x)));
+  if (times.x.length === 1) return times.x[0];
+  const share = (x - since[n - 1]) / (since[n] - since[n - 1] || 1);
+  return times.x[n - 1] + share * (times.x[n] - times.x[n - 1]);
 }
 
 const app = new App(document.getElementById("app"));

@@ -7,10 +7,18 @@ function ticks(low, high, count) {
   if (!(raw > 0) || !Number.isFinite(raw)) return [low];
   const size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * size).find((each) => each >= raw);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step)
-    found.push(Math.abs(value) < step * 1e-9 ? 0 : Number(value.toPrecision(12)));
-  return found;
+  if (high - low < 1e-12 * Math.max(Math.abs(low), Math.abs(high))) return [low]; // no number lies between
+  const first = Math.ceil(low / step);
+  const last = Math.min(Math.floor(high / step + 1e-9), first + 100);
+  return Array.from({ length: Math.max(0, last - first + 1) }, (_, n) => Number(((first + n) * step).toPrecision(12)));
+}
+
+// With as many digits as neighbours need to differ.
+function tickText(value, values) {
+  const distance = values.length > 1 ? Math.abs(values[1] - values[0]) : Math.abs(value);
+  for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["k", 1e3]])
+    if (Math.abs(value) >= size) return `${Number((value / size).toFixed(Math.max(0, Math.ceil(Math.log10(size / distance)))))}${unit}`;
+  return format.number(value);
 }
 
 function timeTicks(low, high, count) {
@@ -43,10 +51,12 @@ class Shared {
     this.smoothing = 0.6;
     this.mode = "step";
     this.pending = false;
+    this.full = null; // [low, high] of whole curves, where those that are drawn are a part of them
     this.onzoom = () => {};
   }
 
   get extent() {
+    if (this.full) return this.full;
     let low = Infinity;
     let high = -Infinity;
     for (const chart of this.charts)
@@ -129,6 +139,7 @@ class Chart {
 
   remove() {
     this.shared.charts.delete(this);
+    this.observer.disconnect();
     this.element.remove();
   }
 
@@ -242,10 +253,9 @@ class Chart {
     context.textBaseline = "top";
     const isTime = this.shared.mode === "time";
     const count = Math.max(2, Math.floor((width - LEFT - RIGHT) / 64));
-    for (const value of isTime ? timeTicks(left, right, count) : ticks(left, right, count)) {
-      if (!isTime && !Number.isInteger(value)) continue;
-      context.fillText(isTime ? format.seconds(value) : format.short(value), this.atX(value), height - BOTTOM + 8);
-    }
+    const shown = isTime ? timeTicks(left, right, count) : ticks(left, right, count).filter(Number.isInteger);
+    for (const value of shown)
+      context.fillText(isTime ? format.seconds(value) : tickText(value, shown), this.atX(value), height - BOTTOM + 8);
   }
 
   line(context, each, number, first, last, palette) {
@@ -270,8 +280,9 @@ class Chart {
         }
     }
     context.fillStyle = palette.bad;
-    for (let n = first; n < last; n++)
-      if (y[n] === null) context.fillRect(this.atX(x[n]) - 1, this.size.height - BOTTOM - 5, 3, 5);
+    const mark = (at) => context.fillRect(this.atX(at) - 1, this.size.height - BOTTOM - 5, 3, 5);
+    for (let n = first; n < last; n++) if (y[n] === null) mark(x[n]);
+    for (const at of each.curve.bad || []) mark(at);
   }
 
   band(context, each, first, last, lo, hi) {
@@ -436,7 +447,10 @@ class Chart {
       this.shared.zoomBy(event.deltaY > 0 ? 1.25 : 0.8);
     }, { passive: false });
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
-    this.canvas.addEventListener("blur", () => { this.hovered = false; });
+    this.canvas.addEventListener("blur", () => {
+      this.hovered = false;
+      this.shared.setCursor(null);
+    });
   }
 
   onKey(event) {

@@ -31,13 +31,18 @@ class CompareView {
       ...metrics.flatMap((name) => [[`final ${title(name)}`, ...known.map((run) => last(run, name))], [`best ${title(name)}`, ...known.map((run) => best(run, name))]]),
       ["throughput", ...known.map((run) => (run.head.speed === null ? "–" : `${format.short(run.head.speed)} ${run.head.speed_unit}`))],
       ["elapsed", ...known.map((run) => (run.about && run.about.time.total ? format.seconds(run.about.time.total) : "–"))]];
-    fill(this.results, h("header", {}, h("h3", {}, "Results")), table(["", ...known.map((run, n) => h("a", { href: `#run=${encodeURIComponent(run.id)}` }, swatch(n), run.head.name))], rows));
-    this.updateRecipes(known);
+    const key = JSON.stringify([rows, known.map((run) => run.about && run.aboutId), document.documentElement.dataset.theme]);
+    if (key !== this.tablesKey) {
+      this.tablesKey = key;
+      fill(this.results, h("header", {}, h("h3", {}, "Results")), table(["", ...known.map((run, n) => h("a", { href: `#run=${encodeURIComponent(run.id)}` }, swatch(n), run.head.name))], rows));
+      this.updateRecipes(known);
+    }
+    this.shared.full = extentOf(known, this.shared.mode);
     const names = new Set(known.flatMap((run) => Object.keys(run.curves)));
     const wanted = chartsOf(names).flatMap((chart) => chart.names.map((name) => ({ ...chart, key: name, names: [name], title: chart.names.length > 1 ? `${chart.title} (${labelOf(name)})` : chart.title, wide: name === "loss" })));
-    const key = wanted.map((chart) => chart.key).join("\n");
-    if (key !== this.chartsKey) {
-      this.chartsKey = key;
+    const chartsKey = wanted.map((chart) => chart.key).join("\n");
+    if (chartsKey !== this.chartsKey) {
+      this.chartsKey = chartsKey;
       fill(this.grid, wanted.map((options) => {
         if (!this.charts.has(options.key)) this.charts.set(options.key, Object.assign(new Chart(this.shared, options), { names: options.names }));
         return this.charts.get(options.key).element;
@@ -75,12 +80,18 @@ class ListView {
   update() {
     const runs = this.app.runs;
     const now = this.app.now;
+    const key = JSON.stringify(runs.map(({ updated, ...run }) => run));
+    if (key === this.key) {
+      for (const cell of this.box.querySelectorAll("[data-updated]")) setText(cell, `${format.age(now - Number(cell.dataset.updated))} ago`);
+      return;
+    }
+    this.key = key;
     for (const id of this.chosen) if (!runs.some((run) => run.id === id)) this.chosen.delete(id);
     const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.run : null;
     fill(this.box, runs.length ? table(["", "run", "state", "step", "loss", "speed", "updated"], runs.map((run) => [
       h("input", { type: "checkbox", "data-run": run.id, "aria-label": `choose ${run.name}`, ...(this.chosen.has(run.id) ? { checked: true } : {}), onchange: (event) => this.choose(run.id, event.target.checked) }),
       h("a", { href: `#run=${encodeURIComponent(run.id)}` }, run.name), statePill(run), run.step === null ? "–" : `${format.number(run.step)}${run.total ? ` of ${format.number(run.total)}` : ""}`,
-      run.loss === null || run.loss === undefined ? "–" : format.number(run.loss), run.speed === null ? "–" : `${format.short(run.speed)} ${run.speed_unit}`, `${format.age(now - run.updated)} ago`]))
+      run.loss === null || run.loss === undefined ? "–" : format.number(run.loss), run.speed === null ? "–" : `${format.short(run.speed)} ${run.speed_unit}`, h("span", { "data-updated": run.updated }, `${format.age(now - run.updated)} ago`)]))
       : h("p", { class: "muted" }, "No runs yet. Start one: paceline train"));
     if (focused) for (const box of this.box.querySelectorAll("input")) if (box.dataset.run === focused) box.focus();
     this.draw();
@@ -98,7 +109,7 @@ class ListView {
   }
 
   redraw() {}
-  recolor() { this.update(); }
+  recolor() {}
 }
 
 const SIGNS = { running: "●", finished: "✓", failed: "✖", interrupted: "‖", unknown: "?" };

@@ -10,8 +10,8 @@ function heat(fraction) {
 
 const QUANTITIES = {
   relative: { label: "own time, relative", unit: (value) => `${value.toFixed(2)} ×`, note: "Time that a rank spends by itself in a step, as a multiple of the median: the others wait for ranks above 1", least: [0.9, 1.3] },
-  own_time: { label: "own time", unit: format.seconds, note: "Time that a rank spends by itself in a step, outside of collectives" },
-  collectives: { label: "in collectives", unit: format.percent, note: "Share of a step that is neither the rank's own time nor spent waiting for data: exposed communication, and waiting for slower ranks", least: [0, 0.1] },
+  own_time: { label: "own time", unit: format.seconds, note: "CPU time of the thread that trains, in a step; on GPUs, the time between two backwards" },
+  collectives: { label: "in collectives", unit: format.percent, note: "Share of a step in which the thread that trains does not run and does not wait for data: exposed communication, waiting for slower ranks, or for a core", least: [0, 0.1] },
   data_wait: { label: "data wait", unit: format.percent, note: "Share of the time that a rank waits for its data loader", least: [0, 0.05] },
   memory: { label: "memory", unit: format.bytes, note: "Memory of tensors on a GPU; of the process on a CPU" },
   gpu: { label: "GPU utilization", unit: format.percent, note: "Share of the time in which a kernel was running", least: [0, 1] },
@@ -33,7 +33,7 @@ class HeatMap {
       h("div", { class: "plot-box" }, this.canvas, this.tip), this.key, this.detail);
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
-    this.canvas.addEventListener("click", () => this.choose(this.hovered));
+    this.canvas.addEventListener("click", () => this.choose(this.hovered === this.rank ? null : this.hovered));
     this.canvas.addEventListener("keydown", (event) => {
       const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
       if (!step || !this.table) return;
@@ -138,13 +138,15 @@ class HeatMap {
 
   choose(rank) {
     if (rank === undefined) return;
-    this.rank = this.rank === rank ? null : rank;
+    this.rank = rank;
     this.draw();
   }
 
   // The chosen rank beside the median of all.
   drawDetail() {
     if (this.rank === null || !this.table.ranks.includes(this.rank)) {
+      if (this.chart) this.chart.remove();
+      this.chart = null;
       fill(this.detail, h("p", { class: "muted note" }, "Select a rank to compare it with the median."));
       return;
     }
@@ -155,13 +157,16 @@ class HeatMap {
       return values.length ? values[values.length >> 1] : null;
     });
     const own = this.rows[this.table.ranks.indexOf(this.rank)];
-    const shared = new Shared();
-    const chart = new Chart(shared, { title: `Rank ${this.rank}: ${QUANTITIES[this.quantity].label}`, unit: QUANTITIES[this.quantity].unit, wide: true });
-    chart.setSeries([
+    const title = `Rank ${this.rank}: ${QUANTITIES[this.quantity].label}`;
+    if (!this.chart || this.chart.title !== title) {
+      if (this.chart) this.chart.remove();
+      this.chart = new Chart(new Shared(), { title, unit: QUANTITIES[this.quantity].unit, wide: true });
+      fill(this.detail, this.chart.element);
+    }
+    this.chart.setSeries([
       { label: `rank ${this.rank}`, color: palette.series[1], curve: { x: columns, y: own } },
       { label: "median of all ranks", color: palette.series[0], curve: { x: columns, y: middle } },
     ]);
-    fill(this.detail, chart.element);
-    shared.redraw();
+    this.chart.shared.redraw();
   }
 }

@@ -42,6 +42,20 @@ function alongX(curve, mode, run) {
   return { ...curve, x: curve.x.map(at) };
 }
 
+// The range of x of whole curves, whatever part of them is drawn.
+function extentOf(runs, mode) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const run of runs)
+    for (const [name, { x }] of Object.entries(run.curves)) {
+      if (!x.length || HIDDEN.includes(name)) continue;
+      const ends = alongX({ x: [x[0], x[x.length - 1]], y: [] }, mode, run).x;
+      low = Math.min(low, ...ends);
+      high = Math.max(high, ...ends);
+    }
+  return low <= high ? [low, high === low ? low + 1 : high] : null;
+}
+
 class RunView {
   constructor(app, run) {
     Object.assign(this, { app, run });
@@ -65,6 +79,8 @@ class RunView {
     fill(this.grids.time, this.time = h("div", { class: "wide" }), this.eventLine.element);
     fill(this.grids.logs, this.log.element);
     this.recipe = new RecipeCard();
+    this.parts = { profile: h("div", { class: "wide" }), checkpoints: h("div", {}), environment: h("div", {}), derived: h("div", {}) };
+    fill(this.grids.about, this.parts.profile, h("div", { class: "columns" }, h("div", {}, this.parts.checkpoints, this.parts.environment, this.parts.derived), h("div", {}, this.recipe.element)));
   }
 
   charted() { return [...this.charts.values()]; }
@@ -130,6 +146,12 @@ class RunView {
 
   updateCurves(curves) {
     this.shownVersion = this.run.version;
+    if (this.run.rewinds !== this.shownRewinds) {
+      this.detail = null; // steps may have been trained again
+      if (this.shared.zoom) this.app.fetchDetail(this);
+    }
+    this.shownRewinds = this.run.rewinds;
+    this.shared.full = extentOf([this.run], this.shared.mode);
     const palette = colors();
     const names = new Set(Object.keys(curves));
     const wanted = chartsOf(names);
@@ -163,7 +185,10 @@ class RunView {
     this.recipe.set(about.recipe);
     const derived = about.derived.length > 0 && h("section", { class: "card" }, h("header", {}, h("h3", {}, "Derived values")), table(["", "value", "reason"], about.derived));
     const environment = h("section", { class: "card" }, h("header", {}, h("h3", {}, "Environment")), about.environment.length ? table(["", ""], about.environment) : h("p", { class: "muted" }, "not recorded"));
-    fill(this.grids.about, about.profiles.length > 0 && profileCard(about.profiles), h("div", { class: "columns" }, h("div", {}, checkpointCard(about.checkpoints), environment, derived), h("div", {}, this.recipe.element)));
+    fill(this.parts.profile, about.profiles.length > 0 && profileCard(about.profiles));
+    fill(this.parts.checkpoints, checkpointCard(about.checkpoints));
+    fill(this.parts.environment, environment);
+    fill(this.parts.derived, derived);
   }
 
   redraw() {
@@ -196,6 +221,9 @@ class RecipeCard {
   }
 
   set(rows) {
+    const key = JSON.stringify(rows);
+    if (key === this.key) return; // somebody may be reading or typing
+    this.key = key;
     this.rows = rows;
     this.draw();
   }
@@ -229,6 +257,12 @@ class LogCard {
     else if (failed !== undefined && ranks.includes(failed)) this.rank.value = String(failed);
     if (ranks.length) this.load();
     else fill(this.lines, "no logs");
+  }
+
+  // While a run writes to it.
+  follow() {
+    const box = this.element.getBoundingClientRect();
+    if (this.run.head.state === "running" && box.top < innerHeight && box.bottom > 0) this.load();
   }
 
   later() {
