@@ -19,7 +19,7 @@ CEILINGS = {
     "plan": 2_250,
     "run": 1_570,
     "diagnose": 3_330,
-    "watch": 2_450,
+    "watch": 2_520,
     "runtime": 3_320,
     "launcher": 6_350,
     "models": 2_950,
@@ -36,7 +36,7 @@ CEILINGS = {
     "bench": 1_450,
     "search": 1_750,
     "testing": 630,
-    "cli": 2_180,
+    "cli": 2_200,
 }
 
 
