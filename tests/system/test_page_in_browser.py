@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +19,9 @@ import forked
 from hostile_pages import FIELDS, PAYLOADS, hostile_run
 from made_runs import make_run
 from paceline.run.folder import RunFolder
-from paceline.watch.page_server import PageServer, WatchedRuns
+from paceline.watch.page_server import PageServer
 from paceline.watch.report import write_report
+from served import serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -55,19 +55,6 @@ def browser() -> Iterator[Browser]:
 
     with browser.running() as started:
         yield started
-
-
-@contextmanager
-def serving(chosen: list[RunFolder], root: Path) -> Iterator[PageServer]:
-    server = PageServer(WatchedRuns(chosen, root))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -15,22 +13,9 @@ from urllib.parse import urlencode
 import pytest
 
 from made_runs import make_run
-from paceline.run.folder import RunFolder
-from paceline.watch.page_server import PageServer, WatchedRuns
+from paceline.watch.page_server import PageServer
+from served import serving
 from watched import run_folder
-
-
-@contextmanager
-def serving(chosen: list[RunFolder], root: Path, host: str = "127.0.0.1") -> Iterator[PageServer]:
-    server = PageServer(WatchedRuns(chosen, root), host)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture(scope="module")
