@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
+pytest_plugins = ["costs"]
 _stacks = Path(tempfile.gettempdir()) / f"paceline-stacks-{os.getpid()}.txt"
 
 
