@@ -17,11 +17,12 @@ unexport PYTHONDONTWRITEBYTECODE
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
 	soak-folders soak-recipes soak-frames soak-bits soak-dropout
 
-.PHONY: help train test lint suite hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
+.PHONY: help train test test-all lint suite hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
 	@echo "make test    lint, types, import rules and all tests"
+	@echo "make test-all   everything: services, full samples, every way to start the tutorial"
 	@echo "make system  install the services for PACELINE_SYSTEM_TESTS=1 make test: ssh, SLURM, Ray (as root, on Debian)"
 	@echo "make lint    lint, types and import rules only"
 	@echo "make suite   all tests, without lint"
@@ -55,6 +56,11 @@ lint: $(READY)
 
 # With PACELINE_SYSTEM_TESTS=1, as in CI, tests also start real ssh, SLURM, Ray and network namespaces.
 test: lint suite
+
+# Before an issue is called resolved, and every night: also the tests marked `nightly`, larger samples, and services.
+test-all: export PACELINE_ALL_TESTS = 1
+test-all: export PACELINE_SYSTEM_TESTS = 1
+test-all: system lint suite
 
 suite: $(READY) $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
