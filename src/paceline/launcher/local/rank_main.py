@@ -44,6 +44,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
     own_stack.allow(logs.stack(rank_info.rank))
+    gloo_threads.before_shutdown()
     watch = _start_watch(logs, rank_info.rank)
     failures.reserve(logs, rank_info.rank)
     failure = None
@@ -107,7 +108,6 @@ def _finish() -> None:
     atexit._run_exitfuncs()
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
         gc.collect()
-        gloo_threads.wait_until_idle()
         sys.modules["torch.distributed"].destroy_process_group()
         gc.collect()
     _flush()
