@@ -56,7 +56,6 @@ ELSEWHERE = {
     "launcher/local/rank_evidence": ["ranks/test_rank_evidence"],
     "launcher/local/rank_main": ["ranks/test_launch_command", "ranks/test_launch_function"],
     "launcher/local/single_node": ["ranks/test_restarts_resume"],
-    "launcher/local/watchdog": ["ranks/test_watchdog"],
     "launcher/local/status": ["ranks/test_launch_command", "ranks/test_restarts_resume"],
     "models/dropout/triton_kernel": ["gpu/test_dropout_on_gpu"],
     "models/graph_constants": ["unit/train/test_graph_step"],
