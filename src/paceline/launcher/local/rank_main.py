@@ -60,7 +60,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
             elif frame := find_user_frame(request):
                 _tell_ranks(f"has ended at {frame}", watch)
         else:
-            _tell_ranks("has ended: its code returned", watch)
+            _tell_ranks("has ended: its code returned" + _waits_for_threads(), watch)
         if failure is None:
             heartbeat.mark_returned(logs.heartbeat(rank_info.rank))
             _finish()
@@ -86,6 +86,12 @@ def _tell_ranks(ended: str, watch: RankWatch) -> None:
     watch.ended = ended
     if "paceline.runtime.whereabouts" in sys.modules:
         sys.modules["paceline.runtime.whereabouts"].progress.ended = ended
+
+
+def _waits_for_threads() -> str:
+    """Those that the interpreter joins before it exits."""
+    threads = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    return f", and it waits for the thread {', '.join(threads)}" if threads else ""
 
 
 def _fail(code: int) -> None:

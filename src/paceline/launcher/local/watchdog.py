@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 
 from paceline import log
+from paceline.diagnose import stacks
 from paceline.diagnose.evidence import RankEvidence
-from paceline.diagnose.patience import Observation, Patience, Standstill
+from paceline.diagnose.patience import EXIT, Observation, Patience, Standstill
 from paceline.diagnose.place import activity_of
 from paceline.launcher.local import rank_evidence
 from paceline.launcher.local.start import AgentObserver
@@ -27,6 +28,7 @@ from paceline.run.heartbeat import Heartbeat
 from paceline.run.rank_page import RankPage
 
 _TICK = 0.25
+_LEAST_CPU = 0.5  # seconds; threads that only wait, for the GIL or to look around, use half of that in a minute
 _FOR_NAMES = 2.0  # seconds in which ranks on a busy machine have found out which operations they are in
 
 
@@ -46,6 +48,7 @@ class Watchdog:
         self._patience = Patience()
         self._seen: dict[int, Observation] = {}
         self._moved_at = clock()  # when a rank made progress last
+        self._others_ended = False  # ranks of other nodes
         self._postponed: Standstill | None = None  # a report, until then
         self._postponed_until = 0.0
         self._found: SimpleQueue[Callable[[AgentObserver], None]] = SimpleQueue()
@@ -60,6 +63,7 @@ class Watchdog:
         if observer.wants_evidence():
             self._is_asked = True
             self._wake.set()
+        self._others_ended = observer.others_ended
         while not self._found.empty():
             self._found.get()(observer)
 
@@ -111,10 +115,21 @@ class Watchdog:
         if any(activity_of(page.place) == "debugger" for page in own.values()):
             return None  # someone looks at it already
         seen = {rank: _observation(beats.get(rank), own.get(rank, RankPage())) for rank in running}
+        if self._others_ended or len(seen) < len(self._pids) or any(page.ended for page in own.values()):
+            seen = {rank: _at_exit(each, self._pids[rank]) for rank, each in seen.items()}
         if _have_moved(self._seen, seen):
             self._moved_at = now
         self._seen = seen
         return self._patience.observe(now, seen)
+
+
+def _at_exit(seen: Observation, pid: int) -> Observation:
+    """Of a rank that is left when others have ended, unless it trains, or waits for them. Computing is progress then:
+    one rank may evaluate or upload for as long as it likes."""
+    if seen.phase != "returned" and (seen.phase not in ("", "done") or seen.waits):
+        return seen
+    computed = int(stacks.cpu_seconds(pid) / _LEAST_CPU)
+    return seen._replace(phase=EXIT, counters=(*seen.counters, computed), waits=False)
 
 
 def _have_moved(before: Mapping[int, Observation], after: Mapping[int, Observation]) -> bool:

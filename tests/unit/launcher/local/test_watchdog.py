@@ -12,6 +12,7 @@ import pytest
 
 from paceline.diagnose.evidence import Operation, RankEvidence
 from paceline.diagnose.patience import LASTING, Standstill
+from paceline.launcher.local import hang_report
 from paceline.launcher.local.start import AgentObserver
 from paceline.launcher.local.watchdog import Watchdog
 from paceline.run import heartbeat
@@ -27,9 +28,13 @@ DEBUGGED = "callback() at train.py:11, in a debugger"
 JUST_NOW = 1e12  # pages that are never old: the threads of these ranks run
 # The process of a rank, for its stack.
 PROGRAM = """
+import time
 def stand():
     print(flush=True)
     input()
+stand()
+while time.process_time() < 1.0:
+    pass
 stand()
 """
 
@@ -60,7 +65,7 @@ class Node:
 
     def __init__(self, folder: RunFolder, pids: Sequence[int]) -> None:
         folder.logs.mkdir()
-        self.now, self.heard, self.looks = 1000.0, Heard(), 0
+        self.now, self.heard, self.looks, self.ranks = 1000.0, Heard(), 0, [0, 1]
         self.at_look: Callable[[int], object] = lambda number: None
         self.beats = [heartbeat.open_writer(folder.heartbeat(rank)) for rank in range(2)]
         self._pages = [RankPageWriter(folder.page(rank)) for rank in range(2)]
@@ -76,7 +81,7 @@ class Node:
         """Asked for at the beginning of each look."""
         self.looks += 1
         self.at_look(self.looks)
-        return [0, 1]
+        return self.ranks
 
     def write(self, rank: int, **values: Any) -> None:
         self._values[rank] |= values
@@ -108,17 +113,26 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
     command = [sys.executable, "-S", "-c", PROGRAM]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
     try:
         for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == b"\n"
-        yield Node(RunFolder(tmp_path), [process.pid for process in processes])
+            wait_for(process)
+        yield processes
     finally:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.fixture
+def node(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> Node:
+    return Node(RunFolder(tmp_path), [process.pid for process in processes])
+
+
+def wait_for(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
 
 
 def test_a_rank_that_others_wait_for_is_reported_once_with_the_evidence_of_all(node: Node) -> None:
@@ -232,3 +246,66 @@ def test_an_error_ends_the_watch_and_not_the_run(node: Node, capsys: pytest.Capt
     node.watchdog.report_to(node.heard)
     said = capsys.readouterr().err
     assert said.count("hangs of this node are no longer detected (ValueError: a page from the future)") == 1
+
+
+def test_a_rank_that_is_idle_when_the_others_have_ended_is_reported(node: Node) -> None:
+    for rank, beat in enumerate(node.beats):
+        beat.enter("done")
+        node.move(rank)
+    node.wait(1000.0)
+    assert not node.heard.reports  # no rank has ended, and the user's code may do anything
+    node.ranks = [1]
+    node.wait(60.0)
+    assert not node.heard.reports
+    node.wait(2 * TICK)
+    [(found, ranks)] = node.heard.reports
+    assert (found.phase, found.limit) == ("exit", 60.0)
+    hang = hang_report.judge(ranks, found)
+    assert (hang.kind, hang.ranks) == ("exit", (0, 1))  # the process of rank 0 is still there in this test
+
+
+def test_a_rank_that_computes_when_the_others_have_ended_is_not_reported(
+    node: Node, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    for beat in node.beats:
+        beat.enter("done")
+    node.ranks = [0]
+    node.wait(50.0)
+    assert processes[0].stdin is not None
+    processes[0].stdin.write(b"\n")
+    processes[0].stdin.flush()
+    wait_for(processes[0])  # it has computed for a second
+    node.wait(50.0)
+    assert not node.heard.reports
+
+
+def test_a_rank_that_trains_is_waited_for_by_ranks_that_have_ended(node: Node) -> None:
+    node.beats[1].enter("returned")
+    node.write(1, ended="has ended: its code returned")
+    for _ in range(1000):
+        node.move(0)
+        node.wait(TICK)
+    assert not node.heard.reports
+
+
+def test_ranks_whose_code_has_returned_are_reported_if_none_exits(node: Node) -> None:
+    for rank, beat in enumerate(node.beats):
+        beat.enter("returned")
+        node.write(rank, ended="has ended: its code returned, and it waits for the thread Thread-1")
+    node.wait(60.0 + 2 * TICK)
+    [(found, ranks)] = node.heard.reports
+    text = hang_report.judge(ranks, found).text
+    assert text.startswith("ranks 0 and 1 have not exited, idle for 1 min 0 s: they are ")
+    assert "rank 1 has ended: its code returned, and it waits for the thread Thread-1" in text
+
+
+def test_a_rank_is_reported_when_those_of_other_nodes_have_ended(node: Node) -> None:
+    for rank, beat in enumerate(node.beats):
+        beat.enter("done")
+        node.move(rank)
+    node.wait(100.0)
+    assert not node.heard.reports
+    node.heard.others_ended = True
+    node.wait(61.0)
+    [(found, _)] = node.heard.reports
+    assert found.phase == "exit"
