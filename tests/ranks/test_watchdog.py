@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tiny  # noqa: F401  # once, before launchers are forked
-from nodes import Launcher, ended, eventually, free_ports, launchers
+from nodes import Launcher, ended, eventually, launchers, reserve_ports
 from paceline.launcher.local import agent as _agent  # noqa: F401
 from paceline.run import ledger
 from paceline.run.folder import RunFolder
@@ -88,7 +88,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
             (folder / "script.py").write_text(SCRIPT)
             os.mkfifo(folder / "go")
             launch = stack.enter_context(launchers(folder))
-            meet = ("--nodes", "2", "--master", f"127.0.0.1:{free_ports()}") if len(commands) > 1 else ()
+            meet = ("--nodes", "2", "--master", f"127.0.0.1:{reserve_ports()}") if len(commands) > 1 else ()
             started[name] = Job(folder, [launch("launch", *meet, *command) for command in commands])
         yield started
 
