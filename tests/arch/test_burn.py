@@ -46,13 +46,10 @@ def test_the_first_failure_is_shown(tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_busy_processes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")
     (tmp_path / "test_it.py").write_text(BLOCKS)
-
-    def burn() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        forked._script(BURN, ("test_it.py", "--load", "2"))
-
     with (tmp_path / "said").open("wb") as said:
-        pid = forked.start(burn, tmp_path, said.fileno(), said.fileno())
+        pid = forked.start(
+            lambda: forked._script(BURN, ("test_it.py", "--load", "2")), tmp_path, said.fileno(), said.fileno()
+        )
     family = psutil.Process(pid)
     eventually(lambda: (tmp_path / "reached").exists())
     members = family.children(recursive=True)

@@ -14,19 +14,21 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import nodes
-from listening import listeners
+from listening import connections_of, listeners
 from paceline.launcher.cluster.channel import Channel, ChannelClosed
+from paceline.launcher.cluster.server import _MAX_PENDING as MAX_PENDING
 from paceline.runtime.network import LOOPBACK, listen
 
 _NONCE, _HELD, _THREADS = 32, 300, 4
 _BURST = 500
+CROWD, _LOOKS = 2 * MAX_PENDING, 5  # at the end, however many of the attacks before are still open
 _TLS = bytes.fromhex("16030100c8010000c40303") + bytes(180)
 _TEXTS = (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"\r\n\r\n", b"EHLO a\r\n", _TLS)
 _LENGTHS = (0, 1, 2, 2**20, 2**20 + 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
@@ -216,6 +218,8 @@ class Siege:
     seconds: float
     memory: list[int] = field(default_factory=list)  # of the coordinator, in KiB, over time
     descriptors: list[int] = field(default_factory=list)
+    connections: list[int] = field(default_factory=list)  # that it has accepted and not closed
+    held: int = 0  # that strangers kept open all at once
 
 
 def losses_in_peace(folder: Path) -> list[tuple[int, float]]:
@@ -250,7 +254,10 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
                 _release(folder, _STEPS * done.value // count)
                 _measure(siege, port)
                 time.sleep(0.05)
-            _measure(siege, port)
+            with _crowd((LOOPBACK, port), CROWD) as siege.held:
+                nodes.eventually(lambda: _measure(siege, port) or siege.connections[-1] >= MAX_PENDING)
+                for _ in range(_LOOKS):
+                    _measure(siege, port)
             _release(folder, _STEPS)
             siege.statuses, siege.said = nodes.ended(first, second), first.said + second.said
         finally:
@@ -259,6 +266,17 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
             process.join()
         siege.losses, siege.seconds = job.curve(), time.monotonic() - began
     return siege
+
+
+@contextmanager
+def _crowd(address: tuple[str, int], number: int) -> Iterator[int]:
+    """That many connections at once, which say nothing and stay."""
+    with ExitStack() as stack:
+        for _ in range(number):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(address)
+        yield number
 
 
 def _job(folder: Path, launch: Callable[..., nodes.Launcher]) -> nodes.Job:
@@ -281,3 +299,4 @@ def _measure(siege: Siege, port: int) -> None:
                 status = Path(f"/proc/{listener.pid}/status").read_text()
                 siege.memory.append(int(status.partition("VmRSS:")[2].split()[0]))
                 siege.descriptors.append(len(list(Path(f"/proc/{listener.pid}/fd").iterdir())))
+                siege.connections.append(connections_of(listener.pid, port))
