@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
@@ -28,6 +29,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassific
 
 import paceline.train.trainer  # noqa: F401
 
+IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 # Ends with its parent, even if that is killed.
 BUSY = """
 import os
@@ -58,8 +60,10 @@ def run(tests: list[str], output: IO[bytes]) -> int:
         try:
             for number in (1, 2):
                 os.dup2(output.fileno(), number)
-            status = int(pytest.main(tests))
+            status = int(pytest.main([*tests, "-W", IMPORTED]))
             sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.data import Dataset
 
+import nodes
 import paceline
 from paceline import dist
 from paceline.diagnose.patience import Standstill
@@ -47,9 +47,7 @@ class Stuck(Dataset[Any]):
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    nodes.eventually(condition)
 
 
 def train(log: Path) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 import string
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import nodes
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends.hostfile import Host, read_hosts
@@ -122,10 +122,7 @@ def hosts_of(case: Case, place: Place) -> list[Host]:
 def run(case: Case, host: Host, place: Place, command: str) -> None:
     backend = SshBackend([host], command, ssh=(str(place.ssh),), patience=60.0)
     backend.start(0, case.order.line())
-    end = time.monotonic() + 60
-    while not (ended := backend.ended()):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    ended = nodes.eventually(backend.ended)
     assert ended == {0: "exit status 0"}
     assert place.recorded("host").decode() == host.name
     with (place.records / "order").open("rb", buffering=0) as file:
