@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +28,6 @@ from paceline.runtime.network import LOOPBACK, listen
 
 _NONCE, _HELD, _THREADS = 32, 300, 4
 _BURST = 500
-CROWD, _LOOKS = 2 * MAX_PENDING, 5  # at the end, however many of the attacks before are still open
 _TLS = bytes.fromhex("16030100c8010000c40303") + bytes(180)
 _TEXTS = (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"\r\n\r\n", b"EHLO a\r\n", _TLS)
 _LENGTHS = (0, 1, 2, 2**20, 2**20 + 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
@@ -243,6 +242,7 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
         siege = Siege([], "", [], {}, 0.0)
         first = launch("launch", "-n", "1", *job.meet(0), "script.py")
         nodes.eventually(lambda: _measure(siege, port) or siege.memory)
+        _crowd_in(siege, port)
         process = context.Process(target=strangers.run, args=(results,))
         process.start()
         try:
@@ -254,10 +254,7 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
                 _release(folder, _STEPS * done.value // count)
                 _measure(siege, port)
                 time.sleep(0.05)
-            with _crowd((LOOPBACK, port), CROWD) as siege.held:
-                nodes.eventually(lambda: _measure(siege, port) or siege.connections[-1] >= MAX_PENDING)
-                for _ in range(_LOOKS):
-                    _measure(siege, port)
+            _measure(siege, port)
             _release(folder, _STEPS)
             siege.statuses, siege.said = nodes.ended(first, second), first.said + second.said
         finally:
@@ -268,15 +265,32 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
     return siege
 
 
-@contextmanager
-def _crowd(address: tuple[str, int], number: int) -> Iterator[int]:
-    """That many connections at once, which say nothing and stay."""
-    with ExitStack() as stack:
-        for _ in range(number):
-            connection = stack.enter_context(socket.socket())
+def _crowd_in(siege: Siege, port: int) -> None:
+    """Open more connections than may stay, which say nothing, until the coordinator has as many as it accepts. Before
+    the attacks: what strangers reset is closed at once."""
+    opened: list[socket.socket] = []
+
+    def come() -> None:
+        for connection in opened:
+            connection.close()
+        opened[:] = [socket.socket() for _ in range(2 * MAX_PENDING)]
+        for connection in opened:
             connection.setblocking(False)
-            connection.connect_ex(address)
-        yield number
+            connection.connect_ex((LOOPBACK, port))
+
+    def is_full() -> bool:
+        before = siege.connections[-1]
+        _measure(siege, port)
+        if not opened or siege.connections[-1] < before:  # they have had their time, and nobody looked
+            come()
+        return siege.connections[-1] >= MAX_PENDING
+
+    try:
+        nodes.eventually(is_full)
+        siege.held = len(opened)
+    finally:
+        for connection in opened:
+            connection.close()
 
 
 def _job(folder: Path, launch: Callable[..., nodes.Launcher]) -> nodes.Job:
