@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -115,7 +116,7 @@ def _file(pid: int, descriptor: int) -> tuple[str, str]:
     try:
         if not path.is_file():
             return "", ""
-        name, state = os.readlink(path), path.stat()
+        name, state = path.readlink(), path.stat()
         with path.open("rb") as file:
             file.seek(max(0, state.st_size - 16_000))
             lines = file.read().decode(errors="replace").splitlines()
@@ -130,12 +131,9 @@ def _file(pid: int, descriptor: int) -> tuple[str, str]:
 def read(file: Path, test: str = "") -> list[Seen]:
     """What was seen of a test, or of any."""
     lines = file.read_text().splitlines() if file.exists() else []
-    found = [Seen(**{**told, "processes": [Process(**one) for one in told["processes"]]}) for told in map(_parse, lines)]
+    told = [dict(json.loads(line)) for line in lines]
+    found = [Seen(**{**one, "processes": [Process(**each) for each in one["processes"]]}) for one in told]
     return [seen for seen in found if not test or seen.test == test]
-
-
-def _parse(line: str) -> dict[str, list[dict[str, str]]]:
-    return dict(json.loads(line))
 
 
 def report(seen: Seen) -> str:
@@ -167,14 +165,15 @@ def _grouped(processes: Iterable[Process]) -> list[list[str]]:
 
 
 def threads(dump: str) -> list[tuple[str, tuple[str, ...]]]:
-    """The name and frames of each thread that py-spy printed, from the innermost, without the frames of pytest."""
+    """The name and frames of each thread that py-spy printed, from the innermost, but those of pytest and of imports.
+    A thread that has no others is left out."""
     found = []
     for block in re.split(r"^Thread ", dump, flags=re.M)[1:]:
         head, *lines = block.splitlines()
         name = re.search(r'"(.*)"', head)
-        frames = [line.strip() for line in lines if line.startswith("    ")]
-        outer = next((n for n, frame in enumerate(frames) if re.search(r"\((?:_pytest|pluggy|xdist)/", frame)), None)
-        found.append((name[1] if name else head.split()[0], tuple(frames[:outer])))
+        frames = [line.strip() for line in lines if line.startswith("    ") and "<frozen importlib" not in line]
+        own = takewhile(lambda frame: not re.search(r"\((?:_pytest|pluggy|xdist|execnet)/", frame), frames)
+        found.append((name[1] if name else head.split()[0], tuple(own)))
     if not found and dump.strip():  # what py-spy said instead
         found.append(("MainThread", tuple(dump.strip().splitlines()[:3])))
     return [(name, frames) for name, frames in found if frames]

@@ -64,7 +64,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 import pytest, unfinished
 
-CODE = "import sys\\ndef wait_for_the_others():\\n    sys.stdin.read()\\nprint('rank says', flush=True)\\nwait_for_the_others()"
+CODE = "import sys\\ndef wait_for_the_others():\\n    sys.stdin.read()\\nprint('rank says')\\nwait_for_the_others()"
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_it(request, tmp_path, is_killed):
@@ -109,6 +109,8 @@ def test_a_test_that_hangs_is_reported_even_if_its_worker_was_killed(tmp_path: P
 @pytest.mark.parametrize("test", ["one", "other"])
 def test_what_was_seen_is_kept_by_test(test: str, tmp_path: Path) -> None:
     file = tmp_path / "seen.jsonl"
-    file.write_text("".join(json.dumps(asdict(Seen(name, 1.0, [rank(0, "x")], {}))) + "\n" for name in ("one", "other")))
+    file.write_text(
+        "".join(json.dumps(asdict(Seen(name, 1.0, [rank(0, "x")], {}))) + "\n" for name in ("one", "other"))
+    )
     assert stacks.read(file, test) == [Seen(test, 1.0, [rank(0, "x")], {})]
     assert stacks.read(tmp_path / "nothing", test) == []
