@@ -25,6 +25,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import optuna  # noqa: F401  # once, before what the pages show is forked
 import pytest
 import yaml
 
@@ -164,6 +165,7 @@ def run_commands(block: Block, folder: Path, at: str) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_what_a_newcomer_pastes_first_runs_in_a_new_interpreter(tmp_path: Path) -> None:
     first = next(block for block in BLOCKS[ROOT / "README.md"] if block.language == "python")
     (tmp_path / "script.py").write_text(first.text)
