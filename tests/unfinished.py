@@ -80,12 +80,13 @@ def pytest_runtest_makereport(
         file = _file(item.config)
         report.sections += [(_TITLE, stacks.report(seen)) for seen in stacks.read(file, item.nodeid)]
         file.unlink(missing_ok=True)
-        report.sections += _said_by_launchers(item, report.longreprtext)
+        told = "\n".join([report.longreprtext, *(text for _, text in report.sections)])
+        report.sections += _said_by_launchers(item, told)
     return report
 
 
 def _said_by_launchers(item: pytest.Item, known: str) -> Iterable[tuple[str, str]]:
-    """The output of every nodes.Launcher of the test that its message does not have already."""
+    """The output of every nodes.Launcher of the test that its report does not have already."""
     folder = getattr(item, "funcargs", {}).get("tmp_path")
     for path in sorted(folder.rglob("said-*")) if folder else ():
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []

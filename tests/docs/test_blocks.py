@@ -25,11 +25,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import optuna  # noqa: F401  # once, before what the pages show is forked
 import pytest
 import yaml
 
 import forked
+import searching
 from paceline import Config
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,8 @@ def prepare(block: Block, folder: Path) -> None:
 )
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     folder = tmp_path
+    if page.stem == "search":
+        searching.preload()
     for block in (block for block in BLOCKS[page] if block.language in RUN and "not run" not in block.comments):
         at = f"{page.relative_to(ROOT)}:{block.line}"
         prepare(block, folder)

@@ -10,13 +10,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import optuna  # noqa: F401  # once, before sweeps are forked
 import psutil
 import pytest
 import yaml
 
 import forked
 import paceline
+import searching
 from nodes import eventually
 from paceline.run import ledger
 from paceline.run.folder import RunFolder
@@ -33,6 +33,11 @@ SMALL = {
     "device": "cpu",
 }
 LR = "optimizer.lr=log(1e-4,1e-1)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> None:
+    searching.preload()
 
 
 def write(folder: Path, **changes: Any) -> str:
