@@ -25,6 +25,7 @@ import psutil
 
 LINES = 120  # of a report
 _SHARE = 0.75  # of its time limit, until a test is looked at
+_PAUSE = 10.0  # seconds between two looks at whether the worker is there
 _FRAMES = 20  # of a stack
 _TAIL = 25  # lines of an output
 
@@ -55,16 +56,15 @@ class Seen:
 def watch(worker: psutil.Process, file: Path) -> None:
     """Until the worker has ended."""
     test, due, unread = "", float("inf"), ""
-    while True:
-        wait = None if due == float("inf") else max(0.0, due - time.monotonic())
-        if select.select([0], [], [], wait)[0]:
+    while worker.is_running():  # ranks that it leaves behind hold the other end of the pipe as well
+        if select.select([0], [], [], min(_PAUSE, max(0.0, due - time.monotonic())))[0]:
             told = os.read(0, 65536).decode()
             if not told:
                 return
             *lines, unread = (unread + told).split("\n")
             seconds, _, test = lines[-1].partition(" ") if lines else ("", "", test)
             due = time.monotonic() + _SHARE * float(seconds) if seconds else float("inf")
-        else:
+        elif time.monotonic() >= due:
             due = float("inf")
             with file.open("a") as out:
                 out.write(json.dumps(asdict(look(worker, test))) + "\n")
@@ -130,8 +130,8 @@ def _file(pid: int, descriptor: int) -> tuple[str, str]:
 
 def read(file: Path, test: str = "") -> list[Seen]:
     """What was seen of a test, or of any."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    told = [dict(json.loads(line)) for line in lines]
+    text = file.read_text() if file.exists() else ""
+    told = [dict(json.loads(line)) for line in text.split("\n")[:-1]]  # the last one may still be written
     found = [Seen(**{**one, "processes": [Process(**each) for each in one["processes"]]}) for one in told]
     return [seen for seen in found if not test or seen.test == test]
 

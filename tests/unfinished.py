@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def _files_of_workers() -> Iterable[Path]:
 
 def _tell(config: pytest.Config, line: str) -> None:
     if (watcher := config.stash.get(_WATCHER, None)) and watcher.stdin:
-        watcher.stdin.write(f"{line}\n".encode())
-        watcher.stdin.flush()
+        with suppress(BrokenPipeError):  # somebody has killed it; tests go on
+            watcher.stdin.write(f"{line}\n".encode())
+            watcher.stdin.flush()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -114,3 +114,5 @@ def test_what_was_seen_is_kept_by_test(test: str, tmp_path: Path) -> None:
     )
     assert stacks.read(file, test) == [Seen(test, 1.0, [rank(0, "x")], {})]
     assert stacks.read(tmp_path / "nothing", test) == []
+    file.write_text(file.read_text()[:-1])  # as long as it is being written
+    assert stacks.read(file, "other") == []
