@@ -146,6 +146,7 @@ def report(seen: Seen) -> str:
     said = [
         line
         for name, text in seen.outputs.items()
+        if text.strip()
         for line in ("", f"the end of {name}, the output of {_pids_with(seen, name)}:", *_indented(text.splitlines()))
     ]
     stacks = [line for block in _grouped(seen.processes) for line in ("", *block)]
@@ -159,7 +160,8 @@ def _grouped(processes: Iterable[Process]) -> list[list[str]]:
     holders: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for one in processes:
         for thread, frames in threads(one.stack):
-            holders[frames].append(f"{one.pid}" if thread == "MainThread" else f"{one.pid} {thread}")
+            is_main = thread in ("MainThread", str(one.pid))
+            holders[frames].append(f"{one.pid}" if is_main else f"{one.pid} {thread}")
     ordered = sorted(holders.items(), key=lambda item: all(" " in holder for holder in item[1]))
     return [[f"stack of {', '.join(who)}:", *_indented(_cut(list(frames), _FRAMES))] for frames, who in ordered]
 

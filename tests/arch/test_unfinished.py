@@ -59,22 +59,34 @@ def test_a_process_without_python_frames_is_told_by_what_py_spy_said() -> None:
     assert stacks.threads("Error: Failed to find python\n") == [("MainThread", ("Error: Failed to find python",))]
 
 
+def test_what_says_nothing_is_left_out() -> None:
+    """Outputs without a line, threads of pytest, and the name of a thread that py-spy could not read."""
+    dump = 'Thread 7 (idle)\n    wait (a.py:1)\nThread 8 (idle): "x"\n    run (execnet/gateway_base.py:3)\n'
+    shown = stacks.report(Seen("test", 1000.0, [Process(7, 1, "rank 0", 1.0, dump, "/tmp/a")], {"/tmp/a": " \n"}))
+    assert "stack of 7:\n    wait (a.py:1)" in shown and shown.count("stack of") == 1 and "/tmp/a" not in shown
+
+
 HANGING = """
 import os, subprocess, sys, time
 from pathlib import Path
 import pytest, unfinished
 
-CODE = "import sys\\ndef wait_for_the_others():\\n    sys.stdin.read()\\nprint('rank says')\\nwait_for_the_others()"
+CODE = '''
+import os, sys
+def wait_for_the_others():
+    sys.stdin.read()
+print("rank says")
+os.close(2)
+wait_for_the_others()
+'''
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_it(request, tmp_path, is_killed):
     (tmp_path / "said-0").write_text("the launcher says")
     with (tmp_path / "output").open("wb") as output, subprocess.Popen(
-        [sys.executable, "-u", "-c", CODE], stdin=subprocess.PIPE, stdout=output
+        [sys.executable, "-u", "-c", CODE], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE
     ) as rank:
-        while b"says" not in (tmp_path / "output").read_bytes():
-            assert rank.poll() is None
-            time.sleep(0.01)
+        rank.stderr.read()  # until it has printed
         unfinished._tell(request.config, f"0 {request.node.nodeid}")  # its time is over
         file, end = unfinished._file(request.config), time.monotonic() + 100
         while not file.exists() or not file.read_text().endswith("\\n"):
