@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Generator
 from pathlib import Path
 
 # Tests start ranks: each gets one thread, and helpers beside the tests (tiny.py) and in tools/ can be imported by name.
@@ -23,8 +20,7 @@ import pytest
 
 from samples import ALL
 
-pytest_plugins = ["costs"]
-_stacks = Path(tempfile.gettempdir()) / f"paceline-stacks-{os.getpid()}.txt"
+pytest_plugins = ["costs", "unfinished"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -46,29 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in set(later)]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def stacks_of_what_hangs() -> Generator[None]:
-    """Beside the tests, a process that writes down where ranks are that do not end."""
-    watcher = subprocess.Popen([sys.executable, str(Path(__file__).with_name("stacks.py")), str(os.getpid()), _stacks])
-    try:
-        yield
-    finally:
-        watcher.kill()
-        watcher.wait()
-        _stacks.unlink(missing_ok=True)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.failed and _stacks.exists():
-        report.sections.append(("processes that lived for too long", _stacks.read_text()))
-        _stacks.unlink()
-    return report
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import runpy
 import shutil
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent, indent
@@ -45,14 +47,31 @@ class Change:
     use: str
 
 
-def make(change: Change, folder: Path) -> Path:
-    """A copy of the source with the change in it; returns the folder for PYTHONPATH."""
+def copy_source(folder: Path) -> Path:
+    """A scratch copy of the source, for any number of changes; the folder for PYTHONPATH."""
     copy = folder / "src"
     shutil.copytree(SOURCE, copy / SOURCE.name)  # with compiled files, as modification times are kept
-    for edit in change.edits:
-        path = copy / SOURCE.name / edit.path
-        path.write_text(insert(path.read_text() if path.exists() else "", edit))
     return copy
+
+
+@contextmanager
+def made(change: Change, copy: Path) -> Iterator[None]:
+    """The change is in the copy, and then no longer: the files are put back with their times, and so their compiled
+    files, which nothing that runs meanwhile overwrites, stay valid."""
+    kept: dict[Path, Path] = {}
+    paths = [copy / SOURCE.name / edit.path for edit in change.edits]
+    try:
+        for path in {path for path in paths if path.exists()}:
+            kept[path] = path.rename(path.with_suffix(".kept"))
+            shutil.copyfile(kept[path], path)
+        for path, edit in zip(paths, change.edits, strict=True):
+            path.write_text(insert(path.read_text() if path.exists() else "", edit))
+        yield
+    finally:
+        for path in {*paths}:
+            path.unlink(missing_ok=True)
+        for path, original in kept.items():
+            original.rename(path)
 
 
 def insert(source: str, edit: Edit) -> str:
@@ -114,7 +133,8 @@ def _run_forked(source: Path, script: Path, output: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "paceline"]:
         del sys.modules[name]
     sys.path.insert(0, str(source))
-    os.environ["PYTHONPATH"] = str(source)  # for processes that the script starts
+    os.environ |= {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}  # for processes that the script starts
+    sys.dont_write_bytecode = True
     os.chdir(script.parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -126,10 +146,11 @@ def _run_forked(source: Path, script: Path, output: Path) -> None:
     os._exit(0)
 
 
-def try_out(change: Change, folder: Path) -> None:
-    """Make the change in a copy and run its script there."""
-    source, script = make(change, folder), folder / "use.py"
-    located = f"import paceline\nassert paceline.__file__.startswith({str(source)!r}), paceline.__file__\n"
+def try_out(change: Change, copy: Path, folder: Path) -> None:
+    """Make the change in a copy and run its script in this folder."""
+    script = folder / "use.py"
+    located = f"import paceline\nassert paceline.__file__.startswith({str(copy)!r}), paceline.__file__\n"
     script.write_text(located + dedent(change.use))
-    code, output = run(source, script)
+    with made(change, copy):
+        code, output = run(copy, script)
     assert code == 0, output

@@ -101,6 +101,7 @@ def rows_of(history: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in history.read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_every_figure_is_measured_through_the_public_api(key_figures: ModuleType) -> None:
     loop = key_figures.loop(rounds=1, steps=5)
     data, optimizer = key_figures.data(rounds=1, steps=5), key_figures.optimizer(rounds=1, steps=5)

@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 import edits
-from edits import Change, Edit
+from edits import SOURCE, Change, Edit
 
 TRAIN = """
 from pathlib import Path
@@ -351,10 +351,15 @@ CHANGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return edits.copy_source(tmp_path_factory.mktemp("copy"))
+
+
 @pytest.mark.parametrize(("change", "count"), CHANGES, ids=[change.name for change, _ in CHANGES])
-def test_a_change_takes_few_edits(change: Change, count: int, tmp_path: Path) -> None:
+def test_a_change_takes_few_edits(change: Change, count: int, copy: Path, tmp_path: Path) -> None:
     assert len(change.edits) == count
-    edits.try_out(change, tmp_path)
+    edits.try_out(change, copy, tmp_path)
 
 
 def test_an_edit_is_inserted_at_its_anchor() -> None:
@@ -388,7 +393,18 @@ def test_an_edit_is_inserted_at_its_anchor() -> None:
             into(nothing, "1")
 
 
-def test_a_change_that_lacks_an_edit_fails(tmp_path: Path) -> None:
+def test_a_change_that_lacks_an_edit_fails(copy: Path, tmp_path: Path) -> None:
     half = Change("half", SCHEDULE.edits[:1], SCHEDULE.use)
     with pytest.raises(AssertionError, match="sqrt"):
-        edits.try_out(half, tmp_path)
+        edits.try_out(half, copy, tmp_path)
+
+
+def test_a_change_leaves_the_copy_as_it_was(copy: Path) -> None:
+    def files() -> dict[str, bytes]:
+        return {str(path.relative_to(copy)): path.read_bytes() for path in copy.rglob("*.*") if path.suffix != ".pyc"}
+
+    before = files()
+    with edits.made(BACKEND, copy):
+        changed = {name for name, content in files().items() if before.get(name) != content}
+        assert {f"{SOURCE.name}/{edit.path}" for edit in BACKEND.edits} <= changed
+    assert files() == before

@@ -11,15 +11,21 @@ from typing import Any
 
 import pytest
 import yaml
+from check_jsonschema import main as check_jsonschema
+
+import forked
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 WORKFLOW = ROOT / ".github" / "workflows" / "test.yml"
+NIGHTLY = WORKFLOW.with_name("nightly.yml")
 TEMPLATES = ROOT / ".github" / "ISSUE_TEMPLATE"
 SCHEMAS = [
     ("vendor.github-workflows", WORKFLOW),
     ("custom.github-workflows-require-timeout", WORKFLOW),
+    ("vendor.github-workflows", NIGHTLY),
+    ("custom.github-workflows-require-timeout", NIGHTLY),
     ("vendor.github-issue-config", TEMPLATES / "config.yml"),
     ("vendor.github-issue-forms", TEMPLATES / "bug_report.yml"),
     ("vendor.github-issue-forms", TEMPLATES / "feature_request.yml"),
@@ -37,7 +43,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 def validate(schema: str, path: Path) -> subprocess.CompletedProcess[str]:
     """With a schema that check-jsonschema bundles: nothing is downloaded."""
-    return run("check_jsonschema", "--builtin-schema", schema, str(path))
+    command = ["check-jsonschema", "--builtin-schema", schema, str(path)]
+
+    def check() -> None:
+        sys.argv = command
+        check_jsonschema()
+
+    return forked.function(check, ROOT)
 
 
 @pytest.mark.parametrize(("schema", "path"), SCHEMAS, ids=lambda value: getattr(value, "name", value))
@@ -63,7 +75,8 @@ def test_a_broken_file_is_refused(schema: str, path: Path, right: str, wrong: st
     assert validate(schema, broken).returncode == 1
 
 
-def test_every_issue_form_is_validated() -> None:
+def test_every_workflow_and_issue_form_is_validated() -> None:
+    assert {path for _, path in SCHEMAS if path.parent == WORKFLOW.parent} == set(WORKFLOW.parent.iterdir())
     assert {path for _, path in SCHEMAS if path.parent == TEMPLATES} == set(TEMPLATES.iterdir())
 
 
@@ -81,8 +94,9 @@ def test_the_workflow_covers_the_oldest_python_and_torch_that_the_package_accept
     assert torch.keys() == set(matrix["torch"])
 
 
-def test_the_workflow_may_only_read_and_runs_targets_that_exist() -> None:
-    workflow = read_yaml(WORKFLOW)
+@pytest.mark.parametrize("path", [WORKFLOW, NIGHTLY], ids=lambda path: path.stem)
+def test_a_workflow_may_only_read_and_runs_targets_that_exist(path: Path) -> None:
+    workflow = read_yaml(path)
     assert workflow["permissions"] == {"contents": "read"}
     assert not any("permissions" in job for job in workflow["jobs"].values())
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]

@@ -111,18 +111,22 @@ def test_importing_paceline_imports_neither_torch_nor_pydantic() -> None:
 def test_help_and_config_do_not_import_torch(tmp_path: Path) -> None:
     """A torch that can't be imported stands in the way: whoever needs it fails."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
-    for args in (
-        ["--help"],
-        ["train", "--help"],
-        ["config", "show"],
-        ["config", "schema"],
-        ["explain", "data.empty"],
-        ["ls"],
-    ):
-        subprocess.run(
-            [sys.executable, "-m", "paceline", *args], check=True, capture_output=True, timeout=60,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        )  # fmt: skip
+    commands = "--help", "train --help", "config show", "config schema", "explain data.empty", "ls"
+    code = (
+        "import sys\n"
+        "from paceline.__main__ import main\n"
+        f"for command in {commands}:\n"
+        "    sys.argv = ['paceline', *command.split()]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code, (command, end.code)\n"
+        "    print(f'\\n{command} has ended')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE.parent}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [command for command in commands if f"\n{command} has ended\n" not in done.stdout] == []
 
 
 def test_only_the_agent_and_the_rendezvous_of_a_launcher_import_torch(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ import pytest
 import yaml
 
 import forked
+import searching
 from paceline import Config
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +136,8 @@ def prepare(block: Block, folder: Path) -> None:
 )
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     folder = tmp_path
+    if page.stem == "search":
+        searching.preload()
     for block in (block for block in BLOCKS[page] if block.language in RUN and "not run" not in block.comments):
         at = f"{page.relative_to(ROOT)}:{block.line}"
         prepare(block, folder)
@@ -164,6 +167,7 @@ def run_commands(block: Block, folder: Path, at: str) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_what_a_newcomer_pastes_first_runs_in_a_new_interpreter(tmp_path: Path) -> None:
     first = next(block for block in BLOCKS[ROOT / "README.md"] if block.language == "python")
     (tmp_path / "script.py").write_text(first.text)

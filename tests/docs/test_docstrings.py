@@ -1,7 +1,7 @@
 """`help()` of every public name reads as a page: what it does, its parameters, what it raises, an example that runs.
 
-Examples of methods continue that of their class, and those of a module's functions that of the module. Those of
-`paceline.dist` also run on two ranks.
+Examples of methods continue that of their class, and those of a module's functions that of the module. All of a class
+or module run in one process, each in a folder of its own. Those of `paceline.dist` also run on two ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import doctest
 import inspect
 import io
+import os
 import pydoc
 import re
 import textwrap
@@ -55,6 +56,19 @@ def raises(value: Any) -> bool:
     return any(isinstance(node, ast.Raise) for node in ast.walk(tree))
 
 
+def family_of(name: str) -> str:
+    """The class or module whose example that of the name continues, or its own name."""
+    outer = name.rpartition(".")[0]
+    return family_of(outer) if outer in DOCSTRINGS else name
+
+
+FAMILIES = sorted({family_of(name) for name in NEEDS_EXAMPLE})
+
+
+def members_of(family: str) -> list[str]:
+    return [name for name in NEEDS_EXAMPLE if family_of(name) == family]
+
+
 def code_of(name: str) -> str:
     """The example of a name, after those of its class or module."""
     outer = name.rpartition(".")[0]
@@ -79,17 +93,37 @@ def test_a_public_name_is_documented(name: str) -> None:
     assert "Raises" in found.items or not raises(NAMES[name]), "what it raises"
 
 
+def run_examples(names: list[str]) -> None:
+    """Each in a folder of its own. All are run, whatever the first ones do."""
+    folder, failed = Path.cwd(), []
+    for name in names:
+        (folder / name).mkdir()
+        os.chdir(folder / name)
+        try:
+            run_example(code_of(name), name)
+        except AssertionError as error:
+            failed.append(str(error))
+    assert failed == [], "\n".join(failed)
+
+
 @pytest.mark.parametrize("name", NEEDS_EXAMPLE)
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_a_public_name_has_an_example(name: str) -> None:
     assert ">>> " in DOCSTRINGS[name].parts.get("Example", ""), "no example"
-    code = code_of(name)
-    done = forked.function(lambda: run_example(code, name), tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_examples_of_a_class_or_module_run(family: str, tmp_path: Path) -> None:
+    done = forked.function(lambda: run_examples(members_of(family)), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in NEEDS_EXAMPLE if name.startswith("paceline.dist.")])
-def test_an_example_of_a_collective_runs_on_two_ranks(name: str) -> None:
-    run_on_ranks(2, lambda: run_example(code_of(name), name))
+def test_the_examples_of_collectives_run_on_two_ranks() -> None:
+    def run_all() -> None:
+        for name in members_of("paceline.dist"):
+            run_example(code_of(name), name)
+
+    assert len(members_of("paceline.dist")) > 15
+    run_on_ranks(2, run_all)
 
 
 def test_errors_are_named_with_codes_that_exist() -> None:

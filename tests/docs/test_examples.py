@@ -87,12 +87,14 @@ def test_cifar10_reads_the_files_of_cifar_10_where_they_are(tmp_path: Path) -> N
     assert "evaluation on CIFAR-10" in done.stdout and re.search(r"total steps +2 ", done.stdout)
 
 
+@pytest.mark.nightly
 def test_the_fine_tuned_model_is_a_folder_of_transformers(tmp_path: Path) -> None:
     output = launched("finetune_huggingface.py", tmp_path, "--epochs", "1")
     assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "finetuned").iterdir()}
     assert re.search(r"accuracy 0\.\d+, perplexity \d", output) and "'import " in output
 
 
+@pytest.mark.nightly
 def test_a_contrastive_loss_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     one, three = (
         compared(launched("cookbook/contrastive.py", tmp_path, "--steps", "5", ranks=ranks)) for ranks in (1, 3)
@@ -100,6 +102,7 @@ def test_a_contrastive_loss_does_not_depend_on_the_number_of_ranks(tmp_path: Pat
     assert one == pytest.approx(three, abs=2e-4)
 
 
+@pytest.mark.nightly
 def test_an_own_loop_that_is_resumed_on_more_ranks_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     name = "cookbook/resume_own_loop.py"
     launched(name, tmp_path, "--stop-after", "10")

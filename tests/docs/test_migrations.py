@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import forked
+from paceline import Config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "migrate"
@@ -37,6 +38,12 @@ def test_a_script_runs_on_two_ranks_and_learns(script: Path, tmp_path: Path) -> 
     assert float(value) > 0.9 if kind == "accuracy" else float(value) < 0.3
 
 
+def test_the_recipe_that_replaces_a_config_of_torchtitan_is_valid() -> None:
+    config = Config.from_file(FOLDER / "after_torchtitan.yaml")
+    assert (config.layout.shard, config.layout.tensor, config.batch) == ("auto", 2, 32)
+
+
+@pytest.mark.nightly
 def test_the_recipe_that_replaces_a_config_of_torchtitan_trains(tmp_path: Path) -> None:
     done = forked.paceline("train", str(FOLDER / "after_torchtitan.yaml"), "-n", "4", "train.max_steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,7 @@
-"""The tutorial: its script, notebook and page are equal, and each of the ways to run it works."""
+"""The tutorial: its script, notebook and page are equal, and each of the ways to run it works.
+
+`make test` runs the script; the notebook has its cells, so that they are run as well.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,7 @@ def test_the_page_and_its_pictures_are_those_of_the_notebook(build: Any) -> None
     assert {*re.findall(r"\((\w+)\.svg\)", page)} == {*pictures}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_notebook_runs_from_top_to_bottom(build: Any) -> None:
     notebook = build.read_source()
@@ -86,6 +90,7 @@ def test_the_script_starts_its_ranks_and_writes_its_figures(tmp_path: Path) -> N
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"bubble.svg", "memory.svg"}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_script_starts_one_launcher_for_all_sections(tmp_path: Path) -> None:
     done = forked.script(SCRIPT, "--distributed", cwd=tmp_path)
@@ -93,6 +98,7 @@ def test_the_script_starts_one_launcher_for_all_sections(tmp_path: Path) -> None
     check(done.stdout, EVERYWHERE)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 1)])
 def test_torchrun_runs_it_on_one_node_and_on_two(nodes: int, ranks: int, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def train_all(rank: int, here: Machine, first: Machine, port: int) -> None:
     Path(f"rank-{rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.nightly
 def test_counted_bytes_are_those_of_the_interface(tmp_path: Path) -> None:
     with namespaces.joined() as machines, (tmp_path / "said").open("ab") as said:
         port = reserve_ports()

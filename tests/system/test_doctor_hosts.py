@@ -98,6 +98,7 @@ def test_two_good_hosts_have_nothing_to_complain_about(server: SshServer, tmp_pa
     assert not list(tmp_path.rglob("canary"))
 
 
+@pytest.mark.nightly
 def test_a_key_that_the_host_does_not_know_is_a_failed_login(server: SshServer, tmp_path: Path) -> None:
     key, config = tmp_path / "key", tmp_path / "config"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
@@ -109,6 +110,7 @@ def test_a_key_that_the_host_does_not_know_is_a_failed_login(server: SshServer, 
     assert "ssh-copy-id node-a" in finding.fix
 
 
+@pytest.mark.nightly
 def test_a_host_without_ssh_server_is_a_failed_login(server: SshServer) -> None:
     found = check((*server.ssh, "-p", "1"))
     for host in ("node-a", "node-b"):
@@ -117,6 +119,7 @@ def test_a_host_without_ssh_server_is_a_failed_login(server: SshServer) -> None:
         assert "systemctl enable --now ssh" in finding.fix
 
 
+@pytest.mark.nightly
 def test_an_unknown_host_does_not_keep_the_others_from_being_checked(server: SshServer) -> None:
     found = check(server.ssh, "node-a,no-such-host.invalid")
     assert worst(found["node-a"]) == "ok"
@@ -124,6 +127,7 @@ def test_an_unknown_host_does_not_keep_the_others_from_being_checked(server: Ssh
     assert finding.status == "fail" and "Could not resolve" in finding.what
 
 
+@pytest.mark.nightly
 def test_an_unknown_host_key_is_a_failed_login(server: SshServer) -> None:
     options = ("-o", "StrictHostKeyChecking=yes", "-o", "UserKnownHostsFile=/dev/null")
     [finding] = check((*server.ssh, *options), "node-a")["node-a"]
@@ -131,6 +135,7 @@ def test_an_unknown_host_key_is_a_failed_login(server: SshServer) -> None:
     assert finding.fix.endswith("ssh node-a")
 
 
+@pytest.mark.nightly
 def test_a_changed_host_key_is_a_failed_login(server: SshServer, tmp_path: Path) -> None:
     key = (Path(server.ssh[-1]).parent / "client_key.pub").read_text()  # any but the host's
     (tmp_path / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {key}")
@@ -139,6 +144,7 @@ def test_a_changed_host_key_is_a_failed_login(server: SshServer, tmp_path: Path)
     assert finding.status == "fail" and "ssh-keygen -R node-a" in finding.fix
 
 
+@pytest.mark.nightly
 def test_a_host_that_accepts_and_says_nothing_is_given_up(server: SshServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
@@ -147,6 +153,7 @@ def test_a_host_that_accepts_and_says_nothing_is_given_up(server: SshServer) -> 
     assert time.monotonic() - began < SECONDS / 2
 
 
+@pytest.mark.nightly
 def test_an_interpreter_without_paceline_is_a_failure_with_the_pip_command(server: SshServer) -> None:
     finding = only(check(server.ssh, "node-a", python="/usr/bin/python3")["node-a"], "versions")
     assert finding.status == "fail"
@@ -154,12 +161,14 @@ def test_an_interpreter_without_paceline_is_a_failure_with_the_pip_command(serve
     assert "ssh node-a /usr/bin/python3 -m pip install paceline==" in finding.fix
 
 
+@pytest.mark.nightly
 def test_a_missing_interpreter_is_a_failure(server: SshServer) -> None:
     finding = only(check(server.ssh, "node-a", python="/no/such/python")["node-a"], "versions")
     assert finding.status == "fail" and "/no/such/python" in finding.what
     assert "--python" in finding.fix
 
 
+@pytest.mark.nightly
 def test_another_version_of_torch_on_one_host_is_a_failure_with_both_values(server: SshServer, tmp_path: Path) -> None:
     fake = {"torch-1.2.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n"}
     found = check(server.ssh, python=python_on_node_b(tmp_path, fake))
@@ -168,6 +177,7 @@ def test_another_version_of_torch_on_one_host_is_a_failure_with_both_values(serv
     assert finding.status == "fail" and "and 1.2.3 on node-b" in finding.what
 
 
+@pytest.mark.nightly
 def test_a_broken_torch_on_one_host_is_a_failure_with_its_error(server: SshServer, tmp_path: Path) -> None:
     broken = {"torch.py": "raise OSError('libcudart.so.13: cannot open shared object file')"}
     found = check(server.ssh, python=python_on_node_b(tmp_path, broken))
@@ -175,6 +185,7 @@ def test_a_broken_torch_on_one_host_is_a_failure_with_its_error(server: SshServe
     assert "libcudart.so.13" in only(found["node-b"], "imports").what
 
 
+@pytest.mark.nightly
 def test_a_wrong_clock_on_one_host_is_a_failure_with_its_offset(server: SshServer, tmp_path: Path) -> None:
     ahead = {"sitecustomize.py": "import time\nreal = time.time\ntime.time = lambda: real() + 90\n"}
     found = check(server.ssh, python=python_on_node_b(tmp_path, ahead))
@@ -183,11 +194,13 @@ def test_a_wrong_clock_on_one_host_is_a_failure_with_its_offset(server: SshServe
     assert finding.status == "fail" and "90.0 s ahead of that of this machine" in finding.what
 
 
+@pytest.mark.nightly
 def test_a_folder_that_a_host_does_not_have_is_a_failure(server: SshServer, tmp_path: Path) -> None:
     finding = only(check(server.ssh, "node-a", folder=str(tmp_path / "missing"))["node-a"], "working directory")
     assert finding.status == "fail" and "mkdir -p" in finding.fix
 
 
+@pytest.mark.nightly
 def test_hosts_that_pass_are_probed_over_ssh_by_one_rank_each(server: SshServer, tmp_path: Path) -> None:
     stub = (
         "import sys, types\nmodule = types.ModuleType('paceline.doctor.machine')\nsys.modules[module.__name__] = module"
@@ -301,6 +314,7 @@ def _inside(machine: Machine, *command: str, text: str | None = None) -> None:
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
 
+@pytest.mark.nightly
 def test_two_good_machines_have_no_failures_and_two_links(probe: Probe) -> None:
     status, report = probe()
     assert status == 0
@@ -314,6 +328,7 @@ NEW = "tcp flags & (syn | ack) == syn"  # connections that the other side opens
 LAUNCHERS = f"tcp dport {{ {DEFAULT_PORT}, {DEFAULT_PORT + 1} }} accept"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "closed, rule, error",
     [
@@ -339,6 +354,7 @@ def test_a_firewall_in_one_direction_is_named_with_the_command_that_opens_it(
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.nightly
 def test_the_command_of_a_finding_opens_the_firewall(machines: tuple[Machine, Machine], probe: Probe) -> None:
     """A machine whose firewall drops what it does not know, with Debian's names of table and chain."""
     here, there = machines
@@ -363,6 +379,7 @@ def test_a_link_on_which_large_packets_are_lost_points_to_the_mtu(
     assert "MTU" in finding["why"]
 
 
+@pytest.mark.nightly
 def test_a_slow_direction_is_a_warning_that_names_it(machines: tuple[Machine, Machine], probe: Probe) -> None:
     shape = ("rate", "100mbit", "burst", "25000b", "latency", "400ms")
     _inside(machines[0], "tc", "qdisc", "add", "dev", machines[0].interface, "root", "tbf", *shape)
@@ -375,6 +392,7 @@ def test_a_slow_direction_is_a_warning_that_names_it(machines: tuple[Machine, Ma
     assert 0.05 < speed["node-a"] < 0.15 < speed["node-b"]
 
 
+@pytest.mark.nightly
 def test_different_mtus_are_a_warning(machines: tuple[Machine, Machine], probe: Probe) -> None:
     _inside(machines[1], "ip", "link", "set", machines[1].interface, "mtu", "1400")
     status, report = probe()
@@ -384,6 +402,7 @@ def test_different_mtus_are_a_warning(machines: tuple[Machine, Machine], probe: 
     assert finding["fix"] == f"on node-a: sudo ip link set dev {machines[0].interface} mtu 1400"
 
 
+@pytest.mark.nightly
 def test_a_backend_that_cannot_connect_is_a_failure_with_its_error(probe: Probe) -> None:
     status, report = probe(env={"GLOO_SOCKET_IFNAME": "no-such-if"})
     assert status == 1
@@ -393,6 +412,7 @@ def test_a_backend_that_cannot_connect_is_a_failure_with_its_error(probe: Probe)
     assert "no-such-if" in finding["what"]
 
 
+@pytest.mark.nightly
 def test_a_firewall_on_this_machine_is_found_before_anything_is_launched(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:

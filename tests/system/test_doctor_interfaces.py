@@ -56,6 +56,7 @@ def test_the_interface_that_leads_to_the_master_is_used(machines: tuple[Machine,
     assert found["network interface"].what.startswith(f"{here.interface} ({here.address}, MTU 1500")
 
 
+@pytest.mark.nightly
 def test_loopback_that_is_down_is_a_failure(machines: tuple[Machine, Machine]) -> None:
     within(machines[0], "ip", "link", "set", "lo", "down")
     within(machines[0], "ip", "address", "flush", "dev", "lo")
@@ -65,6 +66,7 @@ def test_loopback_that_is_down_is_a_failure(machines: tuple[Machine, Machine]) -
     assert judged(machines[0])["loopback"].status == "ok"
 
 
+@pytest.mark.nightly
 def test_an_interface_without_route_and_then_without_cable_is_reported(machines: tuple[Machine, Machine]) -> None:
     here, _ = machines
     found = judged(here)["network interface"]
@@ -73,6 +75,7 @@ def test_an_interface_without_route_and_then_without_cable_is_reported(machines:
     assert judged(here)["network interface"].status == "fail"
 
 
+@pytest.mark.nightly
 def test_a_bridge_for_containers_is_a_warning(machines: tuple[Machine, Machine]) -> None:
     here, there = machines
     within(here, "ip", "link", "add", "docker0", "type", "veth", "peer", "name", "container")
@@ -84,6 +87,7 @@ def test_a_bridge_for_containers_is_a_warning(machines: tuple[Machine, Machine])
     assert found.status == "warn" and "docker0 (172.17.0.1)" in found.what
 
 
+@pytest.mark.nightly
 def test_the_default_port_in_use_is_a_failure_on_that_machine_only(machines: tuple[Machine, Machine]) -> None:
     here, there = machines
     code = (
@@ -103,12 +107,14 @@ def test_the_default_port_in_use_is_a_failure_on_that_machine_only(machines: tup
             holder.kill()
 
 
+@pytest.mark.nightly
 def test_few_ephemeral_ports_are_a_warning(machines: tuple[Machine, Machine]) -> None:
     within(machines[0], "sysctl", "-w", "net.ipv4.ip_local_port_range=40000 40099")
     found = judged(machines[0])["ephemeral ports"]
     assert (found.status, found.what) == ("warn", "only 40000 to 40099")
 
 
+@pytest.mark.nightly
 def test_a_host_name_that_etc_hosts_maps_to_loopback_is_a_warning(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:

@@ -64,15 +64,18 @@ def tmpfs(folder: str | Path, options: str) -> tuple[str, ...]:
     return ("-t", "tmpfs", "-o", options, "tmpfs", str(folder))
 
 
+@pytest.mark.nightly
 def test_the_shared_memory_of_a_docker_container_is_a_warning_with_the_docker_flag() -> None:
     found = checked("limits", tmpfs("/dev/shm", "size=64m"))["shared memory"]
     assert found.status == "warn" and "/dev/shm: 64.0 MiB" in found.what and "--shm-size=16g" in found.fix
 
 
+@pytest.mark.nightly
 def test_shared_memory_below_one_gib_is_a_warning() -> None:
     assert checked("limits", tmpfs("/dev/shm", "size=512m"))["shared memory"].status == "warn"
 
 
+@pytest.mark.nightly
 def test_shared_memory_without_a_limit_is_not_taken_for_none() -> None:
     found = checked("limits", tmpfs("/dev/shm", "size=0"))["shared memory"]
     assert found.status == "ok" and "unlimited" in found.what
@@ -84,12 +87,14 @@ def test_the_memory_of_a_cgroup_is_found() -> None:
     assert found.status == "fail" and "limit of the cgroup: 900.0 MiB" in found.what
 
 
+@pytest.mark.nightly
 def test_the_processes_of_a_cgroup_are_found() -> None:
     with cgroup("pids", max="50") as folder:
         found = checked("limits", cgroups=(folder,))["threads"]
     assert found.status == "fail" and found.what.endswith(": 49")
 
 
+@pytest.mark.nightly
 def test_the_cores_of_a_cgroup_are_found() -> None:
     with cgroup("cpu", cfs_period_us="100000", cfs_quota_us="50000") as folder:
         found = checked("limits", cgroups=(folder,))["cores"]
@@ -103,24 +108,29 @@ def test_a_full_disk_is_a_failure(tmp_path: Path) -> None:
     assert found["filesystem"].status == "warn" and "tmpfs: in memory" in found["filesystem"].what
 
 
+@pytest.mark.nightly
 def test_a_disk_with_little_space_is_a_warning(tmp_path: Path) -> None:
     assert checked(tmp_path, tmpfs(tmp_path, "size=2g"))["disk space"].status == "warn"
 
 
+@pytest.mark.nightly
 def test_a_disk_without_inodes_is_a_failure(tmp_path: Path) -> None:
     assert checked(tmp_path, tmpfs(tmp_path, "size=2g,nr_inodes=50"))["inodes"].status == "fail"
 
 
+@pytest.mark.nightly
 def test_a_folder_without_a_free_inode_cannot_be_used(tmp_path: Path) -> None:
     found = checked(tmp_path, tmpfs(tmp_path, "size=2g,nr_inodes=1"))["run folder"]
     assert found.status == "fail" and "No space left on device" in found.what
 
 
+@pytest.mark.nightly
 def test_a_read_only_disk_is_a_failure(tmp_path: Path) -> None:
     found = checked(tmp_path / "runs", tmpfs(tmp_path, "ro"))["run folder"]
     assert found.status == "fail" and "Read-only file system" in found.what
 
 
+@pytest.mark.nightly
 def test_the_layer_of_a_container_is_a_warning(tmp_path: Path) -> None:
     lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
     for folder in (lower, upper, work, merged):
@@ -130,6 +140,7 @@ def test_the_layer_of_a_container_is_a_warning(tmp_path: Path) -> None:
     assert found.status == "warn" and "deleted with the container" in found.why
 
 
+@pytest.mark.nightly
 def test_a_slow_disk_is_a_warning(tmp_path: Path) -> None:
     device = tmp_path.stat().st_dev
     rate = f"{os.major(device)}:{os.minor(device)} {8 * 2**20}"

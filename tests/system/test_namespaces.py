@@ -66,6 +66,7 @@ def test_an_unreachable_machine_is_noticed_and_the_other_continues(
     job.assert_same(unbroken, began=range(8, 9), world=2)
 
 
+@pytest.mark.nightly
 def test_a_recipe_trains_on_two_machines(machines: tuple[Machine, Machine], job: Job) -> None:
     nodes = [
         job.launch("train", "-n", "1", *job.meet(rank), "device=cpu", "train.max_steps=2", enter=each.enter)

@@ -103,12 +103,14 @@ def test_launchers_are_started_watched_and_ended(ray: dict[str, str], tmp_path: 
     assert not any(psutil.pid_exists(pid) for pid in told["left"])
 
 
+@pytest.mark.nightly
 def test_launchers_end_when_the_front_end_was_killed(ray: dict[str, str], tmp_path: Path) -> None:
     assert run(KILLED, tmp_path, ray).returncode == -signal.SIGKILL
     left = json.loads((tmp_path / "left").read_text())
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in left))
 
 
+@pytest.mark.nightly
 def test_a_cluster_without_free_resources_has_a_code(ray: dict[str, str], tmp_path: Path) -> None:
     asking = 'RayBackend("auto", 2, 3, gpu=None, patience=1, wait=3)'
     done = subprocess.run(
@@ -120,5 +122,6 @@ def test_a_cluster_without_free_resources_has_a_code(ray: dict[str, str], tmp_pa
     assert f"[launch.no-ray-room] The Ray cluster had insufficient resources for 3 s: {missing}." in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_training_has_the_losses_of_plain_python(ray: dict[str, str], tmp_path: Path) -> None:
     curve.launch(tmp_path, "--ray", "auto", "--nodes", "2", env=ray)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 def test_on_one_machine(tmp_path: Path) -> None:
     with launchers(tmp_path) as launch:
         launcher = launch("launch", "-n", "2", curve.write_script(tmp_path))
@@ -27,6 +28,7 @@ def test_on_one_machine(tmp_path: Path) -> None:
     curve.assert_same(tmp_path)
 
 
+@pytest.mark.nightly
 def test_by_hand_on_two_machines(tmp_path: Path) -> None:
     script = curve.write_script(tmp_path)
     with namespaces.joined() as machines, launchers(tmp_path) as launch:
@@ -39,6 +41,7 @@ def test_by_hand_on_two_machines(tmp_path: Path) -> None:
     curve.assert_same(tmp_path)
 
 
+@pytest.mark.nightly
 def test_over_ssh(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with ssh_server.running(tmp_path_factory.mktemp("ssh")) as server:
         curve.launch(tmp_path, "--hosts", "node-a,node-b", "--ssh", shlex.join(server.ssh))

@@ -133,6 +133,7 @@ def test_a_job_runs_as_requested_and_its_log_and_status_are_returned(
     assert [path.name for path in folder.iterdir()] == ["job.log"]
 
 
+@pytest.mark.nightly
 def test_srun_and_salloc_are_distinguished(cluster: slurm_cluster.Cluster) -> None:
     show = [sys.executable, "-c", SHOW]
     shell = json.loads(cluster.command("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", *show))[3]
@@ -152,6 +153,7 @@ def test_launchers_get_their_order_and_end_when_let_go(allocated: SlurmAllocatio
         assert [len(lines(f"{name}.log")[1]), lines(f"{name}.log")[2]] == [200_000, "end"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["launcher", "srun"])
 def test_a_lost_launcher_is_reported_and_restarted(allocated: SlurmAllocation, victim: str) -> None:
     nodes = machines(allocated)
@@ -176,6 +178,7 @@ def submit_front(why: str) -> str:
     return job
 
 
+@pytest.mark.nightly
 def test_a_warning_ends_the_launchers_and_the_job_starts_again(
     cluster: slurm_cluster.Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +190,7 @@ def test_a_warning_ends_the_launchers_and_the_job_starts_again(
         assert lines(f"{name}.log")[2:] == ["end"]
 
 
+@pytest.mark.nightly
 def test_preemption_signals_the_launchers_only_and_the_front_end_requeues(cluster: slurm_cluster.Cluster) -> None:
     job = submit_front("preempted")
     assert not slurm_job.is_preempted(job)
@@ -197,6 +201,7 @@ def test_preemption_signals_the_launchers_only_and_the_front_end_requeues(cluste
     until(lambda: slurm_job.job_info(job)["Restarts"] == "1")
 
 
+@pytest.mark.nightly
 def test_a_cancelled_job_is_not_requeued(cluster: slurm_cluster.Cluster) -> None:
     job = submit_front("warned")
     cluster.command("scancel", job)
@@ -204,6 +209,7 @@ def test_a_cancelled_job_is_not_requeued(cluster: slurm_cluster.Cluster) -> None
     assert slurm_job.job_info(job)["Restarts"] == "0"
 
 
+@pytest.mark.nightly
 def test_an_error_of_slurm_is_reported_with_its_message(cluster: slurm_cluster.Cluster) -> None:
     with pytest.raises(LaunchError, match=r"(?s)launch\.slurm-refused.*invalid partition"):
         slurm_job.submit(script(["true"], "partition=nowhere"))

@@ -108,6 +108,7 @@ def test_the_ranks_of_two_hosts_are_one_world(launched: Callable[..., Launched])
     assert launch.leaves_nothing()
 
 
+@pytest.mark.nightly
 def test_a_recipe_with_own_code_trains_and_is_evaluated_on_two_hosts(server: SshServer, tmp_path: Path) -> None:
     write_project(tmp_path)
     hosts = ["--hosts", "node-a:1,node-b:1", "--ssh", shlex.join(server.ssh)]
@@ -125,6 +126,7 @@ def test_a_recipe_with_own_code_trains_and_is_evaluated_on_two_hosts(server: Ssh
     assert evaluated == pytest.approx({name: trained[name] for name in evaluated}, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_ends_all_and_is_shown_once(launched: Callable[..., Launched]) -> None:
     launch = launched("fail")
     status, said = launch.end()
@@ -133,6 +135,7 @@ def test_a_rank_that_fails_ends_all_and_is_shown_once(launched: Callable[..., La
     assert launch.leaves_nothing()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_lets_the_ranks_save_and_ends_all(launched: Callable[..., Launched]) -> None:
     launch = launched("wait")
     launch.ranks()
@@ -143,6 +146,7 @@ def test_ctrl_c_lets_the_ranks_save_and_ends_all(launched: Callable[..., Launche
     assert launch.leaves_nothing()
 
 
+@pytest.mark.nightly
 def test_a_front_end_that_is_killed_leaves_nothing_on_the_hosts(launched: Callable[..., Launched]) -> None:
     launch = launched("wait")
     launch.ranks()
@@ -150,6 +154,7 @@ def test_a_front_end_that_is_killed_leaves_nothing_on_the_hosts(launched: Callab
     eventually(launch.leaves_nothing)
 
 
+@pytest.mark.nightly
 def test_an_unreachable_host_is_named_with_the_message_of_ssh(launched: Callable[..., Launched]) -> None:
     status, said = launched("end", options=("-p", "1")).end()
     assert status != 0

@@ -142,6 +142,7 @@ def front(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fron
             yield Front(machine, options, {name: each.address for name, each in named.items()})
 
 
+@pytest.mark.nightly
 def test_each_trial_has_a_host_of_its_own(front: Front, tmp_path: Path) -> None:
     swept = front.sweep(tmp_path, "--trials", "5", "-n", "1")
     swept.assert_complete(5, nodes=1, ranks=1)
@@ -150,6 +151,7 @@ def test_each_trial_has_a_host_of_its_own(front: Front, tmp_path: Path) -> None:
     swept.assert_apart()
 
 
+@pytest.mark.nightly
 def test_a_trial_with_more_ranks_than_a_host_has_takes_two_of_them(front: Front, tmp_path: Path) -> None:
     swept = front.sweep(tmp_path, "--trials", "2", "-n", "2")
     swept.assert_complete(2, nodes=2, ranks=2)
@@ -176,6 +178,7 @@ def test_each_trial_has_a_node_of_the_allocation(site: Path, tmp_path: Path) -> 
 # On Ray
 
 
+@pytest.mark.nightly
 def test_ray_places_trials(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))  # of Ray's nodes: launchers inherit it from them
     with ray_server.running() as env:
