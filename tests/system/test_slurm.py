@@ -113,6 +113,11 @@ def machines(allocated: SlurmAllocation) -> slurm_allocation.SlurmBackend:
     return slurm_allocation.SlurmBackend(allocated, workdir=str(Path.cwd()), command=command, patience=SECONDS)
 
 
+def steps(allocated: SlurmAllocation) -> list[str]:
+    listed = subprocess.run(["squeue", "-h", "-s", "-j", allocated.job], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if ".extern" not in line]
+
+
 def test_a_job_runs_as_requested_and_its_log_and_status_are_returned(
     cluster: slurm_cluster.Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +157,20 @@ def test_launchers_get_their_order_and_end_when_let_go(allocated: SlurmAllocatio
         assert [len(lines(f"{name}.log")[1]), lines(f"{name}.log")[2]] == [200_000, "end"]
 
 
+def test_launches_in_one_allocation_end_their_own_steps_only(allocated: SlurmAllocation) -> None:
+    one, other = machines(allocated), machines(allocated)
+    one.start(0, b"one\n")
+    other.start(0, b"other\n")
+    until(lambda: {"one", "other"} <= set(lines("a.log")))
+    one._running[0].process.kill()  # a killed srun leaves its step
+    until(lambda: one.ended() or None)
+    one.stop()
+    until(lambda: "end" in lines("a.log") or len(steps(allocated)) == 1)
+    assert len(steps(allocated)) == 1 and other.ended() == {}
+    other.stop()
+    assert lines("a.log").count("end") == 1
+
+
 @pytest.mark.parametrize("victim", ["launcher", "srun"])
 def test_a_lost_launcher_is_reported_and_restarted(allocated: SlurmAllocation, victim: str) -> None:
     nodes = machines(allocated)
@@ -168,6 +187,24 @@ def test_a_lost_launcher_is_reported_and_restarted(allocated: SlurmAllocation, v
     until(lambda: "second" in lines("b.log"))
     nodes.stop()
     assert lines("b.log")[-1] == lines("a.log")[-1] == "end"
+
+
+def refusal(*options: str) -> str:
+    """How srun refuses a step."""
+    done = subprocess.run(["srun", "--quiet", "--ntasks=1", *options, "true"], capture_output=True, text=True)
+    assert done.returncode
+    return f"exit status {done.returncode}\n{done.stderr}"
+
+
+def test_a_busy_node_is_an_accident_and_a_wrong_one_is_not(allocated: SlurmAllocation) -> None:
+    job = f"--jobid={allocated.job}"
+    hold = ["srun", job, "--exact", "--ntasks=1", "--cpus-per-task=4", "--nodelist=a", "sh", "-c", "echo up; cat"]
+    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holding:
+        assert holding.stdin and holding.stdout and holding.stdout.readline() == b"up\n"
+        busy = refusal(job, "--exact", "--cpus-per-task=4", "--nodelist=a", "--immediate=1")
+    assert "Requested nodes are busy" in busy and slurm_allocation.is_accident(busy)
+    assert not slurm_allocation.is_accident(refusal(job, "--nodelist=nowhere"))
+    assert not slurm_allocation.is_accident(refusal("--jobid=999999"))
 
 
 def submit_front(why: str) -> str:
