@@ -121,8 +121,7 @@ class Pool:
         self.wake(slot)
 
     def rest(self, slot: TrialSlot) -> None:
-        """Its trial has ended, and no other gets these places until they wake."""
-        self._running -= 1
+        self._running -= 1  # its trial has ended, but no other gets these places until they wake
 
     def wake(self, slot: TrialSlot) -> None:
         for machine, indices in slot.taken:

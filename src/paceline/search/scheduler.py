@@ -6,8 +6,7 @@ Whatever happened to an earlier process of the same sweep, the study and the run
     paused                    it waits at a rung of successive halving; perhaps a longer search continues it
     its last launch ended     its result is read from its run folder, and it is not started again
 
-A launch whose launchers never started says nothing about its trial: a scheduler refused them, or a machine was lost.
-The trial is started again, elsewhere if there is another place, and its own place rests for a while.
+A launch whose launchers never started says nothing about its trial, which is started again, elsewhere if possible.
 """
 
 from __future__ import annotations
@@ -148,11 +147,9 @@ class Sweep:
                 self._ended(running, status)
 
     def _postpone(self, running: _Running, said: str) -> None:
-        """Start a trial again whose launchers did not start."""
-        rest = min(_FIRST_REST * 2.0**self._not_started, _MAX_REST)
-        self._not_started += 1
+        before, self._not_started = self._not_started, self._not_started + 1
         self.pool.rest(running.slot)
-        self._resting.append((time.monotonic() + rest, running.slot))
+        self._resting.append((time.monotonic() + min(_FIRST_REST * 2.0**before, _MAX_REST), running.slot))
         self._interrupted.append(running.trial.number)
         line = next(each for each in said.splitlines() if each.startswith(_NOT_STARTED))
         log.info(f"trial {running.trial.number} was not started on {running.slot}: {line}; starting it again")
@@ -160,8 +157,7 @@ class Sweep:
             raise SearchError(
                 "no-launch",
                 f"The last {self._not_started} launches of trials did not start: {line}",
-                why="none of their ranks ran, so no trial has failed; the study is as it was",
-                fix="see the output of a trial in the folder of the study; the same command continues",
+                fix="no trial has failed: see the output of one in the folder of the study; the same command continues",
             )
 
     def _read_values(self, running: _Running, *, at_once: bool) -> None:
@@ -247,8 +243,7 @@ class Sweep:
     def _output(self, trial: Trial, start: int = 0) -> str:
         """What the launches of a trial have printed, or those of them that began there."""
         with suppress(OSError):
-            written = self.study.folder.trial_output(trial.number).read_bytes()
-            return written[start:].decode(errors="replace").strip()
+            return self.study.folder.trial_output(trial.number).read_bytes()[start:].decode(errors="replace").strip()
         return ""
 
     def _start_trials(self) -> bool:

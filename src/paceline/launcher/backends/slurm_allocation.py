@@ -49,26 +49,19 @@ _PASSING = (
     "Job/step already completing or completed",  # the step was cancelled, or the last one still completes
     "Requested nodes are busy",
     "Requested operation is presently disabled",
-    "Required node not available (down, drained or reserved)",
+    "Required node not available",
     "Slurm is busy, step creation delayed",
-    "PrologSlurmctld is still running",
-    "Switch resources currently not available",
-    "Job credential revoked",  # the step was cancelled before it reached the node
-    "Job credential expired",
+    "Job credential (?:revoked|expired)",  # the step was cancelled before it reached the node
     "Socket timed out on send/recv operation",
     "Communication connection failure",
     "Unable to contact slurm controller",
-    "Slurm backup controller in standby mode",
-    "Controller is in standby mode",
+    "in standby mode",
     "Zero Bytes were transmitted or received",
-    "Connection refused",
-    "Connection reset by peer",
-    "Connection timed out",
-    "Resource temporarily unavailable",
+    "Connection (?:refused|reset by peer|timed out)",
     "Protocol authentication error",  # munged restarts
     "Node failure on",
 )
-_REFUSED = re.compile(rf"^srun: error: .*(?:{'|'.join(map(re.escape, _PASSING))})", re.MULTILINE)
+_REFUSED = re.compile(rf"^srun: error: .*(?:{'|'.join(_PASSING)})", re.MULTILINE)
 _TASK_KILLED = re.compile(r"^srun: error: \S+: task 0: (?:Killed|Terminated)$", re.MULTILINE)
 _TASK_EXITED = re.compile(r"^srun: error: \S+: task 0: Exited with exit code", re.MULTILINE)
 
