@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--loops", type=int, default=20)
     parser.add_argument("--load", type=int, default=0, help="busy processes beside the launches")
     parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of each row, after which it has enough launches")
     options = parser.parse_args()
     failed = 0
     with ExitStack() as stack:
@@ -60,16 +61,17 @@ def main() -> int:
             stack.callback(busy.kill)
         scripts = ((ROOT / "examples/migrate/before_ddp.py", options.launches), (folder / "loop.py", options.loops))
         for script, number in scripts:
-            failed += campaign("paceline launch", script, number, folder)
+            failed += campaign("paceline launch", script, number, folder, options.seconds)
             if options.torchrun:
-                campaign("torchrun", script, number, folder)
+                campaign("torchrun", script, number, folder, options.seconds)
     return int(failed > 0)
 
 
-def campaign(launcher: str, script: Path, number: int, folder: Path) -> int:
+def campaign(launcher: str, script: Path, most: int, folder: Path, limit: float) -> int:
     """Launch a script again and again; returns how many launches failed."""
-    began, hung, wrong = time.perf_counter(), 0, 0
-    for _ in range(number):
+    began, number, hung, wrong = time.perf_counter(), 0, 0, 0
+    while number < most and time.perf_counter() - began < limit:
+        number += 1
         with tempfile.TemporaryDirectory(dir=folder) as name:
             status = _launch(launcher, script, Path(name))
         hung += status is None
