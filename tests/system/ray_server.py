@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,9 +36,10 @@ def running() -> Iterator[dict[str, str]]:
         }
         started: list[subprocess.Popen[bytes]] = []
         try:
+            client_port = _free_port()
             started.append(
                 _start(environment, "--head", "--port=0", f"--temp-dir={folder}/ray", "--include-dashboard=false",
-                       "--ray-client-server-port=0")  # none, instead of a fixed one
+                       f"--ray-client-server-port={client_port}")
             )  # fmt: skip
             found = Path(folder, "ray", "ray_current_cluster")
             address = eventually(lambda: found.exists() and found.read_text().strip())
@@ -48,6 +50,12 @@ def running() -> Iterator[dict[str, str]]:
         finally:
             for process in started:
                 _end(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _start(environment: dict[str, str], *options: str, log: Path = Path(os.devnull)) -> subprocess.Popen[bytes]:
