@@ -42,9 +42,9 @@ from paceline.runtime.scheduler_env import SlurmAllocation, read_allocation
 
 PATIENCE = 15.0  # seconds in which launchers may exit by themselves
 _STEP = "--job-name="
-# Messages of srun for what usually passes, from slurm_errno.c of SLURM 22.05 to 24.11. srun itself waits for busy nodes
-# and for a prolog, but not for a step or a node that was lost while the step was created, nor for the controller. An
-# invalid node ("Requested node configuration is not available") and a job that has ended are not among them.
+# Messages of srun for what usually passes: seen with SLURM 22.05, or strings of its library. srun itself waits for busy
+# nodes and for a prolog, but not for a step or a node that was lost while the step was created, nor for the controller.
+# An invalid node ("Requested node configuration is not available") and a job that has ended are not among them.
 _PASSING = (
     "Job/step already completing or completed",  # the step was cancelled, or the last one still completes
     "Requested nodes are busy",
