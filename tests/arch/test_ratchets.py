@@ -97,7 +97,7 @@ def test_names_of_helpers_that_two_files_of_tests_define() -> None:
     files: dict[str, set[Path]] = defaultdict(set)
     for path in TESTS.rglob("*.py"):
         for node in tree(path).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_"):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith(("test_", "pytest_")):
                 files[node.name].add(path)
     repeated = [name for name, paths in files.items() if len(paths) > 1]
     assert len(repeated) <= REPEATED_HELPERS, f"{len(repeated)} names, {REPEATED_HELPERS} before"
