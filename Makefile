@@ -5,6 +5,9 @@ RECIPE ?=
 WORKERS ?= 3
 # Use another torch than the pinned one: make TORCH='2.11.*' test. Read when .venv is created.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+# How often, and beside how many busy processes, `make burn` runs TEST.
+RUNS ?= 30
+LOAD ?= 8
 # Base commit of `make bench-compare`.
 BASE ?= HEAD~1
 VENV := .venv
@@ -17,12 +20,13 @@ unexport PYTHONDONTWRITEBYTECODE
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
 	soak-folders soak-recipes soak-frames soak-bits soak-dropout
 
-.PHONY: help train test test-all lint suite hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
+.PHONY: help train test test-all burn lint suite hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
 	@echo "make test    lint, types, import rules and all tests"
 	@echo "make test-all   everything: services, full samples, every way to start the tutorial"
+	@echo "make burn TEST=tests/…/test_x.py::test_y [RUNS=30] [LOAD=8]   run it 30 times beside 8 busy processes"
 	@echo "make system  install the services for PACELINE_SYSTEM_TESTS=1 make test: ssh, SLURM, Ray (as root, on Debian)"
 	@echo "make lint    lint, types and import rules only"
 	@echo "make suite   all tests, without lint"
@@ -64,6 +68,11 @@ test-all: system lint suite
 
 suite: $(READY) $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# A new or changed test of ranks, faults or services, before it lands.
+burn: $(READY)
+	@$(if $(TEST),,$(error Which test? make burn TEST=tests/faults/test_frames.py))
+	@$(BIN)/python tools/burn.py $(TEST) --runs $(RUNS) --load $(LOAD)
 
 hooks: $(READY)
 	@$(BIN)/pre-commit install

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 if "PACELINE_GPU_TESTS" not in os.environ:  # `make gpu` sets it; all other tests are about CPU ranks
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's `make test &`; ranks and launchers inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 

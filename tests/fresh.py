@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def in_a_fresh_process(code: str, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def in_a_fresh_process(code: str, *command: str, cwd: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
     """CUDA that was opened here could not be used by forked ranks."""
     (cwd / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{code}")
     return subprocess.run(
@@ -17,5 +17,5 @@ def in_a_fresh_process(code: str, *command: str, cwd: Path) -> subprocess.Comple
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout,
     )

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_LISTEN = "0A"  # state, in /proc/net/tcp
+_ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"  # states, in /proc/net/tcp
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,20 @@ def listeners() -> list[Listener]:
                 with suppress(OSError):
                     if (target := str(descriptor.readlink())) in sockets:
                         found.append(Listener(int(process.name), *sockets[target]))
+    return found
+
+
+def connections_of(pid: int, port: int) -> int:
+    """How many connections to a port of its own a process has accepted and not closed."""
+    inodes = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] in (_ESTABLISHED, _CLOSE_WAIT) and int(fields[1].partition(":")[2], 16) == port:
+            inodes.add(f"socket:[{fields[9]}]")
+    found = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it is closed by now
+            found += str(descriptor.readlink()) in inodes
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import time
@@ -179,7 +178,7 @@ class Job:
 
     def __post_init__(self) -> None:
         (self.folder / "script.py").write_text(SCRIPT)
-        self.master = self.master or f"127.0.0.1:{free_ports()}"
+        self.master = self.master or f"127.0.0.1:{reserve_ports()}"
 
     def node(self, rank: int | None, *deeds: str, options: tuple[str, ...] = (), **how: Any) -> Launcher:
         meet = (*self.meet(rank), *options)
@@ -235,15 +234,19 @@ def eventually(there: Callable[[], T], seconds: float = DEADLINE) -> T:
     return seen
 
 
-def free_ports(host: str = "127.0.0.1") -> int:
-    """A port that is free, and whose successor is free too: the coordinator's and the store's. Not among those that the
-    kernel gives to whoever asks for any."""
+def reserve_ports(host: str = "127.0.0.1") -> int:
+    """A port, and with it the next one: the coordinator's and the store's. Sockets that do not listen hold both until
+    this process ends, so nobody else gets them; the job can open them because it reuses addresses, as these do."""
     while True:
-        port = random.SystemRandom().randrange(10000, 32000)
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
-            first.bind((host, port))
-            second.bind((host, port + 1))
-            return port
+        with socket.socket() as first, socket.socket() as second:
+            first.bind((host, 0))
+            port = int(first.getsockname()[1])
+            with suppress(OSError, OverflowError):
+                second.bind((host, port + 1))
+                for each in (first, second):
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    each.detach()
+                return port
 
 
 def _running() -> list[int]:

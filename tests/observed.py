@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from paceline.run.rank_page import RankPage
 from paceline.runtime import environment
 
 Pages = Mapping[int, RankPage]
+Enough = Callable[[Sequence[RankEvidence]], object]
 DEADLINE = 60.0
 
 
@@ -29,10 +30,10 @@ def all_stand_still(pages: Pages, ranks: int) -> bool:
 
 
 class Observer:
-    """Waits in a thread until `ready(pages)`, collects evidence, and kills the ranks."""
+    """Waits in a thread until `ready(pages)`, collects evidence until it is `enough`, and kills the ranks."""
 
-    def __init__(self, folder: Path, ready: Callable[[Pages], object]) -> None:
-        self._folder, self._ready = folder, ready
+    def __init__(self, folder: Path, ready: Callable[[Pages], object], enough: Enough) -> None:
+        self._folder, self._ready, self._enough = folder, ready, enough
         self.evidence: list[RankEvidence] = []
         self.pages: Pages = {}
         self._thread = threading.Thread(target=self._run)
@@ -59,11 +60,17 @@ class Observer:
             with suppress(OSError):
                 self.logs = RunFolder(Path((self._folder / "logs").read_text()))
                 self.pages = rank_page.read_pages(self.logs)
-        self.evidence = rank_evidence.collect(self.logs, {rank: page.pid for rank, page in self.pages.items()}, node=0)
+        pids = {rank: page.pid for rank, page in self.pages.items()}
+        while not self.evidence or not (self._enough(self.evidence) or time.monotonic() > deadline):
+            self.evidence = rank_evidence.collect(self.logs, pids, node=0)
 
 
 def observe(
-    body: Callable[..., Any], ranks: int, folder: Path, ready: Callable[[Pages], object] | None = None
+    body: Callable[..., Any],
+    ranks: int,
+    folder: Path,
+    ready: Callable[[Pages], object] | None = None,
+    enough: Enough = lambda evidence: True,
 ) -> Observer:
     """Run `body` on ranks until all of them stand still, and read what can be read from outside."""
 
@@ -75,7 +82,7 @@ def observe(
         part.replace(folder / "logs")
         body()
 
-    with Observer(folder, ready or (lambda pages: all_stand_still(pages, ranks))) as observer:
+    with Observer(folder, ready or (lambda pages: all_stand_still(pages, ranks)), enough) as observer:
         with suppress(PacelineError):
             paceline.launch(run, ranks=ranks)
     return observer

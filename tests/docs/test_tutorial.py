@@ -18,7 +18,7 @@ import nbformat
 import pytest
 
 import forked
-from nodes import free_ports
+from nodes import reserve_ports
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "examples" / "tutorial"
@@ -102,7 +102,7 @@ def test_the_script_starts_one_launcher_for_all_sections(tmp_path: Path) -> None
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 1)])
 def test_torchrun_runs_it_on_one_node_and_on_two(nodes: int, ranks: int, tmp_path: Path) -> None:
-    port = free_ports()
+    port = reserve_ports()
     head = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     head += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     started = []

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import nodes
-from listening import listeners
+from listening import connections_of, listeners
 from paceline.launcher.cluster.channel import Channel, ChannelClosed
+from paceline.launcher.cluster.server import _MAX_PENDING as MAX_PENDING
 from paceline.runtime.network import LOOPBACK, listen
 
 _NONCE, _HELD, _THREADS = 32, 300, 4
@@ -216,6 +217,8 @@ class Siege:
     seconds: float
     memory: list[int] = field(default_factory=list)  # of the coordinator, in KiB, over time
     descriptors: list[int] = field(default_factory=list)
+    connections: list[int] = field(default_factory=list)  # that it has accepted and not closed
+    held: int = 0  # that strangers kept open all at once
 
 
 def losses_in_peace(folder: Path) -> list[tuple[int, float]]:
@@ -239,6 +242,7 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
         siege = Siege([], "", [], {}, 0.0)
         first = launch("launch", "-n", "1", *job.meet(0), "script.py")
         nodes.eventually(lambda: _measure(siege, port) or siege.memory)
+        _crowd_in(siege, port)
         process = context.Process(target=strangers.run, args=(results,))
         process.start()
         try:
@@ -261,6 +265,34 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
     return siege
 
 
+def _crowd_in(siege: Siege, port: int) -> None:
+    """Open more connections than may stay, which say nothing, until the coordinator has as many as it accepts. Before
+    the attacks: what strangers reset is closed at once."""
+    opened: list[socket.socket] = []
+
+    def come() -> None:
+        for connection in opened:
+            connection.close()
+        opened[:] = [socket.socket() for _ in range(2 * MAX_PENDING)]
+        for connection in opened:
+            connection.setblocking(False)
+            connection.connect_ex((LOOPBACK, port))
+
+    def is_full() -> bool:
+        before = siege.connections[-1]
+        _measure(siege, port)
+        if not opened or siege.connections[-1] < before:  # they have had their time, and nobody looked
+            come()
+        return siege.connections[-1] >= MAX_PENDING
+
+    try:
+        nodes.eventually(is_full)
+        siege.held = len(opened)
+    finally:
+        for connection in opened:
+            connection.close()
+
+
 def _job(folder: Path, launch: Callable[..., nodes.Launcher]) -> nodes.Job:
     job = nodes.Job(folder, launch)
     (folder / "script.py").write_text(_SCRIPT)
@@ -281,3 +313,4 @@ def _measure(siege: Siege, port: int) -> None:
                 status = Path(f"/proc/{listener.pid}/status").read_text()
                 siege.memory.append(int(status.partition("VmRSS:")[2].split()[0]))
                 siege.descriptors.append(len(list(Path(f"/proc/{listener.pid}/fd").iterdir())))
+                siege.connections.append(connections_of(listener.pid, port))

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nodes import Launcher, free_ports, launchers
+from nodes import Launcher, launchers, reserve_ports
 from system import namespaces
 
 SCRIPT = Path(__file__).with_name("hanging.py")
@@ -127,7 +127,7 @@ def _start(plan: Plan, folder: Path, launch: Any) -> Launcher:
 
 def _start_two_nodes(plan: Plan, folder: Path, stack: ExitStack, launch: Any) -> list[Launcher]:
     machines = stack.enter_context(namespaces.joined())
-    master = f"{machines[0].address}:{free_ports()}"
+    master = f"{machines[0].address}:{reserve_ports()}"
     return [
         launch(
             "launch", "-n", str(plan.ranks // 2), "--cpu", "--nodes", "2", "--node-rank", str(node), "--master", master,

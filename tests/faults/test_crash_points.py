@@ -10,8 +10,9 @@ import pytest
 from faults import random_kills, saves
 from faults.peers import Paceline
 from faults.saves import Recorded
+from samples import sample
 
-RANDOM_ONES = 25
+RANDOM_ONES = sample(12, 25)
 
 
 def problems(recorded: Recorded, root: Path, random_ones: int = RANDOM_ONES) -> list[str]:
@@ -68,6 +69,6 @@ def test_a_save_that_removes_the_old_one_first_is_found_out(recordings: dict[str
 
 @pytest.mark.parametrize("over_old", [True, False])
 def test_a_save_that_is_killed_at_a_random_moment_leaves_a_good_checkpoint(over_old: bool) -> None:
-    counts = random_kills.kill_saves(Paceline(), 6, over_old=over_old, tensors=2, seed=11)
+    counts = random_kills.kill_saves(Paceline(), sample(3, 6), over_old=over_old, tensors=2, seed=11)
     assert counts["mixture"] == 0
     assert not over_old or counts["nothing"] == 0

@@ -12,8 +12,9 @@ from faults import damages, hostile
 from faults.damages import ANY_FOLDER, OURS, Copy
 from paceline.checkpoint import reader
 from paceline.errors import CheckpointError
+from samples import sample
 
-CASES_OF_EACH = 30
+CASES_OF_EACH = sample(15, 30)
 Made = tuple[Copy, dict[str, bytes]]
 
 
@@ -51,7 +52,7 @@ def test_a_hostile_folder_does_no_harm(name: str, made: Made, in_memory: Path) -
 
 
 def test_hostile_values_do_no_harm(made: Made, in_memory: Path) -> None:
-    for number in range(40):
+    for number in range(sample(20, 40)):
         result = hostile.run(*made, in_memory, hostile.random_case(number))
         assert result.problem() is None, f"random {number}"
 

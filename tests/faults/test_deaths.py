@@ -1,4 +1,5 @@
-"""Each of the eighteen deaths is named as what it was, on the rank that died, and leaves nothing behind.
+"""Each of the eighteen deaths is named as what it was, on the rank that died, and leaves nothing behind. One of each
+kind is part of `make test`.
 
 The launcher is forked from this process, in which torch is there already; `benchmarks/deaths.py` starts it anew.
 """
@@ -14,8 +15,14 @@ import pytest
 import nodes
 from faults import cgroups, deaths
 
+FIRST = {death.way: death for death in reversed(deaths.ALL)}.values()
 
-@pytest.mark.parametrize("death", deaths.ALL, ids=str)
+
+@pytest.mark.parametrize(
+    "death",
+    [death if death in FIRST else pytest.param(death, marks=pytest.mark.nightly) for death in deaths.ALL],
+    ids=str,
+)
 def test_a_death_is_named_and_nothing_is_left(tmp_path: Path, death: deaths.Death) -> None:
     before = deaths.shared_memory()
     with (

@@ -19,4 +19,6 @@ def test_a_job_trains_to_its_end_under_hostile_connections(tmp_path: Path) -> No
     assert siege.statuses == [0, 0], siege.said
     assert siege.losses == expected
     assert len(siege.attacks) >= 11 and sum(siege.attacks.values()) >= 1000
-    assert max(siege.descriptors) < 300
+    # The server keeps 256 strangers, beside the two nodes of the job. Twice as many came before the attacks.
+    assert frames.MAX_PENDING <= max(siege.connections) <= frames.MAX_PENDING + 2
+    assert max(siege.descriptors) - siege.descriptors[0] < 300 < siege.held

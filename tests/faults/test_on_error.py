@@ -23,6 +23,7 @@ from paceline.checkpoint.filesystem import Filesystem
 from paceline.train.checkpointing import saver
 
 STEPS, BROKEN = 8, 5
+LATER = pytest.mark.nightly
 
 
 class Broken(Exception):
@@ -107,8 +108,10 @@ def broken(number: int, body: Callable[[], Any]) -> list[worlds.Ended]:
     return ended
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "background"),
+    [("ddp", True), ("fsdp", False), pytest.param("ddp", False, marks=LATER), pytest.param("fsdp", True, marks=LATER)],
+)
 def test_after_an_error_on_all_ranks_the_run_resumes_from_its_last_step(
     tmp_path: Path, strategy: str, background: bool
 ) -> None:
@@ -171,8 +174,9 @@ def poisoned(sample: int) -> TensorDataset:
     return TensorDataset(inputs, targets)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("log_every", [1, 4])
+@pytest.mark.parametrize(
+    ("ranks", "log_every"), [(2, 1), (1, 4), pytest.param(1, 1, marks=LATER), pytest.param(2, 4, marks=LATER)]
+)
 def test_a_step_that_is_not_finite_is_not_saved(tmp_path: Path, ranks: int, log_every: int) -> None:
     ended = broken(ranks, partial(train, tmp_path, poisoned(7), log_every=log_every, batch=8))
     assert {each.code for each in ended} == {"train.nonfinite"}

@@ -73,11 +73,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], fl
     ("end", "log_every", "comes"),
     [
         (Ends(5, [1]), 1, False),
-        (Ends(5, [1]), 10, False),
-        (Ends(7, [0, 1]), 1, False),
+        pytest.param(Ends(5, [1]), 10, False, marks=pytest.mark.nightly),
+        pytest.param(Ends(7, [0, 1]), 1, False, marks=pytest.mark.nightly),
         (Ends(7, [0, 1]), 3, False),
         (Ends(5, [0, 1], "raise"), 10, True),
-        (Ends(5, [1], "raise"), 1, True),
+        pytest.param(Ends(5, [1], "raise"), 1, True, marks=pytest.mark.nightly),
         (Ends(5, [0], "raise"), 3, False),  # the other rank waits for this one
     ],
 )

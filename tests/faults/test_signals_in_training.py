@@ -52,7 +52,9 @@ def saved(folder: Path) -> list[str]:
     return sorted(checkpoint.folder.name for checkpoint in directory.verified(folder / "r" / "checkpoints"))
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 1), ("fsdp", 0), ("fsdp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "rank"), [("ddp", 1), ("fsdp", 0), pytest.param("fsdp", 1, marks=pytest.mark.nightly)]
+)
 def test_after_a_sigterm_to_one_rank_both_save_the_same_step_and_end(tmp_path: Path, strategy: str, rank: int) -> None:
     callbacks = [Sends(signal.SIGTERM, rank=rank)]
     ended = worlds.run(2, partial(train, tmp_path, strategy=strategy, save_every=3, callbacks=callbacks))

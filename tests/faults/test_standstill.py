@@ -14,7 +14,7 @@ import paceline
 from paceline import dist
 from paceline.errors import PacelineError
 
-TIMEOUT = 2.5
+TIMEOUT = 10.0  # a standstill of data ends a run two seconds earlier: on a machine under load, less would be too close
 
 
 class Stuck(Dataset[Any]):

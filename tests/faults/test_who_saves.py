@@ -11,13 +11,16 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+import nodes
 import tiny
 from faults import worlds
 from paceline import Trainer
 from paceline.checkpoint import directory
 from paceline.errors import PacelineError
 from paceline.parallel.shards import local_shard
+from paceline.runtime import whereabouts
 
+LATER = pytest.mark.nightly
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "tensor": {"strategy": "tp"},
@@ -44,6 +47,13 @@ def hears(call: Callable[[], Any]) -> str:
     return ""
 
 
+def is_elsewhere(rank: int) -> bool:
+    """Whether it has told that it is outside of the Trainer's methods. It may be the last to leave one, and tells where
+    it is only now and then."""
+    post = whereabouts.board().read(rank)
+    return post is not None and "trainer." not in post.place
+
+
 def this_rank() -> int:
     return int(os.environ["RANK"])
 
@@ -66,16 +76,23 @@ def test_with_ddp_the_first_rank_may_save_alone_or_with_the_others(tmp_path: Pat
     assert first == second
 
 
-@pytest.mark.parametrize("caller", [0, 1])
-@pytest.mark.parametrize("layout", ["fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("layout", "caller"),
+    [
+        ("fsdp", 1), ("tensor", 0), ("pipeline", 1),
+        pytest.param("fsdp", 0, marks=LATER), pytest.param("tensor", 1, marks=LATER),
+        pytest.param("pipeline", 0, marks=LATER),
+    ],
+)  # fmt: skip
 def test_with_sharded_weights_a_missing_rank_is_named(tmp_path: Path, layout: str, caller: int) -> None:
     def body() -> str:
         trainer = tiny.trainer_of(
-            tiny.recipe("gpt", **LAYOUTS[layout], checkpoint={"wait": 1.0}, train={"max_steps": 1}, batch=8)
+            tiny.recipe("gpt", **LAYOUTS[layout], checkpoint={"wait": 60.0}, train={"max_steps": 1}, batch=8)
         )
         trainer.train()
         heard = ""
         if this_rank() == caller:
+            nodes.eventually(lambda: is_elsewhere(1 - caller))
             heard = hears(lambda: trainer.save_checkpoint(tmp_path / "alone"))
         torch_dist.barrier()
         trainer.save_checkpoint(tmp_path / "all")  # who was refused can still come with the others
@@ -87,14 +104,20 @@ def test_with_sharded_weights_a_missing_rank_is_named(tmp_path: Path, layout: st
     assert [checkpoint.folder.name for checkpoint in directory.verified(tmp_path)] == ["all"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("caller", [0, 1])
+@pytest.mark.parametrize(
+    ("strategy", "caller"),
+    [("ddp", 0), ("fsdp", 1), pytest.param("ddp", 1, marks=LATER), pytest.param("fsdp", 0, marks=LATER)],
+)
 def test_a_load_on_one_rank_only_is_refused(tmp_path: Path, strategy: str, caller: int) -> None:
     def body() -> str:
-        trainer = trained(strategy=strategy, timeout=4.0)  # rank 0 may write for a while
+        trainer = trained(strategy=strategy)
         trainer.save_checkpoint(tmp_path / "saved")
         before = [local_shard(parameter).detach().clone() for parameter in trainer.model.parameters()]
-        heard = hears(lambda: trainer.load_checkpoint(tmp_path / "saved")) if this_rank() == caller else ""
+        heard = ""
+        if this_rank() == caller:
+            nodes.eventually(lambda: is_elsewhere(1 - caller))
+            heard = hears(lambda: trainer.load_checkpoint(tmp_path / "saved"))
+        torch_dist.barrier()
         after = map(local_shard, trainer.model.parameters())  # to compare sharded tensors is a collective
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         return heard
@@ -105,7 +128,7 @@ def test_a_load_on_one_rank_only_is_refused(tmp_path: Path, strategy: str, calle
 
 def test_ranks_that_do_different_things_do_not_take_each_other_for_partners(tmp_path: Path) -> None:
     def body() -> str:
-        trainer = trained(strategy="fsdp", timeout=1.0, checkpoint={"wait": 1.0})
+        trainer = trained(strategy="fsdp", checkpoint={"wait": 60.0})
         trainer.save_checkpoint(tmp_path / "saved")
         if this_rank() == 0:
             return hears(lambda: trainer.save_checkpoint(tmp_path / "again"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import forked
+import nodes
 
 TRAIN = """
 import json, os, pathlib, sys
@@ -75,13 +75,6 @@ if __name__ == "__main__":
 )
 
 
-def free_port() -> str:
-    """A port for launchers that must be told one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def outcome(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("losses-*"))]
 
@@ -111,7 +104,7 @@ def test_the_agent_of_torchrun(tmp_path: Path, alone: str) -> None:
 
 def test_the_older_launcher_with_a_group_of_the_users_own_and_a_wrapped_model(tmp_path: Path, alone: str) -> None:
     (tmp_path / "script.py").write_text(OWN_GROUP)
-    options = ("--nproc-per-node=2", f"--master-port={free_port()}", "script.py")
+    options = ("--nproc-per-node=2", f"--master-port={nodes.reserve_ports()}", "script.py")
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,7 +116,7 @@ def test_the_older_launcher_with_a_group_of_the_users_own_and_a_wrapped_model(tm
 @pytest.mark.parametrize(("address", "method"), [("tcp://127.0.0.1:PORT", "spawn"), ("env://", "fork")])
 def test_processes_of_the_users_own_with_an_address(tmp_path: Path, alone: str, address: str, method: str) -> None:
     (tmp_path / "script.py").write_text(SPAWN)
-    port = free_port()
+    port = str(nodes.reserve_ports())
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if address == "env://" else {}
     done = forked.script(tmp_path / "script.py", address.replace("PORT", port), method, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
+import nodes
 import paceline
 from paceline import dist
 
@@ -27,21 +27,8 @@ def machine(first_rank: int, port: int, folder: Path) -> None:
     (folder / str(first_rank)).write_text(str(result))
 
 
-def two_free_ports() -> int:
-    """A port that is free together with the next."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-
-
 def test_an_exported_first_rank_makes_the_ranks_of_two_machines_one_world(tmp_path: Path) -> None:
-    port = two_free_ports()
+    port = nodes.reserve_ports()
     machines = [get_context("fork").Process(target=machine, args=(rank, port, tmp_path)) for rank in (0, 2)]
     for process in machines:
         process.start()

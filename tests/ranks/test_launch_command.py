@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,12 +194,12 @@ def test_a_rank_that_answers_the_launchers_signal_is_not_the_cause(tmp_path: Pat
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    open("ready", "w").close()
+    open("ready", "w").close()  # a pipe, which opens once the other rank reads
     time.sleep(100)
-while not os.path.exists("ready"):
-    time.sleep(0.01)
+open("ready").read()
 raise ValueError("the real cause")
 """
+    os.mkfifo(tmp_path / "ready")
     done = forked.paceline("launch", "-n", "2", write(tmp_path, script), cwd=tmp_path)
     assert "\nValueError: the real cause\n  at: " in done.stderr
     assert "rank 1 failed first" in done.stderr
@@ -318,9 +317,7 @@ time.sleep(600)
     )  # fmt: skip
     try:
         pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
-        deadline = time.monotonic() + 100
-        while not all(path.exists() and path.read_text() for path in pids) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _until(lambda: all(path.exists() and path.read_text() for path in pids))
         os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
         _, err = process.communicate(timeout=100)
     finally:
@@ -512,7 +509,4 @@ time.sleep(600)
 
 
 def _until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 100
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    nodes.eventually(reached)

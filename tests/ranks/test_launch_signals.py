@@ -10,7 +10,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,10 +43,7 @@ if "one ends" in sys.argv and rank == "1":
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited for a minute"
-        time.sleep(0.01)
+    nodes.eventually(condition)
 
 
 class Launched:

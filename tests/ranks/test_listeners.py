@@ -64,7 +64,7 @@ def start(folder: Path, run: Callable[[], object] = body, **variables: object) -
 
 
 def mpirun(folder: Path) -> list[BaseProcess]:
-    port = nodes.free_ports()
+    port = nodes.reserve_ports()
     own = {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "MASTER_PORT": port}
     ranks = ({"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in range(2))
     return [start(folder, **own, **rank) for rank in ranks]
@@ -72,12 +72,12 @@ def mpirun(folder: Path) -> list[BaseProcess]:
 
 def srun(folder: Path) -> list[BaseProcess]:
     job = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_NODEID": 0, "SLURM_STEP_NODELIST": "here"}
-    own = {**job, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": nodes.free_ports()}
+    own = {**job, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": nodes.reserve_ports()}
     return [start(folder, **own, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in range(2)]
 
 
 def exported(folder: Path, host: str = LOOPBACK, **variables: object) -> list[BaseProcess]:
-    own = {"WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": nodes.free_ports(), **variables}
+    own = {"WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": nodes.reserve_ports(), **variables}
     return [start(folder, RANK=rank, **own) for rank in range(2)]
 
 
@@ -88,7 +88,7 @@ def exported_with_own_address(folder: Path) -> list[BaseProcess]:
 def elastic_agent(folder: Path) -> list[BaseProcess]:
     """As torchrun starts ranks. Its own process opens the store, which is torch's affair."""
     config = LaunchConfig(
-        1, 1, 2, rdzv_backend="static", rdzv_endpoint=f"{LOOPBACK}:{nodes.free_ports()}", rdzv_configs={"rank": 0},
+        1, 1, 2, rdzv_backend="static", rdzv_endpoint=f"{LOOPBACK}:{nodes.reserve_ports()}", rdzv_configs={"rank": 0},
         run_id="none", start_method="fork", monitor_interval=0.05,
     )  # fmt: skip
     return [start(folder, lambda: elastic_launch(config, body)())]
@@ -99,7 +99,7 @@ def launched_function(folder: Path) -> list[BaseProcess]:
 
 
 def two_nodes(folder: Path, host: str = LOOPBACK) -> list[BaseProcess]:
-    port, own = nodes.free_ports(host), {"WORLD_SIZE": 2, "MASTER_ADDR": host}
+    port, own = nodes.reserve_ports(host), {"WORLD_SIZE": 2, "MASTER_ADDR": host}
     return [
         start(folder, lambda: paceline.launch(body, ranks=1), RANK=rank, MASTER_PORT=port, **own) for rank in range(2)
     ]

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -78,7 +79,11 @@ def test_ranks_that_do_not_come_and_one_that_waits(tmp_path: Path) -> None:
     def silent(page: RankPage) -> float:
         return time.monotonic() - page.time
 
-    waits, *others = observe(body, len(BLOCKED) + 1, tmp_path, ready).evidence
+    def enough(found: Sequence[RankEvidence]) -> bool:
+        """On a machine under load, the page of a rank that can write it may be old for a moment."""
+        return all(each.silent <= 1.0 for each in found[1:] if can_write(each.rank))
+
+    waits, *others = observe(body, len(BLOCKED) + 1, tmp_path, ready, enough).evidence
     number = waits.groups[0].entered
     assert waits.pending == (Operation("0", number, "broadcast", ((5,),), ("Double",)),)
     assert (waits.groups[0].ranks, waits.groups[0].left) == (tuple(range(6)), number - 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,10 +35,9 @@ def running() -> Iterator[dict[str, str]]:
         }
         started: list[subprocess.Popen[bytes]] = []
         try:
-            client_port = _free_port()
             started.append(
                 _start(environment, "--head", "--port=0", f"--temp-dir={folder}/ray", "--include-dashboard=false",
-                       f"--ray-client-server-port={client_port}")
+                       "--ray-client-server-port=0")  # none, instead of a fixed one
             )  # fmt: skip
             found = Path(folder, "ray", "ray_current_cluster")
             address = eventually(lambda: found.exists() and found.read_text().strip())
@@ -50,12 +48,6 @@ def running() -> Iterator[dict[str, str]]:
         finally:
             for process in started:
                 _end(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _start(environment: dict[str, str], *options: str, log: Path = Path(os.devnull)) -> subprocess.Popen[bytes]:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import psutil
 
+from system.waiting import DEADLINE
+
 NODES = ("a", "b")
-_SECONDS = 20.0
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
@@ -46,7 +47,7 @@ class Cluster:
             (self.folder / f"gpu{number}").touch()  # SLURM wants a file for each GPU, and does not open it
         (self.folder / "gres.conf").write_text(f"NodeName=a,b Name=gpu File={self.folder}/gpu[0-3]\n")
         self._daemon("munged", *_munge_options(self.folder))
-        if not self._comes_up((self.folder / "munge.socket").exists):
+        if not self._comes_up(self._has_munge):
             return False
         self._daemon("slurmctld", "-D")
         for node in NODES:
@@ -61,12 +62,16 @@ class Cluster:
                 subprocess.Popen([program, *options], env=self.environment, stdout=log, stderr=log, cwd=self.folder)
             )
 
+    def _has_munge(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.folder / "munge.socket")) == 0
+
     def _is_idle(self) -> bool:
         seen = subprocess.run(["sinfo", "-hN", "-o%N %T"], env=self.environment, capture_output=True, text=True)
         return {f"{node} idle" for node in NODES} <= set(seen.stdout.splitlines())
 
     def _comes_up(self, is_up: Callable[[], bool]) -> bool:
-        end = time.monotonic() + _SECONDS
+        end = time.monotonic() + DEADLINE
         while time.monotonic() < end and all(daemon.poll() is None for daemon in self._daemons):
             if is_up():
                 return True
@@ -123,7 +128,7 @@ SlurmctldPort={controller}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=20
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -132,6 +137,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
 SwitchType=switch/none
+MessageTimeout=60
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from system.namespaces import Machine
-from system.waiting import eventually
+from system.waiting import DEADLINE, eventually
 
 ADDRESSES = {"node-a": "127.0.0.1", "node-b": "127.0.0.2"}
-_START_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,11 @@ def _free_port() -> int:
 
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
-    end = time.monotonic() + _START_SECONDS
+    end = time.monotonic() + DEADLINE
     while process.poll() is None and time.monotonic() < end:
         try:
             for address in ADDRESSES.values():
-                with socket.create_connection((address, port), timeout=5) as connection:
+                with socket.create_connection((address, port), timeout=DEADLINE) as connection:
                     if not connection.recv(4).startswith(b"SSH"):
                         return False
             return True

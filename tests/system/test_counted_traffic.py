@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import forked
-from nodes import free_ports
+from nodes import reserve_ports
 from paceline import Trainer
 from system import namespaces
 from system.namespaces import Machine
@@ -78,7 +78,7 @@ def train_all(rank: int, here: Machine, first: Machine, port: int) -> None:
 @pytest.mark.nightly
 def test_counted_bytes_are_those_of_the_interface(tmp_path: Path) -> None:
     with namespaces.joined() as machines, (tmp_path / "said").open("ab") as said:
-        port = free_ports()
+        port = reserve_ports()
         ranks = [
             forked.start(partial(train_all, rank, here, machines[0], port), tmp_path, said.fileno(), said.fileno())
             for rank, here in enumerate(machines)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nodes import ended, free_ports, launchers
+from nodes import ended, launchers, reserve_ports
 from paceline.launcher.local import agent as _agent  # noqa: F401  # once, before launchers are forked
 from system import curve, namespaces, ssh_server
 
@@ -32,7 +32,7 @@ def test_on_one_machine(tmp_path: Path) -> None:
 def test_by_hand_on_two_machines(tmp_path: Path) -> None:
     script = curve.write_script(tmp_path)
     with namespaces.joined() as machines, launchers(tmp_path) as launch:
-        meet = ("--nodes", "2", "--master", f"{machines[0].address}:{free_ports()}", "-n", "1")
+        meet = ("--nodes", "2", "--master", f"{machines[0].address}:{reserve_ports()}", "-n", "1")
         nodes = [
             launch("launch", *meet, "--node-rank", str(rank), script, enter=machine.enter)
             for rank, machine in enumerate(machines)

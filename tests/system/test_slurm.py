@@ -7,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from paceline.errors import LaunchError
 from paceline.launcher.backends import slurm_allocation, slurm_job, slurm_script
 from paceline.runtime.scheduler_env import SlurmAllocation
 from system import curve, slurm_cluster
+from system.waiting import DEADLINE, eventually
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SYSTEM_TESTS") != "1", reason="PACELINE_SYSTEM_TESTS is not 1")
-
-SECONDS = 90.0
 
 # Prints what it finds, as JSON.
 SHOW = """
@@ -78,7 +76,7 @@ def cluster(
     yield running_cluster
     if not running_cluster.is_quiet():
         running_cluster.command("scancel", f"--user={os.getuid()}")
-    until(running_cluster.is_quiet)
+    eventually(running_cluster.is_quiet)
 
 
 @pytest.fixture
@@ -88,13 +86,6 @@ def allocated(cluster: slurm_cluster.Cluster) -> SlurmAllocation:
     granted = re.search(r"Granted job allocation (\d+)", said)
     assert granted
     return SlurmAllocation(granted[1], slurm_cluster.NODES, is_front_end=True)
-
-
-def until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def lines(path: str) -> list[str]:
@@ -110,7 +101,12 @@ def script(command: list[str], request: str = "nodes=2", workdir: Path | None = 
 
 def machines(allocated: SlurmAllocation) -> slurm_allocation.SlurmBackend:
     command = [sys.executable, "-c", NODE]
-    return slurm_allocation.SlurmBackend(allocated, workdir=str(Path.cwd()), command=command, patience=SECONDS)
+    return slurm_allocation.SlurmBackend(allocated, workdir=str(Path.cwd()), command=command, patience=DEADLINE)
+
+
+def steps(allocated: SlurmAllocation) -> list[str]:
+    listed = subprocess.run(["squeue", "-h", "-s", "-j", allocated.job], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if ".extern" not in line]
 
 
 def test_a_job_runs_as_requested_and_its_log_and_status_are_returned(
@@ -146,11 +142,25 @@ def test_launchers_get_their_order_and_end_when_let_go(allocated: SlurmAllocatio
     nodes = machines(allocated)
     for node in (0, 1):
         nodes.start(node, b"x" * 200_000 + b"\n")
-    until(lambda: all(len(lines(f"{name}.log")) == 2 for name in nodes.names))
+    eventually(lambda: all(len(lines(f"{name}.log")) == 2 for name in nodes.names))
     assert nodes.ended() == {}
     nodes.stop()
     for name in nodes.names:
         assert [len(lines(f"{name}.log")[1]), lines(f"{name}.log")[2]] == [200_000, "end"]
+
+
+def test_launches_in_one_allocation_end_their_own_steps_only(allocated: SlurmAllocation) -> None:
+    one, other = machines(allocated), machines(allocated)
+    one.start(0, b"one\n")
+    other.start(0, b"other\n")
+    eventually(lambda: {"one", "other"} <= set(lines("a.log")))
+    one._running[0].process.kill()  # a killed srun leaves its step
+    eventually(lambda: one.ended() or None)
+    one.stop()
+    eventually(lambda: "end" in lines("a.log") or len(steps(allocated)) == 1)
+    assert len(steps(allocated)) == 1 and other.ended() == {}
+    other.stop()
+    assert lines("a.log").count("end") == 1
 
 
 @pytest.mark.nightly
@@ -159,22 +169,40 @@ def test_a_lost_launcher_is_reported_and_restarted(allocated: SlurmAllocation, v
     nodes = machines(allocated)
     for node in (0, 1):
         nodes.start(node, b"first\n")
-    until(lambda: "first" in lines("b.log"))
+    eventually(lambda: "first" in lines("b.log"))
     launcher = int(lines("b.log")[0].split()[1])
     os.kill(launcher if victim == "launcher" else nodes._running[1].process.pid, 9)
     told: dict[int, str] = {}
-    until(lambda: told.update(nodes.ended()) or told)
+    eventually(lambda: told.update(nodes.ended()) or told)
     assert list(told) == [1]
-    until(lambda: not Path(f"/proc/{launcher}").exists())  # also where its srun died, and it heard nothing
+    eventually(lambda: not Path(f"/proc/{launcher}").exists())  # also where its srun died, and it heard nothing
     nodes.start(1, b"second\n")
-    until(lambda: "second" in lines("b.log"))
+    eventually(lambda: "second" in lines("b.log"))
     nodes.stop()
     assert lines("b.log")[-1] == lines("a.log")[-1] == "end"
 
 
+def refusal(*options: str) -> str:
+    """How srun refuses a step."""
+    done = subprocess.run(["srun", "--quiet", "--ntasks=1", *options, "true"], capture_output=True, text=True)
+    assert done.returncode
+    return f"exit status {done.returncode}\n{done.stderr}"
+
+
+def test_a_busy_node_is_an_accident_and_a_wrong_one_is_not(allocated: SlurmAllocation) -> None:
+    job = f"--jobid={allocated.job}"
+    hold = ["srun", job, "--exact", "--ntasks=1", "--nodelist=a", "sh", "-c", "echo up; cat"]
+    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holding:
+        assert holding.stdin and holding.stdout and holding.stdout.readline() == b"up\n"
+        busy = refusal(job, "--exact", "--nodelist=a", "--immediate=1")
+    assert "Requested nodes are busy" in busy and slurm_allocation.is_accident(busy)
+    assert not slurm_allocation.is_accident(refusal(job, "--nodelist=nowhere"))
+    assert not slurm_allocation.is_accident(refusal("--jobid=999999"))
+
+
 def submit_front(why: str) -> str:
     job = slurm_job.submit(script([sys.executable, "-c", FRONT, NODE, why], "nodes=2,time=10m"))
-    until(lambda: all("order" in lines(f"{name}.log") for name in slurm_cluster.NODES))
+    eventually(lambda: all("order" in lines(f"{name}.log") for name in slurm_cluster.NODES))
     return job
 
 
@@ -195,10 +223,10 @@ def test_preemption_signals_the_launchers_only_and_the_front_end_requeues(cluste
     job = submit_front("preempted")
     assert not slurm_job.is_preempted(job)
     slurm_job.submit(script(["true"], "nodes=2,partition=urgent,cpus=4"))
-    until(lambda: all("SIGTERM" in lines(f"{name}.log") for name in slurm_cluster.NODES))
+    eventually(lambda: all("SIGTERM" in lines(f"{name}.log") for name in slurm_cluster.NODES))
     assert slurm_job.is_preempted(job)
     cluster.command("scancel", "--batch", "--signal=USR2", job)  # the stand-in waits for a signal, and had none so far
-    until(lambda: slurm_job.job_info(job)["Restarts"] == "1")
+    eventually(lambda: slurm_job.job_info(job)["Restarts"] == "1")
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -164,11 +165,28 @@ def test_a_trial_with_more_ranks_than_a_host_has_takes_two_of_them(front: Front,
 # In a SLURM allocation
 
 
+def refuse_once(folder: Path) -> str:
+    """A PATH on which the first `srun` refuses a step, as SLURM's does while another one completes."""
+    srun = folder / "srun"
+    srun.write_text(
+        f"""#!/bin/sh
+if mkdir '{folder}/refused' 2>/dev/null; then
+    echo 'srun: error: Unable to create step for job 1: Job/step already completing or completed' >&2
+    exit 1
+fi
+exec '{shutil.which("srun")}' "$@"
+"""
+    )
+    srun.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 def test_each_trial_has_a_node_of_the_allocation(site: Path, tmp_path: Path) -> None:
     with slurm_cluster.running() as cluster:
         allocate = ("salloc", "--quiet", "--nodes=2")
-        env = {**cluster.environment, "PYTHONPATH": str(site)}
+        env = {**cluster.environment, "PYTHONPATH": str(site), "PATH": refuse_once(tmp_path)}
         swept = Swept(tmp_path, "--trials", "3", "-n", "2", prefix=allocate, env=env)
+    assert (tmp_path / "refused").exists()
     swept.assert_complete(3, nodes=1, ranks=2)
     assert {each.slot for each in swept.trials} == set(slurm_cluster.NODES)
     assert all(swept.machines(each) == {each.slot} for each in swept.trials)

@@ -95,7 +95,7 @@ class RankEvidence:
 class Hang:
     """What find_hang concludes. `text` is the report for people; the rest is for tools and tests."""
 
-    kind: str  # missing, left, mismatch, order, stands-still, network, unknown
+    kind: str  # missing, left, mismatch, order, stands-still, exit, network, unknown
     ranks: tuple[int, ...]  # to blame; empty if it can't be told
     text: str
     operation: Operation | None = None  # that others wait in

@@ -7,6 +7,7 @@ A pure function of what launchers have read (evidence.py):
     ranks wait for each other in different operations   both sides          "order"
     all are in one operation, and called it alike       their connections   "network"
     nobody waits                                        every rank          "stands-still"
+    others have ended                                   those that are left "exit"
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ _MAX_SIDES = 4  # lines about ranks at different places
 _UNEQUAL = ("all_to_all", "alltoall", "gather", "scatter")
 
 
-def find_hang(ranks: Sequence[RankEvidence], seconds: float) -> Hang:
-    """What can be concluded about ranks that have made no progress for some seconds."""
+def find_hang(ranks: Sequence[RankEvidence], seconds: float, *, at_exit: bool = False) -> Hang:
+    """What can be concluded about ranks that have made no progress for some seconds. `at_exit`: when others have
+    ended."""
     waits = Waits(ranks)
     if not waits.to_blame() and (trusting := Waits(ranks, trust_stacks=True)).to_blame():
         waits = trusting
     report = _Report(waits, seconds)
     if not waits.of:
-        return report.stands_still()
+        return report.unable_to_exit() if at_exit else report.stands_still()
     if blamed := waits.to_blame():
         return report.missing(blamed)
     if sides := _different_calls(waits):
@@ -182,6 +184,21 @@ class _Report:
         places = [f"  {self._names(side)}: {_are(len(side), where[side[0]].text)}" for side in sides[:_MAX_SIDES]]
         advice = self._advice(blamed[0], where[blamed[0]])
         return self._hang("stands-still", blamed, [first, *places], advice, None, waiting=False)
+
+    def unable_to_exit(self) -> Hang:
+        """Other ranks have ended, or the code of all has returned."""
+        seen = self.waits.evidence
+        left = [rank for rank, each in seen.items() if each.state != "exited"]
+        if not left:
+            return self.stands_still()
+        where = {rank: rank_place(seen[rank]) for rank in left}
+        have = "has" if len(left) == 1 else "have"
+        others = "" if len(left) == len(seen) and not self.nodes else ", but other ranks have ended"
+        idle = f"idle for {format_duration(self.seconds)}"
+        first = f"{self._names(left)} {have} not exited, {idle}{others}: {self._places(left, where)}"
+        told = [f"  {self._names([rank])} {seen[rank].ended}" for rank in left[:_MAX_SIDES] if seen[rank].ended]
+        advice = hang_advice.EXIT._replace(fix=hang_advice.EXIT.fix.format(pid=seen[left[0]].pid))
+        return self._hang("exit", left, [first, *told], advice, None, waiting=False)
 
     # ---- parts of the text
 

@@ -23,6 +23,10 @@ LEFT = Advice(
     "a return or break that only some ranks reach, data of different length on each rank, or an error that was caught",
     "make every rank run the same number of steps and collectives",
 )
+EXIT = Advice(
+    "a lock that is never released, a thread that is not a daemon, an exit handler, or a destructor of native code",
+    "look at that line; py-spy dump --native --pid {pid} shows native code as well",
+)
 UNSEEN = Advice(
     "the machine or its network is down, or its launcher was stopped",
     "check that machine, and the network to it; if it is gone, end this run and start it again",

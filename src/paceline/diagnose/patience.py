@@ -11,6 +11,7 @@
     evaluating              20 × the median pause between batches, 2 × the longest, at least 10 s
     in these three, if no rank waits in a collective or for its data
                             10 × their limit, at least 60 s: all ranks run code of the user that may take long
+    exit                    60 s: ranks have ended, and those that are left neither compute nor do anything else
     without a Trainer       only if a rank waits in a collective: 20 × the median pause between collectives, 2 × the
                             longest wait, at least 10 s
 
@@ -35,7 +36,8 @@ _BEHIND_OTHERS = 10  # times the limit, for a rank that waits while those that i
 _BUSY_ALIKE, _LEAST_ALIKE = 10, 60.0  # times the limit, and seconds, if nobody waits for others or for data
 LASTING = 10  # times the limit, after which a standstill lasts: it is reported again, and then again
 _FINISHED = "returned"
-_FIXED = {"start": 300.0, "rendezvous": 300.0, "load": 600.0, "first step": 600.0}
+EXIT = "exit"  # of a rank that is not in a Trainer, and waits for no other, when ranks have ended
+_FIXED = {"start": 300.0, "rendezvous": 300.0, "load": 600.0, "first step": 600.0, EXIT: 60.0}
 
 
 class Observation(NamedTuple):
@@ -101,12 +103,13 @@ class Patience:
         """A standstill, if one is to be reported now: when it exceeds its limit, and now and then while it lasts."""
         passed = 0.0 if self._time is None else min(now - self._time, _LONGEST_PAUSE)
         self._time = now
-        running = {rank: seen for rank, seen in ranks.items() if seen.phase != _FINISHED}
-        self._ranks = {rank: self._ranks.get(rank) or _Rank(seen) for rank, seen in running.items()}
-        self._learn_steps(passed, list(running.values()))
-        self._phases = {seen.phase for seen in running.values()}
-        self._follow(passed, running)
-        found = self._worst()
+        left = {rank: seen for rank, seen in ranks.items() if seen.phase != _FINISHED}
+        self._ranks = {rank: self._ranks.get(rank) or _Rank(seen) for rank, seen in left.items()}
+        running = [seen for seen in left.values() if seen.phase != EXIT]
+        self._learn_steps(passed, running)
+        self._phases = {seen.phase for seen in running}
+        self._follow(passed, left)
+        found = self._worst() if running else self._unable_to_exit()
         if found is None:
             if self._stands is not None:
                 self._ended = self._stands.seconds
@@ -170,10 +173,11 @@ class Patience:
         wait, and if it waits for very long. One that others wait for may take as long as they may wait: all may have
         been busy alike before."""
         found = []
-        waiting = [rank.stood for rank in self._ranks.values() if rank.last.waits and rank.stood > _MOVES]
-        awaited, all_wait = max(waiting, default=0.0), len(waiting) == len(self._ranks)
-        most = max((self.limit(rank.last.phase) for rank in self._ranks.values()), default=Limit(0.0, ""))
-        for rank in self._ranks.values():
+        ranks = [rank for rank in self._ranks.values() if rank.last.phase != EXIT]
+        waiting = [rank.stood for rank in ranks if rank.last.waits and rank.stood > _MOVES]
+        awaited, all_wait = max(waiting, default=0.0), len(waiting) == len(ranks)
+        most = max((self.limit(rank.last.phase) for rank in ranks), default=Limit(0.0, ""))
+        for rank in ranks:
             phase, stood = rank.last.phase, rank.stood
             limit, factor = self.limit(phase), 1
             if rank.last.waits:
@@ -185,6 +189,11 @@ class Patience:
             if stood > factor * limit.seconds and (awaited or phase in _FIXED or phase in _LIMITS):
                 found.append(Standstill(stood, limit.seconds, limit.why, phase))
         return max(found, key=lambda each: each.seconds / each.limit, default=None)
+
+    def _unable_to_exit(self) -> Standstill | None:
+        """Of ranks that all should exit: one may compute for long after the others have ended."""
+        stood, limit = min((rank.stood for rank in self._ranks.values()), default=0.0), self.limit(EXIT)
+        return Standstill(stood, limit.seconds, limit.why, EXIT) if stood > limit.seconds else None
 
     def _history(self, phase: str) -> _History:
         return self._histories.setdefault(phase, _History())

@@ -160,6 +160,15 @@ def state_of(pid: int) -> ProcessState:
     return _STATES.get(letter, "running")
 
 
+def cpu_seconds(pid: int) -> float:
+    """That a process has used, and all that it has started."""
+    seconds = 0.0
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # of itself, and of children that have ended
+    return seconds + sum(map(cpu_seconds, children_of(pid)))
+
+
 def children_of(pid: int) -> list[int]:
     """Processes that a process has started, such as workers of its DataLoader."""
     found: set[int] = set()

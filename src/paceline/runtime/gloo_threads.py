@@ -1,9 +1,13 @@
 """Waits for gloo's worker threads before a process group is destroyed.
 
-A worker frees a finished collective, with the tensors and callbacks that it holds, after `wait()` has returned. If it
-still does so while the group is destroyed, it may drop the last reference to the group and join itself ("Resource
-deadlock avoided"); while the interpreter finalizes, it aborts when it needs the GIL ("terminate called without an
-active exception"). torch has no call that waits for this, so the state of the threads is read from /proc.
+A worker frees a finished collective, with the tensors and callbacks that it holds, after `wait()` has returned. For
+tensors of Python it needs the GIL. Whoever destroys the group joins its workers, and may hold the GIL meanwhile: DDP's
+reducer does, if it is the last to refer to the group (pytorch/pytorch#56297). Both then wait for each other for ever.
+A worker may also drop the last reference to the group itself, and join itself ("Resource deadlock avoided"), or ask
+for the GIL while the interpreter finalizes, and abort ("terminate called without an active exception").
+
+torch has no call that waits for this, so the state of the threads is read from /proc. `before_shutdown` makes every
+group wait, also those that a script opens: `destroy_process_group` calls `ProcessGroup.shutdown` of each group first.
 """
 
 from __future__ import annotations
@@ -11,9 +15,41 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 _NAME = "pt_gloo_runloop"
 _INTERVAL = 0.005  # seconds; sleeping releases the GIL, which a worker may be waiting for
+
+
+def before_shutdown() -> None:
+    """Wait in every `destroy_process_group` of this process from now on, also if torch is not imported yet."""
+    if "torch._C._distributed_c10d" in sys.modules:
+        _wait_in_shutdown(sys.modules["torch._C._distributed_c10d"].ProcessGroup)
+    elif not any(isinstance(finder, _TorchImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchImport())
+
+
+class _TorchImport:
+    """Notices that torch is being imported. Finds nothing itself."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch.distributed.distributed_c10d":  # the extension has been initialized
+            sys.meta_path.remove(self)
+            before_shutdown()
+
+
+def _wait_in_shutdown(group: Any) -> None:
+    """torch has no hook there. The method is replaced in the class, because scripts import functions by name."""
+    shutdown = group.shutdown
+    if getattr(shutdown, "waits_for_gloo", False):
+        return
+
+    def wait_and_shutdown(self: Any) -> None:
+        wait_until_idle()
+        shutdown(self)
+
+    wait_and_shutdown.waits_for_gloo = True  # type: ignore[attr-defined]
+    group.shutdown = wait_and_shutdown
 
 
 def wait_until_idle(timeout: float = 2.0) -> None:
@@ -22,8 +58,8 @@ def wait_until_idle(timeout: float = 2.0) -> None:
         time.sleep(4 * _INTERVAL)
         return
     deadline = time.monotonic() + timeout
-    before: list[str] | None = None
-    quiet = 0
+    before = _workers()
+    quiet = 0 if before else 2
     while quiet < 2 and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
         workers = _workers()

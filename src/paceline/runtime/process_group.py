@@ -75,6 +75,7 @@ def init_world(
     rank_info = current_rank_info()
     chosen = devices.choose_device(device, rank_info)
     devices.activate(chosen)
+    gloo_threads.before_shutdown()
     if rank_info.world == 1 or torch_dist.is_initialized():
         if rank_info.world > 1 and not _initialized_here:  # the user's group, which the script may destroy or not
             atexit.unregister(gloo_threads.wait_until_idle)
@@ -156,6 +157,7 @@ def init_single(device: torch.device) -> None:
 def _destroy_at_exit() -> None:
     global _initialized_here
     _initialized_here = True
+    gloo_threads.before_shutdown()
     atexit.register(destroy)
 
 
@@ -257,7 +259,6 @@ def destroy() -> None:
     """Destroy the group if paceline initialized it. May be called more than once."""
     global _initialized_here, _hosted_store
     if _initialized_here and torch_dist.is_initialized():
-        gloo_threads.wait_until_idle()
         torch_dist.destroy_process_group()
         _hosted_store = None
     _initialized_here = False

@@ -117,7 +117,13 @@ class Pool:
         return TrialSlot(tuple(taken), self.kind)
 
     def give_back(self, slot: TrialSlot) -> None:
-        self._running -= 1
+        self.rest(slot)
+        self.wake(slot)
+
+    def rest(self, slot: TrialSlot) -> None:
+        self._running -= 1  # its trial has ended, but no other gets these places until they wake
+
+    def wake(self, slot: TrialSlot) -> None:
         for machine, indices in slot.taken:
             number = next(index for index, each in enumerate(self.machines) if each is machine)
             self._free[number] = sorted([*self._free[number], *indices])

@@ -5,6 +5,8 @@ Whatever happened to an earlier process of the same sweep, the study and the run
     running in the study      it was interrupted: it is started again, and resumes from its last checkpoint
     paused                    it waits at a rung of successive halving; perhaps a longer search continues it
     its last launch ended     its result is read from its run folder, and it is not started again
+
+A launch whose launchers never started says nothing about its trial, which is started again, elsewhere if possible.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Protocol
 
 from paceline import log
 from paceline.diagnose.exits import EXIT_STATUSES
+from paceline.errors import SearchError
 from paceline.run import failures
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
@@ -41,6 +44,9 @@ _STOP_SECONDS = 60.0  # for trials to save after Ctrl-C
 _BUSY_SECONDS = 5.0  # until a trial whose run folder another machine still uses is started again
 _HOPELESS = 3  # trials that fail before any other ends
 _IN_USE = "[checkpoint.run-in-use]"
+_NOT_STARTED = ("[launch.node-unavailable]", "[launch.node-failed]", "[launch.nodes-missing]")
+_MOST_NOT_STARTED = 5  # launches in a row, before the sweep ends
+_FIRST_REST, _MAX_REST = 1.0, 60.0  # seconds
 # Failures that a second start may not repeat. A trial that ran out of memory or raised would do so again.
 _ACCIDENTS = {EXIT_STATUSES[kind] for kind in ("lost-connection", "port-in-use", "timeout", "node-lost", "hang")}
 _KINDS = {status: kind for kind, status in EXIT_STATUSES.items()}
@@ -57,6 +63,7 @@ class _Running:
     trial: Trial
     slot: TrialSlot
     process: TrialProcess
+    output_from: int = 0  # where what this launch printed begins
     seen: int = -1  # the last step whose value was reported
     next_read: float = 0.0
     is_pruned: bool = False
@@ -77,6 +84,8 @@ class Sweep:
     _freed: list[float] = field(default_factory=list)
     _not_before: dict[int, float] = field(default_factory=dict)  # by trial
     _is_told_spent: bool = False
+    _not_started: int = 0  # launches in a row
+    _resting: list[tuple[float, TrialSlot]] = field(default_factory=list)  # each with its end
 
     def run(self) -> int:
         """Work until the search is over. Returns the exit status."""
@@ -128,9 +137,28 @@ class Sweep:
             self._read_values(running, at_once=status is not None)
             if status is not None:
                 del self._running[number]
+                said = self._output(running.trial, running.output_from)
+                if status == 2 and not self._signals and any(code in said for code in _NOT_STARTED):
+                    self._postpone(running, said)
+                    continue
                 self.pool.give_back(running.slot)
                 self._freed.append(time.monotonic())
+                self._not_started = 0
                 self._ended(running, status)
+
+    def _postpone(self, running: _Running, said: str) -> None:
+        before, self._not_started = self._not_started, self._not_started + 1
+        self.pool.rest(running.slot)
+        self._resting.append((time.monotonic() + min(_FIRST_REST * 2.0**before, _MAX_REST), running.slot))
+        self._interrupted.append(running.trial.number)
+        line = next(each for each in said.splitlines() if each.startswith(_NOT_STARTED))
+        log.info(f"trial {running.trial.number} was not started on {running.slot}: {line}; starting it again")
+        if self._not_started >= _MOST_NOT_STARTED and not self._running:
+            raise SearchError(
+                "no-launch",
+                f"The last {self._not_started} launches of trials did not start: {line}",
+                fix="no trial has failed: see the output of one in the folder of the study; the same command continues",
+            )
 
     def _read_values(self, running: _Running, *, at_once: bool) -> None:
         now, number = time.monotonic(), running.trial.number
@@ -158,15 +186,15 @@ class Sweep:
             self._reached(trial)
         elif self._signals:
             return  # it was stopped together with this process
-        elif status == 2 and _IN_USE in self._last_output(folder)[-2000:]:
+        elif status == 2 and _IN_USE in self._output(trial, running.output_from)[-2000:]:
             self._not_before[number] = time.monotonic() + _BUSY_SECONDS
             self._interrupted.append(number)
         elif (status in _ACCIDENTS or status > 128) and trial.accidents < self.study.section.retries:
-            log.info(f"trial {number}: {self._verdict(folder, status)}; starting it again")
+            log.info(f"trial {number}: {self._verdict(trial, status)}; starting it again")
             self.study.update(number, accidents=trial.accidents + 1)
             self._interrupted.append(number)
         else:
-            self.study.update(number, verdict=self._verdict(folder, status))
+            self.study.update(number, verdict=self._verdict(trial, status))
             self._tell(trial, "failed")
 
     def _reached(self, trial: Trial) -> None:
@@ -199,27 +227,32 @@ class Sweep:
         words = [each for each in (state, told, f"{ended.steps} steps", format_duration(ended.seconds)) if each]
         log.info(f"trial {trial.number}: {', '.join(words)}{mark}{why}")
 
-    def _verdict(self, folder: RunFolder, status: int) -> str:
+    def _verdict(self, trial: Trial, status: int) -> str:
         """Why a trial failed, in a line."""
+        folder = self.study.folder.trial(trial.number)
         kind = _KINDS.get(status, f"signal {status - 128}" if status > 128 else f"exit status {status}")
         known = study_files.last_failure(folder)
         place = f" on rank {known['rank']}" if known.get("rank") is not None else ""
         place += f" in step {known['step']}" if known.get("step") else ""
         records = sorted(failures.read(folder).values(), key=lambda each: each.time)
-        text = records[0].text.strip() if records else self._last_output(folder)
+        text = records[0].text.strip() if records else self._output(trial)
         lines = text.splitlines()
         line = lines[0] if text.startswith("[") and not lines[0].endswith(":") else lines[-1] if lines else ""
         return f"{known.get('cause', kind)}{place}" + (f": {line[:200]}" if line else "")
 
-    def _last_output(self, folder: RunFolder) -> str:
-        output = self.study.folder.trial_output(int(folder.path.name))
+    def _output(self, trial: Trial, start: int = 0) -> str:
+        """What the launches of a trial have printed, or those of them that began there."""
         with suppress(OSError):
-            return output.read_text(errors="replace").strip()
+            return self.study.folder.trial_output(trial.number).read_bytes()[start:].decode(errors="replace").strip()
         return ""
 
     def _start_trials(self) -> bool:
         """Start trials while there are places. Returns whether more are left to start."""
-        while True:
+        for end, resting in list(self._resting):
+            if time.monotonic() >= end:
+                self._resting.remove((end, resting))
+                self.pool.wake(resting)
+        while self._not_started < _MOST_NOT_STARTED or not self._running:
             trial = self._next()
             if trial is None:
                 return bool(self._interrupted)
@@ -227,6 +260,7 @@ class Sweep:
             if slot is None:
                 return True
             self._start(trial, slot)
+        return True
 
     def _next(self) -> Trial | None:
         """The trial to start next: one that was interrupted, one that is promoted, or a new one."""
@@ -283,15 +317,17 @@ class Sweep:
             completed_before=study_files.completed_launches(folder),
         )  # fmt: skip
         fraction = self._fraction(rung)
+        output = self.study.folder.trial_output(number)
+        output_from = output.stat().st_size if output.exists() else 0
         process = trial_process.start(
             lambda: self.trials.body(trial, folder, slot, fraction),
-            output=self.study.folder.trial_output(number),
+            output=output,
             lock=self.study.folder.trial_lock(number),
             env=slot.node_env,
         )
         if self._freed:
             self.waits.append(time.monotonic() - self._freed.pop(0))
-        self._running[number] = _Running(trial, slot, process, seen=max(trial.values, default=-1))
+        self._running[number] = _Running(trial, slot, process, output_from, seen=max(trial.values, default=-1))
         again = "resumed: " if trial.attempts else ""
         log.info(f"trial {number}: {again}{format_params(trial.params)}")
 

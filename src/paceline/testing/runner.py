@@ -114,13 +114,13 @@ def _run_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> 
     os.environ.update(environment.variables(environment.RankInfo(rank, number, rank, number)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
+        gloo_threads.before_shutdown()
         store = FileStore(str(folder / "store"), number)
         torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=60))
         collectives.debug(True)
         body()
         if not torch_dist.is_initialized():
             raise AssertionError("the test destroyed a process group that it did not initialize")
-        gloo_threads.wait_until_idle()
         torch_dist.destroy_process_group()
         return 0
     except BaseException:

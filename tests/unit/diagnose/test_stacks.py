@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import nodes
 from paceline.diagnose import stacks
 
 PROGRAM = """
@@ -55,11 +55,16 @@ def names(stack: tuple[stacks.StackFrame, ...]) -> list[str]:
 
 
 def read_until(pid: int, wanted: list[str]) -> stacks.ProcessStacks:
-    deadline = time.monotonic() + 20
-    while True:
+    def read() -> stacks.ProcessStacks | None:
         found = stacks.read_stacks([pid], {})[pid]
-        if names(found.main)[-len(wanted) :] == wanted or time.monotonic() > deadline:
-            return found
+        return found if names(found.main)[-len(wanted) :] == wanted else None
+
+    return nodes.eventually(read)
+
+
+def with_gil_holder(pid: int) -> stacks.ProcessStacks | None:
+    found = stacks.read_stacks([pid], {})[pid]
+    return found if found.gil_holder else None
 
 
 @pytest.mark.parametrize("kind", ["sleeps", "computes", "holds_the_gil"])
@@ -70,8 +75,7 @@ def test_the_stack_of_a_process_ends_at_its_line(tmp_path: Path, kind: str, stop
         found = read_until(pid, wanted)
         if stopped:
             os.kill(pid, signal.SIGSTOP)
-            while stacks.state_of(pid) != "stopped":
-                time.sleep(0.01)
+            nodes.eventually(lambda: stacks.state_of(pid) == "stopped")
             found = stacks.read_stacks([pid], {})[pid]
         assert (names(found.main), found.missing) == (wanted, "")
         line = found.main[0]
@@ -86,9 +90,7 @@ def test_the_stack_of_a_process_ends_at_its_line(tmp_path: Path, kind: str, stop
 
 def test_another_thread_that_holds_the_gil_is_shown(tmp_path: Path) -> None:
     with program(tmp_path, "waits_for_a_thread_that_holds_it") as pid:
-        deadline = time.monotonic() + 20
-        while not (found := stacks.read_stacks([pid], {})[pid]).gil_holder and time.monotonic() < deadline:
-            pass
+        found = nodes.eventually(lambda: with_gil_holder(pid))
         assert "holds_the_gil" in names(found.gil_holder)
         assert "waits_for_a_thread_that_holds_it" in names(found.main)
 

@@ -70,13 +70,12 @@ def test_a_client_without_the_token_gets_no_answer(server: LinkServer) -> None:
         links.ping((LOOPBACK, server.port), bytes(links.TOKEN_BYTES))
 
 
-def test_silent_and_slow_clients_keep_nobody_waiting(server: LinkServer) -> None:
+def test_silent_and_slow_clients_keep_nobody_waiting(server: LinkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_ANSWER_SECONDS", 600.0)  # longer than a test may take
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connect(server)).sendall(b"x")
-        began = time.monotonic()
         links.ping((LOOPBACK, server.port), TOKEN)
-        assert time.monotonic() - began < links._ANSWER_SECONDS
 
 
 def test_of_many_clients_without_the_token_the_oldest_is_closed(server: LinkServer) -> None:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import nodes
 import paceline
 from paceline.monitor import gpu_stats
 from paceline.monitor.gpu_stats import NUMBERS, THROTTLED, WINDOW, GpuStats, GpuWatch, Nvml
@@ -116,9 +116,7 @@ def test_samples_are_taken_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = GpuStats(Nvml(Library(), None))
     assert stats.numbers() == [0.0] * NUMBERS
     stats.start()
-    deadline = time.monotonic() + 20
-    while not stats.last and time.monotonic() < deadline:
-        time.sleep(0.001)
+    nodes.eventually(lambda: stats.last)
     stats.stop()
     assert stats.last["clock"] == 990 and stats.numbers()[2:] == [64.0, 0.5]
 

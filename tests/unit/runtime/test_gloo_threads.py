@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +57,6 @@ def test_workers_of_torch_have_the_name_that_is_looked_for() -> None:
     try:
         torch_dist.all_reduce(torch.ones(1))
         assert gloo_threads._workers()
-        began = time.monotonic()
-        gloo_threads.wait_until_idle(timeout=60.0)
-        assert time.monotonic() - began < 60.0
+        gloo_threads.wait_until_idle(timeout=600.0)  # which would be longer than a test may take
     finally:
         torch_dist.destroy_process_group()

@@ -29,7 +29,7 @@ from typing import Any
 from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
-from paceline.launcher.backends.subprocesses import LauncherProcess, OutputRelay, stop_processes
+from paceline.launcher.backends.subprocesses import KILLED, LauncherProcess, OutputRelay, stop_processes
 from paceline.launcher.cluster import frontend
 from paceline.launcher.local import interrupts
 from paceline.launcher.workload import Workload
@@ -44,6 +44,7 @@ _CONNECT_SECONDS = 5.0
 _FIRST_WAIT = 2.0  # seconds before the first message about missing resources
 _REMINDER = 30.0
 _POLL_SECONDS = 0.5  # a process left behind by a launcher that died may hold its pipes open
+_LOST = "Ray lost the node, or failed to start an actor on it"
 _STOP_SECONDS = 10.0  # in addition to `patience`, for SIGTERM and SIGKILL
 
 
@@ -111,6 +112,9 @@ class RayBackend:
                 del self._actors[node]
         return {node: self._running.pop(node).exit_description or "" for node in exited}
 
+    def is_accident(self, reason: str) -> bool:
+        return reason.startswith((KILLED, _LOST))
+
     def stop(self) -> None:
         clients = list(self._running.values())
         self._running.clear()
@@ -166,7 +170,7 @@ class _ActorClient:
                     self._relay.write(stream, data)
         except self._ray.exceptions.RayError as error:
             self.actor_is_lost = True
-            status = f"Ray lost the node, or failed to start an actor on it: {str(error).strip()}"
+            status = f"{_LOST}: {str(error).strip()}"
         self._relay.finish()
         self.exit_description = self._relay.describe_exit(status)
 

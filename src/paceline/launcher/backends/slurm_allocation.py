@@ -22,6 +22,8 @@ scancel. The requeued job has the same job id; SLURM_RESTART_COUNT counts the re
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,12 +35,35 @@ from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends import slurm_job
-from paceline.launcher.backends.subprocesses import SubprocessBackend
+from paceline.launcher.backends.subprocesses import RelayedProcess, SubprocessBackend
 from paceline.launcher.cluster import frontend
 from paceline.launcher.workload import Workload
 from paceline.runtime.scheduler_env import SlurmAllocation, read_allocation
 
 PATIENCE = 15.0  # seconds in which launchers may exit by themselves
+_STEP = "--job-name="
+# Messages of srun for what usually passes, from slurm_errno.c of SLURM 22.05 to 24.11. srun itself waits for busy nodes
+# and for a prolog, but not for a step or a node that was lost while the step was created, nor for the controller. An
+# invalid node ("Requested node configuration is not available") and a job that has ended are not among them.
+_PASSING = (
+    "Job/step already completing or completed",  # the step was cancelled, or the last one still completes
+    "Requested nodes are busy",
+    "Requested operation is presently disabled",
+    "Required node not available",
+    "Slurm is busy, step creation delayed",
+    "Job credential (?:revoked|expired)",  # the step was cancelled before it reached the node
+    "Socket timed out on send/recv operation",
+    "Communication connection failure",
+    "Unable to contact slurm controller",
+    "in standby mode",
+    "Zero Bytes were transmitted or received",
+    "Connection (?:refused|reset by peer|timed out)",
+    "Protocol authentication error",  # munged restarts
+    "Node failure on",
+)
+_REFUSED = re.compile(rf"^srun: error: .*(?:{'|'.join(_PASSING)})", re.MULTILINE)
+_TASK_KILLED = re.compile(r"^srun: error: \S+: task 0: (?:Killed|Terminated)$", re.MULTILINE)
+_TASK_EXITED = re.compile(r"^srun: error: \S+: task 0: Exited with exit code", re.MULTILINE)
 
 
 def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
@@ -69,8 +94,20 @@ def wants_requeue(allocation: SlurmAllocation, *, warned: bool, terminated: bool
     return not terminated and (warned or slurm_job.is_preempted(allocation.job))
 
 
+def is_accident(reason: str) -> bool:
+    """Whether srun exited because the launcher was killed, or because of what usually passes."""
+    if _TASK_EXITED.search(reason):  # srun started it, and the launcher itself may have printed anything
+        return False
+    return bool(_TASK_KILLED.search(reason) or _REFUSED.search(reason))
+
+
 class SlurmBackend(SubprocessBackend):
-    """Starts each launcher as a job step with all resources of the job on its node."""
+    """Starts each launcher as a job step with all resources of the job on its node, and ends no other step.
+
+    A step is found by its name, which has a random token: launches in other processes, and on other nodes, may run
+    steps in the same job. Its id would have to come from the launcher, which may be lost before it connects: srun
+    does not report it.
+    """
 
     def __init__(
         self, allocation: SlurmAllocation, *, workdir: str, command: Sequence[str] = (), patience: float = PATIENCE
@@ -78,17 +115,13 @@ class SlurmBackend(SubprocessBackend):
         self._job = allocation.job
         self._workdir = workdir
         self._command = command or (sys.executable, "-P", "-m", "paceline", "node")
-        self._starts = 0
-        self._steps: dict[int, str] = {}  # names, by node
         super().__init__(allocation.nodes, self._argv, patience)
 
     def _argv(self, node: int) -> list[str]:
-        self._starts += 1
-        self._steps[node] = f"paceline-{node}-{self._starts}"
         return [
             "srun",
             f"--jobid={self._job}",
-            f"--job-name={self._steps[node]}",
+            f"{_STEP}paceline-{secrets.token_hex(8)}",
             "--nodes=1",
             "--ntasks=1",
             "--ntasks-per-node=1",
@@ -105,17 +138,22 @@ class SlurmBackend(SubprocessBackend):
         ]
 
     def ended(self) -> dict[int, str]:
-        exited = super().ended()
-        self._end_steps([self._steps.pop(node) for node in exited])
+        before = dict(self._running)
+        if exited := super().ended():
+            self._meanwhile(self._end_steps, [before[node] for node in exited])
         return exited
 
-    def stop(self) -> None:
-        super().stop()
-        self._end_steps(list(self._steps.values()))
-        self._steps.clear()
+    def is_accident(self, reason: str) -> bool:
+        return super().is_accident(reason) or is_accident(reason)
 
-    def _end_steps(self, names: Sequence[str]) -> None:
+    def _stop(self, processes: Sequence[RelayedProcess]) -> None:
+        super()._stop(processes)
+        self._end_steps(processes)
+
+    def _end_steps(self, processes: Sequence[RelayedProcess]) -> None:
         """A killed srun leaves its step running, with its standard input open."""
+        words = [word for each in processes if each.process.returncode != 0 for word in each.argv]
+        names = [word.removeprefix(_STEP) for word in words if word.startswith(_STEP)]
         if names:
             with suppress(LaunchError):  # SLURM is not reachable, and ends them with the job
                 slurm_job.end_steps(self._job, names)

@@ -22,6 +22,8 @@ from paceline.launcher.backends import slurm_script
 from paceline.launcher.workload import Workload
 
 _POLL_SECONDS = 1.0
+_PATIENCE = 60.0  # seconds in which a controller may restart, or its backup take over
+_UNREACHABLE = re.compile("Unable to contact slurm|timed out|Unexpected message received|standby mode")
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED", "DEADLINE"}
 _ENDED |= {"BOOT_FAIL", "REVOKED"}
 _LOGS = Path("runs")
@@ -56,7 +58,7 @@ def submit(script: str) -> str:
 
 def requeue(job: str) -> None:
     """Requeue a running job. SLURM terminates what is left of it, including this process."""
-    _run(["scontrol", "requeue", job])
+    _run(["scontrol", "requeue", job], patience=_PATIENCE)
 
 
 def end_steps(job: str, names: Sequence[str]) -> None:
@@ -69,13 +71,13 @@ def end_steps(job: str, names: Sequence[str]) -> None:
 
 def is_preempted(job: str) -> bool:
     """Whether the job is being preempted (within its grace time)."""
-    return job_info(job).get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
+    return job_info(job, _PATIENCE).get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
 
 
-def job_info(job: str) -> dict[str, str]:
+def job_info(job: str, patience: float = 0.0) -> dict[str, str]:
     """The fields of `scontrol show job`."""
     # The first occurrence of a field counts: fields with arbitrary content, such as Command, come last.
-    pairs = re.findall(r"(\w+)=(\S*)", _run(["scontrol", "--oneliner", "show", "job", job]))
+    pairs = re.findall(r"(\w+)=(\S*)", _run(["scontrol", "--oneliner", "show", "job", job], patience=patience))
     return dict(reversed(pairs))
 
 
@@ -134,7 +136,20 @@ def _show_from(log_file: Path, start: int) -> int:
     return start
 
 
-def _run(argv: Sequence[str], stdin: str = "") -> str:
+def _run(argv: Sequence[str], stdin: str = "", *, patience: float = 0.0) -> str:
+    """`patience`: seconds in which the command is tried again while the controller does not answer."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return _run_once(argv, stdin)
+        except LaunchError as error:
+            if not _UNREACHABLE.search(error.what) or time.monotonic() >= end:
+                raise
+            log.info("SLURM is not reachable; retrying")
+        time.sleep(_POLL_SECONDS)
+
+
+def _run_once(argv: Sequence[str], stdin: str) -> str:
     try:
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, start_new_session=True)
     except FileNotFoundError:

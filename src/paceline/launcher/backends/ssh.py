@@ -36,8 +36,16 @@ _OPTIONS = (
 )
 _MAX_PATH = 4096  # bytes
 _QUOTED_DIFFERENTLY = re.compile(r"[\x00-\x1f\x7f\\!]")
+# A server that is flooded (MaxStartups) or restarts, or a network that fails. Others, also a host that does not answer,
+# are for the user to mend.
+_DROPPED = re.compile(
+    r"^(?:\w+_exchange_identification: |ssh: connect to host .* Connection reset|client_loop: |"
+    r"Connection (?:closed|reset) by |Timeout, server )",
+    re.MULTILINE,
+)
+_LOST = "exit status 255"
 _MEANINGS = {  # of exit statuses of ssh (255) and of the shell (127)
-    "exit status 255": "ssh could not log in, lost the connection, or the launcher there was killed (exit status 255)",
+    _LOST: "ssh could not log in, lost the connection, or the launcher there was killed (exit status 255)",
     "exit status 127": "the interpreter was not found there (exit status 127); use --python to select another one",
 }
 
@@ -72,6 +80,10 @@ class SshBackend(SubprocessBackend):
 
     def ended(self) -> dict[int, str]:
         return {node: _explain(text) for node, text in super().ended().items()}
+
+    def is_accident(self, reason: str) -> bool:
+        """ssh that failed without a word was started, and its launcher there was killed."""
+        return super().is_accident(reason) or reason == _MEANINGS[_LOST] or bool(_DROPPED.search(reason))
 
 
 def read_ssh(text: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from paceline.errors import LaunchError
 
+KILLED = "killed by"  # a signal: how the description of an exit begins
 _LAST_LINES = 20
 _LAST_BYTES = 16384
 _NOTICE_SECONDS = 1.0
@@ -33,33 +34,47 @@ class SubprocessBackend:
         self.names = names
         self._argv_of = argv_of
         self._patience = patience
-        self._running: dict[int, _RelayedProcess] = {}
+        self._running: dict[int, RelayedProcess] = {}
+        self._ending: list[threading.Thread] = []
 
     def start(self, node: int, order: bytes) -> None:
-        """Start the launcher of a node. One that is still running is stopped first."""
+        """Start the launcher of a node. One that is still running is stopped meanwhile."""
         if node in self._running:
-            self._stop([self._running.pop(node)])
-        self._running[node] = _RelayedProcess(self._argv_of(node), order)
+            self._meanwhile(self._stop, [self._running.pop(node)])
+        self._running[node] = RelayedProcess(self._argv_of(node), order)
 
     def ended(self) -> dict[int, str]:
         exited = [node for node, each in self._running.items() if each.process.poll() is not None]
         return {node: self._running.pop(node).describe_exit() for node in exited}
 
+    def is_accident(self, reason: str) -> bool:
+        return reason.startswith(KILLED)
+
     def stop(self) -> None:
         processes = list(self._running.values())
         self._running.clear()
         self._stop(processes)
+        for each in self._ending:
+            each.join()
+        self._ending.clear()
 
-    def _stop(self, processes: Sequence[_RelayedProcess]) -> None:
+    def _stop(self, processes: Sequence[RelayedProcess]) -> None:
         stop_processes(processes, self._patience)
         for each in processes:
             each.close()
+
+    def _meanwhile(self, end: Callable[[Sequence[RelayedProcess]], None], processes: Sequence[RelayedProcess]) -> None:
+        """In a thread: while the front end is blocked, all nodes take it for lost."""
+        thread = threading.Thread(target=end, args=(processes,), daemon=True)
+        thread.start()
+        self._ending.append(thread)
 
 
 class LauncherProcess:
     """A process that reads an order from standard input, and exits when that is closed."""
 
     def __init__(self, argv: Sequence[str], *, stdout: int | None = None, env: Mapping[str, str] | None = None) -> None:
+        self.argv = argv
         try:
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE,
@@ -100,7 +115,7 @@ class LauncherProcess:
                 pipe.close()
 
 
-class _RelayedProcess(LauncherProcess):
+class RelayedProcess(LauncherProcess):
     """A thread sends the order and shows the standard error of the process."""
 
     def __init__(self, argv: Sequence[str], order: bytes) -> None:
@@ -169,7 +184,7 @@ class OutputRelay:
     def describe_exit(self, status: int | str) -> str:
         """The exit status, or another reason, followed by the last lines of standard error."""
         if isinstance(status, int):
-            status = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+            status = f"exit status {status}" if status >= 0 else f"{KILLED} {signal.Signals(-status).name}"
         return "\n".join([status, *self._tail.decode(errors="replace").splitlines()[-_LAST_LINES:]])
 
 

@@ -188,8 +188,8 @@ class Coordinator:
                 self._stop(0)
             case "exited" if member.is_busy:
                 member.record_exits(message)
-                if not member.succeeded and self._phase == "running":
-                    self._stop(0)
+                if self._phase == "running":
+                    self._broadcast({"kind": "ended"}) if member.succeeded else self._stop(0)
             case "interrupted":
                 number = signal.Signals(message["signal"])
                 self._signal = self._signal or number

@@ -28,6 +28,7 @@ from paceline.launcher.workload import Workload
 from paceline.runtime.network import listen
 
 _MAX_PAUSE = 30.0  # seconds between two starts of a launcher
+_MOST_STARTS = 7  # of a launcher that never joins, by accident: a minute of pauses, and what the starts take
 
 
 class NodeBackend(Protocol):
@@ -41,6 +42,9 @@ class NodeBackend(Protocol):
 
     def ended(self) -> dict[int, str]:
         """Nodes whose launcher has exited since the last call, each with a description of the exit."""
+
+    def is_accident(self, reason: str) -> bool:
+        """Whether a launcher that ended for this reason may well join if it is started again."""
 
     def stop(self) -> None:
         """Stop all launchers."""
@@ -94,9 +98,10 @@ def _supervise(
 ) -> None:
     """Start launchers, and restart them when they are lost, until the job is over."""
     running: set[int] = set()
+    starting: set[int] = set()  # nodes whose launcher has not joined since it was started
     joined: set[int] = set()
     ever_joined: set[int] = set()
-    failed: set[int] = set()  # nodes whose launcher exited before it joined
+    failed: set[int] = set()  # nodes whose launcher is not started any more
     handled = 0  # number of signals
     backoff = _Backoff()
     fewest = orders[0].spec.node_range.fewest
@@ -104,6 +109,7 @@ def _supervise(
         for node in coordinator.nodes_to_start:
             if node not in running | failed and backoff.may_start(node):
                 running.add(node)
+                starting.add(node)
                 backend.start(node, orders[node].line())
         coordinator.step()
         for number in signals[handled:]:
@@ -112,31 +118,38 @@ def _supervise(
         before, joined = joined, set(range(len(orders))) - set(coordinator.missing)
         running -= before - joined  # a silent launcher is stopped by its next start
         ever_joined |= joined
+        starting -= joined
         for node, reason in backend.ended().items():
             running.discard(node)
             coordinator.lose(node, reason)
-            if node not in ever_joined and coordinator.status is None:
-                failed.add(node)
-                error = _node_failed(backend.names[node], reason)
-                if len(orders) - len(failed) < fewest:
-                    coordinator.fail(error)
-                else:
-                    log.info(f"{error}\n  continuing without it")
+            if node not in starting or coordinator.status is not None:
+                continue
+            name, by_accident = backend.names[node], backend.is_accident(reason)
+            if node in ever_joined or (by_accident and backoff.starts[node] < _MOST_STARTS):
+                how = reason.partition("\n")[0]
+                log.info(f"the launcher on {name} did not start ({how}); starting it again")
+                continue
+            failed.add(node)
+            error = _node_unavailable(name, reason) if by_accident else _node_failed(name, reason)
+            if len(orders) - len(failed) < fewest:
+                coordinator.fail(error)
+            else:
+                log.info(f"{error}\n  continuing without it")
 
 
 class _Backoff:
     """Delays the restarts of a launcher: none, then 1, 2, 4 … seconds."""
 
     def __init__(self) -> None:
-        self._starts: Counter[int] = Counter()
+        self.starts: Counter[int] = Counter()
         self._next: dict[int, float] = {}
 
     def may_start(self, node: int) -> bool:
         now = time.monotonic()
         if now < self._next.get(node, 0.0):
             return False
-        self._starts[node] += 1
-        self._next[node] = now + min(2.0 ** (self._starts[node] - 1), _MAX_PAUSE)
+        self.starts[node] += 1
+        self._next[node] = now + min(2.0 ** (self.starts[node] - 1), _MAX_PAUSE)
         return True
 
 
@@ -145,6 +158,15 @@ def _node_failed(name: str, reason: str) -> LaunchError:
         "node-failed",
         f"The launcher on {name} exited before it joined: {reason}",
         fix=f"check that {name} is reachable, and that paceline is installed there under the same path",
+    )
+
+
+def _node_unavailable(name: str, reason: str) -> LaunchError:
+    return LaunchError(
+        "node-unavailable",
+        f"The launcher on {name} did not start in {_MOST_STARTS} attempts: {reason}",
+        why="the scheduler or the connection failed each time, in a way that usually passes; no rank was started",
+        fix=f"check {name} and the scheduler (SLURM: sinfo, scontrol ping), then run the same command again",
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose.evidence import Hang, RankEvidence
-from paceline.diagnose.patience import Standstill
+from paceline.diagnose.patience import EXIT, Standstill
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.membership import NodeMember
 from paceline.launcher.local import hang_report
@@ -79,7 +79,7 @@ class HangInquiry:
 
     def _ask(self, inquiry: _OpenInquiry, members: Sequence[NodeMember]) -> None:
         for member in inquiry.ask([each for each in members if each.is_busy]):
-            self._send(member, {"kind": "inquire"})
+            self._send(member, {"kind": "inquire", "at_exit": inquiry.found.phase == EXIT})
 
     def _publish(self, message: Message, members: Sequence[NodeMember]) -> None:
         """To all nodes and here. Only the node of rank 0 records it."""

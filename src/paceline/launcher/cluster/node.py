@@ -239,7 +239,7 @@ class Node(AgentObserver):
         )
         env = local_status.suspect(order["suspect"])
         start = LocalStart(self._spec, self._logs, node, order["generation"], env)
-        self._had_first_rank, self._was_stopped = order["node"] == 0, False
+        self._had_first_rank, self._was_stopped, self.others_ended = order["node"] == 0, False, False
         ledger = Ledger(self._logs.run if self._had_first_rank else None)
         facts = {key: order[key] for key in ("nodes", "generation")}
         resumed = 0 < order["generation"] == self._spec.prior_starts
@@ -287,12 +287,15 @@ class Node(AgentObserver):
         if self._lost_at is None:
             self._pending += self._receive()
             for message in list(self._pending):
-                if message["kind"] in ("notice", "inquire", "hang", "continued", "stop"):
+                if message["kind"] in ("notice", "inquire", "ended", "hang", "continued", "stop"):
                     self._pending.remove(message)
                 if message["kind"] == "notice":
                     self._log(message["text"])
                 elif message["kind"] == "inquire":
                     self._wants_evidence = True
+                    self.others_ended = self.others_ended or bool(message["at_exit"])
+                elif message["kind"] == "ended":
+                    self.others_ended = True
                 elif message["kind"] in ("hang", "continued"):
                     self._note_hang(message)
                 elif message["kind"] == "stop":

@@ -189,6 +189,7 @@ class _Monitor:
             node = self._start.node
             pids = {node.first_rank + local: pid for local, pid in self._ranks.pids.items()}
             self._watchdog = Watchdog(self._start.logs.folder, pids, self._running_ranks, node.number)
+            self._watchdog.start()
         if self._watchdog is not None and self._settling_since is None and not self._heard.ending:
             self._watchdog.report_to(self._watch)
         self._obey(self._watch.order())

@@ -16,7 +16,7 @@ from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose.evidence import Hang, RankEvidence
 from paceline.diagnose.hang import find_hang
-from paceline.diagnose.patience import LASTING, Standstill
+from paceline.diagnose.patience import EXIT, LASTING, Standstill
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.start import AgentObserver, LocalStart
 from paceline.run import regular_files
@@ -25,9 +25,9 @@ from paceline.run.ledger import Ledger
 from paceline.text import format_duration
 
 _KEPT = 20  # earlier reports
-# Ranks that made different calls, or have ended, will never continue. Others may only be slow: their run is not stopped
-# before that lasts.
-_FINAL = ("mismatch", "order", "left")
+# Ranks that made different calls, have ended, or are idle at their end will never continue. Others may only be slow:
+# their run is not stopped before that lasts.
+_FINAL = ("mismatch", "order", "left", "exit")
 Message = dict[str, Any]
 
 
@@ -65,7 +65,7 @@ class HangPolicy(AgentObserver):
 def judge(ranks: Sequence[RankEvidence], found: Standstill) -> Hang:
     """An error in the diagnosis must not end a run that may continue."""
     try:
-        return find_hang(ranks, found.seconds)
+        return find_hang(ranks, found.seconds, at_exit=found.phase == EXIT)
     except Exception as error:
         return Hang("unknown", (), f"ranks make no progress; the cause was not found ({type(error).__name__}: {error})")
 

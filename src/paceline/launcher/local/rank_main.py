@@ -44,6 +44,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
     own_stack.allow(logs.stack(rank_info.rank))
+    gloo_threads.before_shutdown()
     watch = _start_watch(logs, rank_info.rank)
     failures.reserve(logs, rank_info.rank)
     failure = None
@@ -59,7 +60,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
             elif frame := find_user_frame(request):
                 _tell_ranks(f"has ended at {frame}", watch)
         else:
-            _tell_ranks("has ended: its code returned", watch)
+            _tell_ranks("has ended: its code returned" + _waits_for_threads(), watch)
         if failure is None:
             heartbeat.mark_returned(logs.heartbeat(rank_info.rank))
             _finish()
@@ -87,6 +88,12 @@ def _tell_ranks(ended: str, watch: RankWatch) -> None:
         sys.modules["paceline.runtime.whereabouts"].progress.ended = ended
 
 
+def _waits_for_threads() -> str:
+    """Those that the interpreter joins before it exits."""
+    threads = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    return f", and it waits for the thread {', '.join(threads)}" if threads else ""
+
+
 def _fail(code: int) -> None:
     """Exit after a failure: run exit handlers with a time limit, because destroying a process group may block."""
     watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
@@ -107,7 +114,6 @@ def _finish() -> None:
     atexit._run_exitfuncs()
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
         gc.collect()
-        gloo_threads.wait_until_idle()
         sys.modules["torch.distributed"].destroy_process_group()
         gc.collect()
     _flush()

@@ -42,6 +42,7 @@ class AgentObserver:
     """Connects the agent to whoever decides about its ranks; this one to nobody."""
 
     hang: Hang | None = None  # for which the ranks of this node are being stopped
+    others_ended = False  # ranks of other nodes have, or one of theirs is unable to exit
 
     def started(self, pids: Collection[int]) -> None:
         """The ranks are running."""

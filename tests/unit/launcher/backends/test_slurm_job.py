@@ -74,3 +74,20 @@ def test_a_machine_without_slurm_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"launch\.no-slurm"):
         slurm_job.submit("#!/bin/bash\n")
+
+
+def test_a_job_is_requeued_when_the_controller_answers_again(answers: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    down = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    (answers / "scontrol").write_text(
+        f'#!/bin/sh\ncd "$(dirname "$0")"\n[ -e down ] && rm down && {{ {down}; }}\necho "$*" >told\n'
+    )
+    (answers / "down").touch()
+    slurm_job.requeue("7")
+    assert (answers / "told").read_text() == "requeue 7\n"
+    assert capfd.readouterr().err == "SLURM is not reachable; retrying\n"
+
+
+def test_a_refused_requeue_is_an_error_at_once(answers: Path) -> None:
+    (answers / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified for job 7' >&2; exit 1\n")
+    with pytest.raises(LaunchError, match=r"(?s)launch\.slurm-refused.*Invalid job id"):
+        slurm_job.requeue("7")

@@ -36,6 +36,23 @@ def test_a_missing_ssh_program_is_named_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("reason", "is_accident"),
+    [
+        ("ssh could not log in\nkex_exchange_identification: Connection closed by remote host", True),
+        ("ssh could not log in\nConnection reset by 10.0.0.1 port 22", True),
+        ("killed by SIGKILL", True),
+        ("ssh could not log in\nme@a: Permission denied (publickey).", False),
+        ("ssh could not log in\nssh: Could not resolve hostname a: Name or service not known", False),
+        ("ssh could not log in\nssh: connect to host a port 22: Connection refused", False),
+        ("exit status 1\nConnectionResetError: Connection reset by peer", False),
+    ],
+)
+def test_a_connection_that_was_dropped_is_tried_again(reason: str, is_accident: bool) -> None:
+    backend = SshBackend([Host("a")], "true", ssh=("true",), patience=1.0)
+    assert backend.is_accident(reason) == is_accident
+
+
+@pytest.mark.parametrize(
     ("folder", "python"), [("runs", "python"), ("/runs", "-python"), ("/a\\b", "python"), ("", "x")]
 )
 def test_a_path_that_shells_might_read_differently_is_refused(folder: str, python: str) -> None:

@@ -58,7 +58,7 @@ class Job:
 def test_a_hang_is_reported_once_with_the_ranks_of_all_nodes() -> None:
     job = Job()
     job.standstill()
-    assert job.sent == [(1, {"kind": "inquire"})] and not job.conclude() and not job.shown
+    assert job.sent == [(1, {"kind": "inquire", "at_exit": False})] and not job.conclude() and not job.shown
     job.answer()
     assert not job.conclude()  # --on-hang report
     [shown] = job.shown
@@ -138,3 +138,13 @@ def test_an_invalid_answer_is_an_error_of_its_node(changes: dict[str, Any]) -> N
     job.standstill()
     with pytest.raises((ValueError, TypeError)):
         job.answer(**changes)
+
+
+def test_ranks_that_are_idle_at_their_end_are_judged_once_other_nodes_have_had_their_limit() -> None:
+    """The ranks of another node may compute: whether they do is counted there from the question on."""
+    job = Job()
+    found = Standstill(61.0, 60.0, "fixed", "exit", False)
+    job.inquiry.handle(job.nodes[0], {"kind": "standstill", **found._asdict(), **evidence(0, waits=False)}, job.nodes)
+    assert job.sent == [(1, {"kind": "inquire", "at_exit": True})]
+    job.answer(still=0.0, limit=60.0)
+    assert not job.conclude() and not job.shown

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import nodes
 from fresh import in_a_fresh_process
 from paceline.errors import LaunchError
 from paceline.launcher.local.rank_parent import RankProcesses, _Parent
@@ -61,8 +62,7 @@ def test_children_of_a_rank_that_exited_are_ended_while_others_run(tmp_path: Pat
         if os.fork() == 0:
             (tmp_path / str(os.getpid())).touch()
             signal.pause()
-        while not list(tmp_path.iterdir()):
-            time.sleep(0.001)
+        nodes.eventually(lambda: list(tmp_path.iterdir()))
 
     with RankProcesses(2, leave, grace=60.0, orphan_seconds=0.0) as ranks:
         wait_until(ranks, lambda: ranks.running == [0])
@@ -114,13 +114,16 @@ def test_a_process_that_cannot_be_forked_has_a_code(monkeypatch: pytest.MonkeyPa
 
 
 LAUNCHER = """
-import os, pathlib, signal, time
+import os, pathlib, signal
 from paceline.launcher.local.rank_parent import RankProcesses, _Parent
 def rank(local):
-    signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("terminated").touch())
+    def end(number, frame):
+        pathlib.Path("terminated").touch()
+        os._exit(0)
+    signal.signal(signal.SIGTERM, end)
     pathlib.Path("ready").touch()
-    while not os.path.exists("terminated"):  # a signal that arrives just before signal.pause() does not end it
-        time.sleep(0.01)
+    while True:
+        signal.pause()
 with RankProcesses(1, rank, grace=60.0, orphan_seconds=0.0) as ranks:
     while not os.path.exists("ready"):
         ranks.receive(0.01)
