@@ -351,17 +351,17 @@ CHANGES = [
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return edits.copy_source(tmp_path_factory.mktemp("copy"))
 
 
 @pytest.mark.parametrize(("change", "count"), CHANGES, ids=[change.name for change, _ in CHANGES])
-def test_a_change_takes_few_edits(change: Change, count: int, copy: Path, tmp_path: Path) -> None:
+def test_a_change_takes_few_edits(change: Change, count: int, scratch: Path, tmp_path: Path) -> None:
     assert len(change.edits) == count
-    edits.try_out(change, copy, tmp_path)
+    edits.try_out(change, scratch, tmp_path)
 
 
-def test_a_change_that_lacks_an_edit_fails(copy: Path, tmp_path: Path) -> None:
+def test_a_change_that_lacks_an_edit_fails(scratch: Path, tmp_path: Path) -> None:
     half = Change("half", SCHEDULE.edits[:1], SCHEDULE.use)
     with pytest.raises(AssertionError, match="sqrt"):
-        edits.try_out(half, copy, tmp_path)
+        edits.try_out(half, scratch, tmp_path)

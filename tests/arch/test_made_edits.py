@@ -49,7 +49,7 @@ def test_a_change_leaves_the_copy_as_it_was(tmp_path: Path) -> None:
     before = (package / "old.py").stat().st_mtime_ns
     table = [Edit("old.py", f"{number},", into="TABLE") for number in (1, 2)]
     change = Change("any", (*table, Edit("new.py", "x")), use="")
-    with edits.made(change, tmp_path):
+    with edits.applied(change, tmp_path):
         assert (package / "new.py").exists()
         found: dict[str, object] = {}
         exec((package / "old.py").read_text(), found)
