@@ -55,7 +55,7 @@ def copy_source(folder: Path) -> Path:
 
 
 @contextmanager
-def made(change: Change, copy: Path) -> Iterator[None]:
+def applied(change: Change, copy: Path) -> Iterator[None]:
     """The change is in the copy, and then no longer: the files are put back with their times, and so their compiled
     files, which nothing that runs meanwhile overwrites, stay valid."""
     kept: dict[Path, Path] = {}
@@ -151,6 +151,6 @@ def try_out(change: Change, copy: Path, folder: Path) -> None:
     script = folder / "use.py"
     located = f"import paceline\nassert paceline.__file__.startswith({str(copy)!r}), paceline.__file__\n"
     script.write_text(located + dedent(change.use))
-    with made(change, copy):
+    with applied(change, copy):
         code, output = run(copy, script)
     assert code == 0, output

@@ -67,12 +67,12 @@ def watch(worker: psutil.Process, file: Path) -> None:
         elif time.monotonic() >= due:
             due = float("inf")
             with file.open("a") as out:
-                out.write(json.dumps(asdict(look(worker, test))) + "\n")
+                out.write(json.dumps(asdict(look_at(worker, test))) + "\n")
 
 
-def look(worker: psutil.Process, test: str) -> Seen:
+def look_at(worker: psutil.Process, test: str) -> Seen:
     """At the worker and all below it but this process."""
-    known = {_file(worker.pid, descriptor)[0] for descriptor in (1, 2)}  # pytest shows what it captures
+    known = {_output(worker.pid, descriptor)[0] for descriptor in (1, 2)}  # pytest shows what it captures
     own = " ".join(worker.cmdline())
     found, outputs = [], dict[str, str]()
     for process in [worker, *worker.children(recursive=True)]:
@@ -87,7 +87,7 @@ def look(worker: psutil.Process, test: str) -> Seen:
         except psutil.Error:
             continue
         for descriptor in (1, 2):
-            identity, text = _file(process.pid, descriptor)
+            identity, text = _output(process.pid, descriptor)
             if identity and identity not in known:
                 one.output = one.output or identity
                 outputs[identity] = text
@@ -110,7 +110,7 @@ def _stack(pid: int) -> str:
     return told
 
 
-def _file(pid: int, descriptor: int) -> tuple[str, str]:
+def _output(pid: int, descriptor: int) -> tuple[str, str]:
     """Which regular file a descriptor of a process is, and its end; nothing if it is none. It may have been deleted."""
     path = Path(f"/proc/{pid}/fd/{descriptor}")
     try:

@@ -67,9 +67,9 @@ def test_what_says_nothing_is_left_out() -> None:
 
 
 HANGING = """
-import os, subprocess, sys, time
-from pathlib import Path
+import os, subprocess, sys
 import pytest, unfinished
+from system.waiting import eventually
 
 CODE = '''
 import os, sys
@@ -88,10 +88,8 @@ def test_it(request, tmp_path, is_killed):
     ) as rank:
         rank.stderr.read()  # until it has printed
         unfinished._tell(request.config, f"0 {request.node.nodeid}")  # its time is over
-        file, end = unfinished._file(request.config), time.monotonic() + 100
-        while not file.exists() or not file.read_text().endswith("\\n"):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        file = unfinished._file(request.config)
+        eventually(lambda: file.exists() and file.read_text().endswith("\\n"))
         if is_killed:
             os._exit(1)  # as pytest-timeout does where there are no signals
         rank.kill()

@@ -45,7 +45,7 @@ def write(folder: Path, **changes: Any) -> str:
     return "small.yaml"
 
 
-def sweep(folder: Path, *words: str) -> Any:
+def searched(folder: Path, *words: str) -> Any:
     return forked.paceline("sweep", write(folder), *words, cwd=folder)
 
 
@@ -55,7 +55,7 @@ def study_of(folder: Path, name: str = "small-sweep") -> Study:
 
 def test_a_sweep_finds_the_best_trial_and_the_same_command_adds_nothing(tmp_path: Path) -> None:
     words = ("--trials", "4", "--parallel", "2", "--sampler", "random", LR, "batch=choice(16,32)")
-    done = sweep(tmp_path, *words)
+    done = searched(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     study = study_of(tmp_path)
     assert [trial.state for trial in study.trials()] == ["complete"] * 4
@@ -66,7 +66,7 @@ def test_a_sweep_finds_the_best_trial_and_the_same_command_adds_nothing(tmp_path
     assert f"best recipe: {Path('runs/small-sweep/best.yaml')}" in done.stdout
     best = paceline.Config.from_file(study.folder.best_recipe)
     assert best.optimizer.lr == study.best.params["optimizer.lr"] and best.batch == study.best.params["batch"]
-    again = sweep(tmp_path, *words)
+    again = searched(tmp_path, *words)
     assert again.returncode == 0 and "4 of which have ended" in again.stderr
     launches = [
         event for n in range(4) for event in ledger.events(study.folder.trial(n)) if event["event"] == "launched"
@@ -76,7 +76,7 @@ def test_a_sweep_finds_the_best_trial_and_the_same_command_adds_nothing(tmp_path
 
 def test_a_promoted_trial_continues_with_the_same_bits(tmp_path: Path) -> None:
     words = ("--trials", "9", "--parallel", "2", "--sampler", "random", LR, "--pruner", "asha")
-    done = sweep(tmp_path, *words, "--name", "asha")
+    done = searched(tmp_path, *words, "--name", "asha")
     assert done.returncode == 0, done.stderr
     asha = study_of(tmp_path, "asha")
     complete = [trial for trial in asha.trials() if trial.state == "complete"]
@@ -94,7 +94,7 @@ def test_a_promoted_trial_continues_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_trials_have_the_ranks_that_they_asked_for(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "-n", "2", "--trials", "2", "--sampler", "random", LR)
+    done = searched(tmp_path, "-n", "2", "--trials", "2", "--sampler", "random", LR)
     assert done.returncode == 0, done.stderr
     for number in range(2):
         events = ledger.events(study_of(tmp_path).folder.trial(number))
@@ -129,7 +129,9 @@ def test_a_search_without_a_result_is_an_error(in_folder: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_search_without_a_result_is_an_error_of_the_command(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "--trials", "6", "--sampler", "random", "optimizer.name=sgd", "optimizer.lr=log(1e29,1e30)")
+    done = searched(
+        tmp_path, "--trials", "6", "--sampler", "random", "optimizer.name=sgd", "optimizer.lr=log(1e29,1e30)"
+    )
     assert done.returncode == 2 and "[search.all-failed] All 3 trials failed" in done.stderr, done.stderr
 
 
@@ -149,7 +151,7 @@ def test_a_search_without_a_result_is_an_error_of_the_command(tmp_path: Path) ->
     ],
 )
 def test_a_bad_search_is_an_error_before_anything_starts(tmp_path: Path, words: list[str], code: str) -> None:
-    done = sweep(tmp_path, *words)
+    done = searched(tmp_path, *words)
     assert done.returncode == 2 and f"[{code}" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -222,7 +224,7 @@ def test_a_sweep_goes_on_after_kills(in_folder: Path) -> None:
 @pytest.mark.nightly
 def test_a_sweep_over_a_recipe_goes_on_after_kills_with_the_same_bits(tmp_path: Path) -> None:
     words = ("--trials", "3", *LONG)
-    whole = sweep(tmp_path, *words, "--name", "whole")
+    whole = searched(tmp_path, *words, "--name", "whole")
     assert whole.returncode == 0, whole.stderr
     words, folder = (*words, "--name", "killed"), StudyFolder(tmp_path / "runs" / "killed")
     process = start(tmp_path, *words)
