@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Tests start ranks: each gets one thread, and helpers beside the tests (tiny.py) and in tools/ can be imported by name.
@@ -29,7 +31,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not session.config.getoption("numprocesses", None):
         from transformers import GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification  # noqa: F401
 
-        import paceline.train.trainer  # noqa: F401
+        import worlds  # noqa: F401
+
+
+def pytest_sessionfinish() -> None:
+    if "worlds" in sys.modules:
+        sys.modules["worlds"].end()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +49,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in set(later)]
+
+
+@pytest.fixture(autouse=True)
+def paceline_no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As the plugin does, except that a test may leave ranks that wait for the next one."""
+    import worlds
+    from paceline.testing import leaks
+
+    worlds.fixtures = frozenset(request.fixturenames)
+    before = leaks.snapshot()
+    yield
+    leaked = leaks.find(dataclasses.replace(before, children=before.children | worlds.processes()))
+    if leaked:
+        pytest.fail("the test leaked resources: " + "; ".join(leaked), pytrace=False)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ process that hands out the tests adds up what the workers report.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ _KEY = "cost"  # in user_properties, which pytest-xdist sends along
 def _used() -> tuple[float, float]:
     """CPU seconds of this process and its children, and how many of them were spent in the kernel."""
     times = os.times()
-    kernel = times.system + times.children_system
-    return times.user + times.children_user + kernel, kernel
+    waiting, waiting_kernel = sys.modules["worlds"].used() if "worlds" in sys.modules else (0.0, 0.0)
+    kernel = times.system + times.children_system + waiting_kernel
+    return times.user + times.children_user + times.system + times.children_system + waiting, kernel
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

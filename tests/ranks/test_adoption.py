@@ -32,31 +32,31 @@ def train(model=None, device=None):
 
 ENVIRONMENT = TRAIN + "train()\n"
 
-# What torchrun calls; it forks the ranks.
-AGENT = (
+WRAPPED = (
     TRAIN
     + """
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-meet = {"run_id": "x", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-elastic_launch(LaunchConfig(1, 1, nproc_per_node=2, start_method="fork", max_restarts=0, **meet), train)()
+def own_group():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    with torch.no_grad():
+        torch.manual_seed(0)
+        torch.randn(24, 3)
+        wrapped.module.load_state_dict(nn.Linear(3, 1).state_dict())
+    train(wrapped, device=int(os.environ["LOCAL_RANK"]))
+    assert dist.is_initialized()  # it is not ours to close
+    dist.destroy_process_group()
 """
 )
 
-OWN_GROUP = (
-    TRAIN
-    + """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-with torch.no_grad():
-    torch.manual_seed(0)
-    torch.randn(24, 3)
-    wrapped.module.load_state_dict(nn.Linear(3, 1).state_dict())
-train(wrapped, device=int(os.environ["LOCAL_RANK"]))
-assert dist.is_initialized()  # it is not ours to close
-dist.destroy_process_group()
+OWN_GROUP = WRAPPED + "own_group()\n"
+
+# What torchrun calls; it forks the ranks.
+AGENT = """
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+meet = {"run_id": "x", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+elastic_launch(LaunchConfig(1, 1, nproc_per_node=2, start_method="fork", max_restarts=0, **meet), PROGRAM)()
 """
-)
 
 SPAWN = (
     TRAIN
@@ -96,12 +96,22 @@ def same_losses(texts: list[str], alone: str) -> bool:
 
 
 def test_the_agent_of_torchrun(tmp_path: Path, alone: str) -> None:
-    (tmp_path / "script.py").write_text(AGENT)
+    (tmp_path / "script.py").write_text(TRAIN + AGENT.replace("PROGRAM", "train"))
     done = forked.script(tmp_path / "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert same_losses(outcome(tmp_path), alone)
 
 
+def test_the_agent_with_a_group_of_the_users_own_and_a_wrapped_model(tmp_path: Path, alone: str) -> None:
+    (tmp_path / "script.py").write_text(WRAPPED + AGENT.replace("PROGRAM", "own_group"))
+    done = forked.script(tmp_path / "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "destroy_process_group() was not called" not in done.stderr
+    assert same_losses(outcome(tmp_path), alone)
+    assert "unwrapped from DistributedDataParallel" in done.stdout
+
+
+@pytest.mark.nightly  # in new interpreters; the test above starts the same ranks by a fork
 def test_the_older_launcher_with_a_group_of_the_users_own_and_a_wrapped_model(tmp_path: Path, alone: str) -> None:
     (tmp_path / "script.py").write_text(OWN_GROUP)
     options = ("--nproc-per-node=2", f"--master-port={nodes.reserve_ports()}", "script.py")
@@ -113,7 +123,14 @@ def test_the_older_launcher_with_a_group_of_the_users_own_and_a_wrapped_model(tm
     assert "unwrapped from DistributedDataParallel" in done.stdout
 
 
-@pytest.mark.parametrize(("address", "method"), [("tcp://127.0.0.1:PORT", "spawn"), ("env://", "fork")])
+@pytest.mark.parametrize(
+    ("address", "method"),
+    [
+        ("tcp://127.0.0.1:PORT", "fork"),
+        ("env://", "fork"),
+        pytest.param("tcp://127.0.0.1:PORT", "spawn", marks=pytest.mark.nightly),
+    ],
+)
 def test_processes_of_the_users_own_with_an_address(tmp_path: Path, alone: str, address: str, method: str) -> None:
     (tmp_path / "script.py").write_text(SPAWN)
     port = str(nodes.reserve_ports())

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import LayoutError, TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def adversaries() -> tuple[nn.Module, nn.Module]:

@@ -16,7 +16,7 @@ from paceline import dist
 from paceline.errors import TrainError
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, unconverted
 from paceline.runtime import noise
-from paceline.testing import ranks, run_on_ranks
+from worlds import ranks, run_on_ranks
 
 CHANNELS = 6
 # Rows of each rank; 0 is a rank that only joins in with a stand-in.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.testing import run_on_ranks
+from worlds import run_on_ranks
 
 NHWC = torch.channels_last
 

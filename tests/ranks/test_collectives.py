@@ -14,7 +14,7 @@ import paceline.dist as imported
 from paceline import dist
 from paceline.dist import all_reduce
 from paceline.errors import WorldError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def test_dist_can_be_imported_as_a_module() -> None:

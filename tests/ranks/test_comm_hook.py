@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tiny
 from paceline import Loss, dist
 from paceline.errors import LayoutError, TrainError, WorldError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def logged(work: Callable[[], object]) -> str:

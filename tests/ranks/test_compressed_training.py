@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import tiny
 from paceline import Loss, Trainer, dist
-from paceline.testing import ranks, run_on_ranks
+from worlds import ranks, run_on_ranks
 
 POWERSGD = {"compress": "powersgd", "rank": 1}
 METHODS: list[Any] = ["fp16", "bf16", "int8", POWERSGD]

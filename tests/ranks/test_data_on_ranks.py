@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 
 import paceline
 from paceline.errors import DataError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def code_of(source: Any, **settings: Any) -> str:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import LayoutError
-from paceline.testing import ranks
+from worlds import ranks
 
 Call = Callable[[Tensor], Tensor]
 

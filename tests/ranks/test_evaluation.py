@@ -16,8 +16,8 @@ import paceline
 import tiny
 from paceline.errors import DataError, TrainError
 from paceline.models.weighted_sums import weighted_means
-from paceline.testing import ranks
 from paceline.train import metric_functions
+from worlds import ranks
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,8 @@ import paceline
 import tiny
 from odd_models import Branches, Net, frozen, shared_by_blocks
 from paceline.errors import PacelineError
+from samples import ALL
+from worlds import ranks
 
 CLOSE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 5e-3}
 
@@ -92,6 +94,7 @@ CASES: dict[str, Case] = {
     for precision in ("fp64", "fp16")
     if precision == "fp64" or way == "fused" or name == "sgd"
 }
+ALL_WAYS = list(CASES)
 CASES |= {
     "adamw in fp32": (Net, two_groups(optim.AdamW, lr=0.01, fused=True), {"precision": "fp32", "clip_norm": 0.3}),
     "rmsprop": (Net, over_all(optim.RMSprop, lr=0.01), {}),
@@ -141,11 +144,13 @@ def _train_all(strategy: str, names: list[str]) -> dict[str, Any]:
 
 # On more than two ranks, which do not divide the widths either: all of it would take minutes.
 CORE = ["nesterov foreach fp64", "adamw fused fp64", "adamw fused fp16", "own optimizer", "accumulation", "frozen"]
+# Each optimizer in one of its implementations. `make test-all` trains it in all of them.
+USUAL = [name for name in CASES if name not in ALL_WAYS or name in CORE or "fused fp64" in name]
 
 
 @functools.cache
 def trained(strategy: str, ranks: int) -> dict[str, Any]:
-    names = list(CASES) if ranks < 3 else CORE
+    names = CORE if ranks > 2 else list(CASES) if ALL else USUAL
     results: dict[str, Any] = paceline.launch(_train_all, ranks=ranks, strategy=strategy, names=names)
     return results
 
@@ -211,7 +216,7 @@ def test_what_cannot_be_sharded_is_refused_with_a_code() -> None:
     }
 
 
-@paceline.testing.ranks(2)
+@ranks(2)
 def test_a_loss_of_sharded_parameters_has_a_code() -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         return model(batch[0]).square().mean() + 1e-3 * sum(p.square().sum() for p in model.parameters())
@@ -223,7 +228,7 @@ def test_a_loss_of_sharded_parameters_has_a_code() -> None:
     assert caught.value.code == "layout.loss-of-shards"
 
 
-@paceline.testing.ranks(2)
+@ranks(2)
 def test_a_block_that_one_rank_does_not_use_is_named_before_gradients_are_mixed() -> None:
     class Chosen(nn.Module):
         def __init__(self) -> None:
@@ -243,7 +248,7 @@ def test_a_block_that_one_rank_does_not_use_is_named_before_gradients_are_mixed(
     assert caught.value.code == "train.unused-parameters" and "blocks." in str(caught.value)
 
 
-@paceline.testing.ranks(2)
+@ranks(2)
 def test_a_layer_can_be_unfrozen_if_parameters_may_be_unused() -> None:
     model = tiny.classifier()
     first = next(model.parameters()).requires_grad_(False)

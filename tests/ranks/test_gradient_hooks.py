@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import paceline
 import tiny
 from paceline.errors import PacelineError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 class Later:

@@ -17,7 +17,7 @@ import forked
 import paceline
 from paceline import dist
 from paceline.errors import PacelineError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def total(scale: float = 1.0) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import tiny
 from paceline import dist
 from paceline.errors import PacelineError
 from paceline.parallel.shards import local_shard
-from paceline.testing import ranks
+from worlds import ranks
 
 Build = Callable[[Any], torch.optim.Optimizer]
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import PacelineError, TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 SAMPLES, BATCH, STEPS, CLASSES = 48, 8, 5, 4
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset, default_collate
 import paceline
 import tiny
 from paceline.errors import TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 CLASSES, SAMPLES = 7, 19
 

@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 import tiny
-from paceline import dist
+from paceline import dist, testing
 from paceline.errors import ConfigError, TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 SGD = {"name": "sgd", "lr": 0.1}
 
@@ -439,7 +439,7 @@ class Branching(nn.Module):
         return first if self.forwards > 4 and dist.rank() == 1 else first + self.second(inputs)
 
 
-@ranks(2)
+@testing.ranks(2)  # rank 0 learns of the end of rank 1 by the end of its process
 def test_a_layer_that_a_rank_stops_using_is_named_before_the_step() -> None:
     trainer = tiny.classifier_trainer(Branching(), strategy="ddp", batch=8)
     code, text = "", ""

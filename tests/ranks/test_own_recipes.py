@@ -20,7 +20,8 @@ from own_project import write_project
 from paceline.data.cifar import RECORD, TEST_FILES, TRAIN_FILES
 from paceline.errors import CheckpointError, PacelineError
 from paceline.launcher.local import agent as _agent  # noqa: F401
-from paceline.testing import parity, ranks
+from paceline.testing import parity
+from worlds import ranks
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,7 +25,7 @@ def reference() -> dict[Case, object]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 3])  # four are in `make parity`
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])  # four are in `make parity`
 def test_loss_gradient_and_evaluation_are_those_of_one_rank(ranks: int, reference: dict[Case, object]) -> None:
     # Two ranks divide a batch, but not its three parts.
     cases = [case for case in CASES if ranks > 2 or case.accumulate == 3]

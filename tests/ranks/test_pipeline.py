@@ -11,7 +11,7 @@ from torch import nn
 
 import paceline
 import tiny
-from paceline.testing import ranks
+from worlds import ranks
 
 BOUND = 1e-9
 GPT4 = {"name": "gpt", "layers": 4, "width": 32, "heads": 2, "context": 16}

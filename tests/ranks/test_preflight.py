@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, random_spli
 
 import paceline
 import tiny
-from paceline import dist
+from paceline import dist, testing
 from paceline.errors import PacelineError
 from paceline.guard import preflight
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def code_of(work: Any) -> tuple[str, str]:
@@ -289,7 +289,7 @@ class Sometimes(nn.Module):
         return outputs + self.second(inputs) if inputs[0, 0] > 0 else outputs
 
 
-@ranks(2)
+@testing.ranks(2)  # rank 0 learns of the end of rank 1 by the end of its process
 def test_a_parameter_that_a_later_batch_of_one_rank_does_not_use_is_named_before_ranks_mix_messages() -> None:
     inputs = torch.ones(16, 8)
     inputs[12:] = -1  # the last batch of rank 1

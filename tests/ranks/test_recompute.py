@@ -80,7 +80,15 @@ def compiled(cases: list[tuple[str, dict[str, Any]]], backend: str) -> list[list
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-@pytest.mark.parametrize(("strategy", "kinds"), [("ddp", ("off", "full")), ("fsdp", ("off", "full", "selective"))])
+@pytest.mark.parametrize(
+    ("strategy", "kinds"),
+    [
+        ("ddp", ("full",)),
+        ("fsdp", ("selective",)),
+        pytest.param("ddp", ("off",), marks=pytest.mark.nightly),
+        pytest.param("fsdp", ("off", "full"), marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled_and_recomputed_blocks_give_the_plain_losses(strategy: str, kinds: tuple[str, ...]) -> None:
     hows: list[dict[str, Any]] = [{}, *({"compile": True, "recompute": kind} for kind in kinds)]
     cases = [("gpt", {"strategy": strategy, **how}) for how in hows]
@@ -90,7 +98,8 @@ def test_compiled_and_recomputed_blocks_give_the_plain_losses(strategy: str, kin
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_a_compiled_model_gives_the_plain_losses() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_a_compiled_model_gives_the_plain_losses(backend: str) -> None:
     cases = [("mlp", {}), ("mlp", {"compile": "model"})]
-    plain, losses = paceline.launch(compiled, ranks=1, cases=cases, backend="inductor")
+    plain, losses = paceline.launch(compiled, ranks=1, cases=cases, backend=backend)
     assert losses == pytest.approx(plain, rel=1e-5)

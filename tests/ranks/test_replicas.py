@@ -13,7 +13,7 @@ from paceline import dist
 from paceline.errors import PacelineError
 from paceline.guard import replica_checksum
 from paceline.parallel.shards import local_shard
-from paceline.testing import ranks
+from worlds import ranks
 
 
 class ChangesWeights:

@@ -13,7 +13,7 @@ import paceline
 import tiny
 from paceline import dist
 from paceline.errors import PacelineError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 class Schedule:

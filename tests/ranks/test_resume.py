@@ -40,6 +40,7 @@ def test_the_unbroken_runs_learn_clip_and_change_their_rate(references: dict[str
         assert len({f"{rate:.6g}" for rate in rates}) >= 4, name
 
 
+@pytest.mark.nightly  # the histories below move between six of these twelve layouts
 def test_a_run_may_move_through_every_layout(references: dict[str, Told], tmp_path: Path) -> None:
     layouts = list(LAYOUTS)
     moves = [2 * n + 2 + n // 2 for n in range(len(layouts) - 1)]  # some behind an epoch's end, some inside

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.runtime import rng
-from paceline.testing import ranks
+from worlds import ranks
 
 STEPS, BATCH = 4, 6
 

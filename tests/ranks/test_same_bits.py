@@ -15,7 +15,7 @@ import paceline
 import tiny
 from paceline import Config, Trainer
 from paceline.errors import PacelineError
-from paceline.testing import ranks
+from worlds import ranks
 
 Result = dict[str, Any]
 EVERYWHERE: dict[str, Any] = {"deterministic": "everywhere", "strategy": "ddp", "train": {"max_steps": 3}}

@@ -10,7 +10,7 @@ from torch import nn
 
 import tiny
 from paceline import Trainer
-from paceline.testing import ranks
+from worlds import ranks
 
 SYNCHRONOUS = {"every": 100, "warmup": 100}
 STEPS = 10

@@ -13,7 +13,7 @@ import paceline
 import tiny
 from paceline import dist
 from paceline.errors import LayoutError
-from paceline.testing import ranks
+from worlds import ranks
 
 KINDS: dict[str, Any] = {"hook": spectral_norm, "parametrization": parametrizations.spectral_norm}
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 import tiny
 from paceline.errors import LayoutError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def refusal(model: nn.Module) -> str:

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from paceline import dist
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, Manifest
 from paceline.checkpoint.planner import LocalShard, WriteItem, narrow, plan_load, plan_save, signature
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def manifest_of(entry: Entry) -> Manifest:

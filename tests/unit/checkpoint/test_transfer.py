@@ -19,7 +19,7 @@ from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import read_full, verify
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
-from paceline.testing import ranks, run_on_ranks
+from worlds import ranks, run_on_ranks
 
 
 def tensors() -> dict[str, LocalShard]:

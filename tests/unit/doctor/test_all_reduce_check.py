@@ -6,7 +6,7 @@ import pytest
 
 from paceline.doctor import all_reduce_check
 from paceline.doctor.all_reduce_check import AllReduceResult, all_reduce, judge_all_reduce
-from paceline.testing import ranks
+from worlds import ranks
 
 GOOD = AllReduceResult("gloo", 0.001, 0.1)
 

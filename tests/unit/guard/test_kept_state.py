@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tiny
 from paceline import dist
-from paceline.testing import ranks
+from worlds import ranks
 
 
 class Keeps(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 import paceline
 import tiny
 from paceline.errors import TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 SGD = {"name": "sgd", "lr": 0.1}
 

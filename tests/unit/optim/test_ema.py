@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import CheckpointError
 from paceline.models.gpt import GPT
 from paceline.optim.ema import Ema
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def small_model() -> nn.Module:

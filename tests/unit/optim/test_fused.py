@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import paceline
 from paceline.guard.own_step import RequireOwner
 from paceline.optim.fused import FusedStep
-from paceline.testing import ranks
+from worlds import ranks
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
 KINDS: dict[str, Make] = {

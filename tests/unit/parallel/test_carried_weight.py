@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import tiny
 from paceline import Loss
 from paceline.parallel.carried_weight import CarriedWeight
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def summed(weights: list[float], nominal: float, dtype: torch.dtype = torch.float32) -> float | None:

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.testing import run_on_ranks
+from worlds import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*torch.jit")  # of Dynamo itself
 

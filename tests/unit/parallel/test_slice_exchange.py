@@ -10,7 +10,7 @@ from paceline import dist
 from paceline.parallel import slice_exchange
 from paceline.parallel.slice_exchange import Gradients, SliceExchange, add_gradients
 from paceline.plan.slice_tree import SliceSum
-from paceline.testing import ranks
+from worlds import ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
 

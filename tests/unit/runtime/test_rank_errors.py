@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 from paceline import dist
 from paceline.errors import CheckpointError, DataError, PacelineError
 from paceline.runtime.rank_errors import Report, capture_error, run_on_all_ranks, run_on_first_rank
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def not_saved(reason: str) -> PacelineError:

@@ -8,7 +8,7 @@ from hiding import a_folder_to_hide, hide
 from paceline import dist
 from paceline.errors import LaunchError
 from paceline.runtime.shared_storage import ranks_without_access
-from paceline.testing import ranks, run_on_ranks
+from worlds import ranks, run_on_ranks
 
 
 def test_ranks_that_do_not_see_the_folder_are_known_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

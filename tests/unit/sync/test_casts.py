@@ -5,7 +5,7 @@ import torch.distributed as torch_dist
 
 import hooked
 from paceline.sync.casts import cast_mean
-from paceline.testing import ranks
+from worlds import ranks
 
 
 @ranks(3)

@@ -10,7 +10,7 @@ from torch import nn
 import hooked
 from paceline.config.sections import SyncSection
 from paceline.sync.compression import Compression, build_compression
-from paceline.testing import ranks
+from worlds import ranks
 
 ALL = ("fp16", "bf16", "int8", "powersgd")
 WITH_STATE = ("int8", "powersgd")

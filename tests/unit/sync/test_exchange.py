@@ -11,7 +11,7 @@ import hooked
 from paceline import dist
 from paceline.sync.collective_queue import CollectiveQueue, Collectives
 from paceline.sync.exchange import Exchange
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def swapped(exchange: Exchange, part: int) -> tuple[Tensor, Tensor]:

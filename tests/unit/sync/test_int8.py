@@ -5,7 +5,7 @@ import torch.distributed as torch_dist
 
 import hooked
 from paceline.sync.int8 import BLOCK, Blocks, int8_mean
-from paceline.testing import ranks
+from worlds import ranks
 
 
 def gradients(rank: int, length: int = 5000) -> torch.Tensor:

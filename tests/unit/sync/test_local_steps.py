@@ -12,7 +12,7 @@ from paceline import dist
 from paceline.config.sections import SyncSection
 from paceline.sync.exchange import Exchange
 from paceline.sync.local_steps import LocalSteps
-from paceline.testing import ranks
+from worlds import ranks
 
 CPU = torch.device("cpu")
 

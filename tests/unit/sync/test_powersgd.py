@@ -8,7 +8,7 @@ import hooked
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
 from paceline.sync.powersgd import PowerSGD, orthonormalize, random_rows
-from paceline.testing import ranks
+from worlds import ranks
 
 
 @ranks(2)

@@ -11,7 +11,7 @@ import tiny
 from histories import CASES, STEPS, Tokens
 from paceline import dist
 from paceline.errors import TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 COSINE, PLATEAU = CASES[:2]
 

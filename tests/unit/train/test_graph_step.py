@@ -15,8 +15,8 @@ import tiny
 from graph_on_cpu import GraphsOnCpu
 from paceline.errors import LayoutError, TrainError
 from paceline.guard.nonfinite import NonfiniteGuard
-from paceline.testing import ranks
 from paceline.train import cuda_graphs
+from worlds import ranks
 
 
 @pytest.fixture

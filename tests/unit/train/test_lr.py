@@ -10,7 +10,7 @@ import torch
 
 import tiny
 from paceline.errors import TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])

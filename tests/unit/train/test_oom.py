@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from paceline.errors import TrainError
-from paceline.testing import ranks
+from worlds import ranks
 
 
 class Greedy(nn.Module):

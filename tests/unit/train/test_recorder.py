@@ -12,9 +12,9 @@ from paceline.log import rank_log
 from paceline.monitor.progress_bar import Silent
 from paceline.run.history import History
 from paceline.runtime import collectives
-from paceline.testing import ranks
 from paceline.train.callbacks import Callbacks
 from paceline.train.recorder import Recorder, Sinks
+from worlds import ranks
 
 Parts = list[tuple[torch.Tensor, Any]]
 

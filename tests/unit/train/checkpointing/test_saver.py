@@ -13,8 +13,8 @@ from paceline import dist
 from paceline.checkpoint import host_copy
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
-from paceline.testing import ranks
 from resumable import Stream, points, trainer
+from worlds import ranks
 
 
 def test_a_late_copy_holds_the_weights_and_not_the_averages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
