@@ -61,12 +61,12 @@ def test_a_rank_whose_code_has_returned_says_so(tmp_path: Path) -> None:
     def body() -> None:
         dist.barrier()
         if dist.rank() == 0:
-            threading.Thread(target=time.sleep, args=(600,)).start()  # the process waits for it
+            threading.Thread(target=time.sleep, args=(600,), name="uploader").start()  # the process waits for it
         else:
             time.sleep(600)
 
     first, _ = observe(body, 2, tmp_path, lambda pages: len(pages) == 2 and bool(pages[0].ended)).evidence
-    assert first.ended == "has ended: its code returned"
+    assert first.ended == "has ended: its code returned, and it waits for the thread uploader"
 
 
 def test_groups_come_and_go(tmp_path: Path) -> None:

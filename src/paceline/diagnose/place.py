@@ -5,11 +5,13 @@ The stack is one of this process, or one that was read from outside (evidence.py
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise, takewhile
@@ -94,7 +96,27 @@ def place_of_stack(stack: Sequence[StackFrame]) -> StackPlace:
 
 
 def main_stack() -> list[StackFrame]:
-    return _stack_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    with _without_garbage_collection():
+        return _stack_of(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def is_any_thread_in(function: str) -> bool:
+    with _without_garbage_collection():
+        stacks = map(_stack_of, sys._current_frames().values())
+        return any(frame.function == function for stack in stacks for frame in stack)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """While the frames of other threads are walked. Before Python 3.12 the collector runs inside the allocation of a
+    frame object. What it runs may release the GIL; the other thread leaves that frame, and the process crashes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def main_place() -> StackPlace:

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +33,7 @@ class Readers(NamedTuple):
     counts: Callable[[bytes], dict[int, tuple[int, int]]]  # diagnose.flight_recorder.read_counts
     dump: Callable[[bytes], Any]  # diagnose.flight_recorder.read_dump
     place: Callable[[], str]  # of the main thread
+    is_any_thread_in: Callable[[str], bool]  # a function of this name
 
 
 class RankWatch:
@@ -153,7 +153,7 @@ class _Groups:
 
     def update(self, now: float) -> None:
         world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-        if world is None or not (world.pg_names or self._members) or _is_creating_group():
+        if world is None or not (world.pg_names or self._members) or self._is_creating_group():
             return
         # Not a reference to any group unless they have changed: the last one to be dropped destroys the group, and
         # that must not happen in this thread.
@@ -181,7 +181,7 @@ class _Groups:
 
     def dump(self, now: float) -> None:
         """Learn the names of groups, and pending operations."""
-        if now < self._next_dump or _is_creating_group():
+        if now < self._next_dump or self._is_creating_group():
             return
         began = time.thread_time()  # not of the clock: other processes may keep this one from running
         pending, dumped = [], set()
@@ -196,6 +196,11 @@ class _Groups:
                 self._recorded[recorder, group] = _Recorded(each.name, backend, each.uncounted, each.number)
         self._next_dump = now + _RARE * (time.thread_time() - began)
         self.pending, self._dumped, self.is_pending_known = pending, dumped, True
+
+    def _is_creating_group(self) -> bool:
+        """The recorder keeps the groups in maps, to which it adds one then; its functions that dump them take no lock,
+        and could crash."""
+        return self._readers.is_any_thread_in("_new_process_group_helper")
 
     def forget_pending(self) -> None:
         """The counters have changed."""
@@ -229,13 +234,6 @@ def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
     """Functions that dump a flight recorder. Arguments: with entries, and only those that are active."""
     module = sys.modules.get("torch._C._distributed_c10d")
     return {name: getattr(module, name) for name in _RECORDERS if hasattr(module, name)}
-
-
-def _is_creating_group() -> bool:
-    """Whether a thread of this process is creating a process group. The recorder keeps the groups in maps, to which it
-    adds one then; its functions that dump them take no lock, and could crash."""
-    stacks = map(traceback.walk_stack, sys._current_frames().values())
-    return any(frame.f_code.co_name == "_new_process_group_helper" for stack in stacks for frame, _ in stack)
 
 
 def _members(world: Any) -> Iterator[tuple[str, tuple[str, list[list[int]]]]]:

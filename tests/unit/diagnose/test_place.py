@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pdb  # noqa: T100
+import subprocess
 import sys
 from types import FrameType
 from typing import Any
@@ -68,3 +69,55 @@ def test_a_debugger_is_recognized(monkeypatch: Any) -> None:
     SEEN.clear()
     pdb.Pdb().user_line(sys._getframe())
     assert SEEN[0].activity == "debugger"
+
+
+# Calls and returns at many depths, while another thread walks this stack, and the garbage collector, whenever it runs
+# in that thread, lets this one go on.
+WALKED = """
+import gc, random, sys, threading, time
+from paceline.diagnose import place
+
+sys.setswitchinterval(1e-5)
+walks = 0
+
+def let_others_run(phase, info):
+    if threading.current_thread() is walker:
+        time.sleep(0.0002)
+
+def walk():
+    global walks
+    while walks < 300:
+        place.main_stack()
+        place.is_any_thread_in("nowhere")
+        walks += 1
+
+def first(n, *args):
+    a = b = c = n
+    return second(n - 1, a, b, [c]) if n > 0 else 0
+
+def second(n, a, b, c, d=1, *rest):
+    return sum(third(n - 1, each) for each in [0]) if n > 0 else 0
+
+def third(n, a):
+    return max((fourth(n - 1), 1), key=lambda each: each) if n > 0 else 0
+
+def fourth(n):
+    a = b = c = d = e = f = g = h = i = j = k = l = n
+    return first(n - 1, a, b) if n > 0 else 0
+
+walker = threading.Thread(target=walk)
+gc.callbacks.append(let_others_run)
+gc.set_threshold(3, 1000, 1000)
+walker.start()
+while walker.is_alive():
+    first(random.randrange(60))
+    fourth(random.randrange(30))
+    third(random.randrange(40), 1)
+assert walks == 300  # the walker may find things that are no frames
+"""
+
+
+def test_a_stack_can_be_walked_while_its_thread_runs() -> None:
+    """Python 3.11 crashes if the garbage collector runs meanwhile."""
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", WALKED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -76,7 +76,10 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
 
 def _start_watch(logs: RunFolder, rank: int) -> RankWatch:
     readers = rank_watch.Readers(
-        flight_recorder.read_counts, flight_recorder.read_dump, lambda: place.main_place().text
+        flight_recorder.read_counts,
+        flight_recorder.read_dump,
+        lambda: place.main_place().text,
+        place.is_any_thread_in,
     )
     return rank_watch.start(logs.page(rank), logs.heartbeat(rank), readers)
 
