@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.bench.charts import ChartAxis, Series, line_chart, page, paragraph, stacked_bars, table
 from paceline.bench.scaling import ScalingEntry
 from paceline.bench.step_report import StepReport
 from paceline.plan.scaling_model import EXPECTED
+from paceline.watch.charts import ChartAxis, Series, line_chart, page, paragraph, stacked_bars, table
 
 
 def step_page(title: str, about: str, report: StepReport, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
