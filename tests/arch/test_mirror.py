@@ -31,7 +31,6 @@ ELSEWHERE = {
     "cli/doctor": ["ranks/test_doctor_command"],
     "cli/main": ["ranks/test_launch_command"],
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
-    "data/gathered_rows": ["ranks/test_evaluation"],
     "data/predictions": ["ranks/test_evaluation"],
     "diagnose/hang_advice": ["unit/diagnose/test_hang"],
     "diagnose/log_files/log_events": ["unit/diagnose/log_files/test_verdict"],
