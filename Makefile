@@ -18,7 +18,7 @@ PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile -c $(VENV)/const
 unexport PYTHONDONTWRITEBYTECODE
 
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
-	soak-folders soak-recipes soak-frames soak-bits soak-dropout
+	soak-folders soak-recipes soak-frames soak-bits soak-dropout soak-groups soak-steps
 
 .PHONY: help train test test-all burn lint suite hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
 
@@ -173,6 +173,14 @@ soak-frames: $(READY)
 
 soak-dropout: $(READY)
 	$(BIN)/python benchmarks/dropout_statistics.py
+
+soak-groups: $(READY)
+	$(BIN)/python benchmarks/destroyed_groups.py
+	$(BIN)/python benchmarks/destroyed_groups.py --load 2
+
+# Needs SLURM (`make system`).
+soak-steps: $(READY)
+	PYTHONPATH=tests $(BIN)/python benchmarks/slurm_steps.py 500
 
 soak-bits: $(READY)
 	$(BIN)/python benchmarks/bits_on_ranks.py

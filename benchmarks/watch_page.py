@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -35,12 +34,11 @@ SMALL = ["model.layers=2", "model.width=64", "model.context=64", "data.context=6
 
 
 @contextmanager
-def watching(root: Path, cache: Path) -> Iterator[tuple[psutil.Popen, str, float]]:
+def watching(root: Path) -> Iterator[tuple[psutil.Popen, str, float]]:
     """`paceline watch` in a new process: the process, its address, and the seconds until it was printed."""
     began = time.perf_counter()
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     command = [sys.executable, "-m", "paceline", "watch"]
-    process = psutil.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = psutil.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         url = process.stdout.readline().strip()
         yield process, url, time.perf_counter() - began
@@ -60,8 +58,8 @@ def label(page: Any) -> str:
     return str(found.first.get_attribute("aria-label")) if found.count() else ""
 
 
-def open_page(chromium: Any, root: Path, cache: Path, last: int) -> dict[str, float]:
-    with watching(root, cache) as (process, url, started):
+def open_page(chromium: Any, root: Path, last: int) -> dict[str, float]:
+    with watching(root) as (process, url, started):
         context = chromium.new_context(viewport={"width": 1400, "height": 900})
         page = context.new_page()
         began = time.perf_counter()
@@ -81,19 +79,18 @@ def open_page(chromium: Any, root: Path, cache: Path, last: int) -> dict[str, fl
     return {**found, "memory (MB)": memory, "peak memory (MB)": peak}
 
 
-def write_report(root: Path, cache: Path) -> tuple[float, float]:
+def write_report(root: Path) -> tuple[float, float]:
     began = time.perf_counter()
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     command = [sys.executable, "-m", "paceline", "report", "large", "-o", "large.html"]
-    subprocess.run(command, cwd=root, env=env, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began, (root / "large.html").stat().st_size / 1e6
 
 
-def latency(chromium: Any, root: Path, cache: Path) -> list[float]:
+def latency(chromium: Any, root: Path) -> list[float]:
     """Seconds from a line in the metrics file until its step is on the page."""
     folder = make_run(root / "runs" / "growing", steps=500, ranks=2)
     found = []
-    with watching(root, cache) as (_, url, _):
+    with watching(root) as (_, url, _):
         context = chromium.new_context()
         page = context.new_page()
         page.goto(f"{url}#list")
@@ -115,16 +112,12 @@ def large_run(root: Path, steps: int, ranks: int) -> None:
     make_run(root / "runs" / "large", steps=steps, ranks=ranks)
     print(f"a run of {steps:,} steps and {ranks} ranks\n\n| | seconds |\n|---|---|")
     with browser.running() as chromium:
-        first = open_page(chromium, root, root / "cache", steps)
-        again = open_page(chromium, root, root / "cache", steps)
-        for name, value in first.items():
-            print(f"| first open: {name} | {value:.2f} |")
-        for name, value in again.items():
-            print(f"| opened again: {name} | {value:.2f} |")
-        seconds, megabytes = write_report(root, root / "other-cache")
+        for name, value in open_page(chromium, root, steps).items():
+            print(f"| {name} | {value:.2f} |")
+        seconds, megabytes = write_report(root)
         print(f"| report | {seconds:.2f} |\n| report (MB) | {megabytes:.2f} |")
         shutil.rmtree(root / "runs" / "large")
-        times = latency(chromium, root, root / "cache")
+        times = latency(chromium, root)
         print(f"| a new point on screen: median, longest of {len(times)} | {median(times):.2f}, {max(times):.2f} |")
 
 
@@ -142,7 +135,7 @@ def training(root: Path, steps: int) -> None:
     with browser.running() as chromium:
         for number in range(ROUNDS):
             without.append(speed(root, f"without-{number}", steps))
-            with watching(root, root / "cache") as (_, url, _):
+            with watching(root) as (_, url, _):
                 context = chromium.new_context()
                 page = context.new_page()
                 page.goto(f"{url}#list")

@@ -234,15 +234,16 @@ def eventually(there: Callable[[], T], seconds: float = DEADLINE) -> T:
     return seen
 
 
-def reserve_ports(host: str = "127.0.0.1") -> int:
-    """A port, and with it the next one: the coordinator's and the store's. Sockets that do not listen hold both until
-    this process ends, so nobody else gets them; the job can open them because it reuses addresses, as these do."""
+def reserve_ports() -> int:
+    """A port, and with it the next one: the coordinator's and the store's, which may be at other addresses. Sockets
+    that do not listen hold both until this process ends, so nobody else gets them; the job can open them because it
+    reuses addresses, as these do."""
     while True:
         with socket.socket() as first, socket.socket() as second:
-            first.bind((host, 0))
+            first.bind(("", 0))
             port = int(first.getsockname()[1])
             with suppress(OSError, OverflowError):
-                second.bind((host, port + 1))
+                second.bind(("", port + 1))
                 for each in (first, second):
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     each.detach()

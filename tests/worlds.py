@@ -307,6 +307,7 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
         store = FileStore(f"{order.folder}/store", order.number)
         seconds = timedelta(seconds=60)
         torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=order.number, timeout=seconds)
+        torch_dist.barrier()
         collectives.debug(True)
         order.run()
         if not torch_dist.is_initialized():

@@ -1,9 +1,13 @@
-"""Formats numbers, lists and tables, and parses `key=value,…`."""
+"""Formats numbers, lists, tables and curves, and parses `key=value,…`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NOT_FINITE = "×"
 
 
 def format_bytes(size: float) -> str:
@@ -73,6 +77,27 @@ def columns(rows: Iterable[Iterable[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def sparkline(values: Sequence[float], width: int = 40, scale: Sequence[float] = ()) -> str:
+    """A curve in a line. Each bar is the mean of consecutive values, on a scale from the lowest to the highest value of
+    `scale`, or else of the bars. `×` stands for values of which none is finite."""
+    count = min(width, len(values))
+    means = [_mean(values[len(values) * n // count : len(values) * (n + 1) // count]) for n in range(count)]
+    finite = [value for value in scale or means if value is not None and math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_NOT_FINITE if mean is None else _BARS[_height(mean, low, high)] for mean in means)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    # Divided first: the sum of large values may be infinite.
+    return sum(value / len(finite) for value in finite) if finite else None
+
+
+def _height(value: float, low: float, high: float) -> int:
+    span = high / 2 - low / 2  # halved, as the difference of large values may be infinite
+    return round((len(_BARS) - 1) * ((value / 2 - low / 2) / span)) if span > 0 else 0
 
 
 def parse_pairs(text: str) -> list[tuple[str, str | None]]:

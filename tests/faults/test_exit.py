@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nodes import free_ports, launchers
+from nodes import launchers, reserve_ports
 
 HUNG = 79  # the exit status of a launch whose ranks made no progress
 BLOCKS = {
@@ -41,7 +41,7 @@ def test_a_rank_that_blocks_after_the_others_have_ended_is_named_and_ended(
         if nodes == 1:
             started = [launch(*options, "script.py")]
         else:
-            meet = ("--nodes", "2", "--master", f"127.0.0.1:{free_ports()}")
+            meet = ("--nodes", "2", "--master", f"127.0.0.1:{reserve_ports()}")
             started = [launch(*options, *meet, "--node-rank", str(node), "script.py") for node in range(2)]
         statuses = [each.end() for each in started]
         assert statuses == [HUNG] * nodes, started[0].said

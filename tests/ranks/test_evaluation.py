@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 import tiny
 from paceline.errors import DataError, TrainError
-from paceline.models.weighted_sums import weighted_means
+from paceline.models.losses import weighted_means
 from paceline.train import metric_functions
 from worlds import ranks
 

@@ -99,7 +99,7 @@ def launched_function(folder: Path) -> list[BaseProcess]:
 
 
 def two_nodes(folder: Path, host: str = LOOPBACK) -> list[BaseProcess]:
-    port, own = nodes.reserve_ports(host), {"WORLD_SIZE": 2, "MASTER_ADDR": host}
+    port, own = nodes.reserve_ports(), {"WORLD_SIZE": 2, "MASTER_ADDR": host}
     return [
         start(folder, lambda: paceline.launch(body, ranks=1), RANK=rank, MASTER_PORT=port, **own) for rank in range(2)
     ]

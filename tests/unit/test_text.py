@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf, nan
+
 import pytest
 
 from paceline import text
@@ -73,3 +75,22 @@ def test_flatten() -> None:
 def test_bytes_on_a_network_have_decimal_units() -> None:
     shown = [text.format_sent(size) for size in (48.2, 999.6, 75_080, 1_280_000, 3.4e9)]
     assert shown == ["48.2 B", "1 kB", "75.1 kB", "1.28 MB", "3.4 GB"]
+
+
+def test_bars_go_from_the_lowest_to_the_highest_value() -> None:
+    assert text.sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
+    assert text.sparkline([3.0, 3.0]) == "▁▁" and text.sparkline([]) == ""
+
+
+def test_many_values_are_averaged() -> None:
+    assert text.sparkline([1.0] * 50 + [2.0] * 50, width=4) == "▁▁██"
+
+
+def test_curves_may_share_a_scale() -> None:
+    assert text.sparkline([8.0, 4.0, 1.0], scale=[1.0, 8.0]) == "█▄▁"
+    assert text.sparkline([4.0, inf], scale=[1.0, 8.0, nan]) == "▄×"
+
+
+def test_values_that_are_not_finite_are_marked() -> None:
+    assert text.sparkline([1.0, nan, inf, 2.0]) == "▁××█" and text.sparkline([nan]) == "×"
+    assert text.sparkline([-1.7e308, 1.7e308]) == "▁█" and text.sparkline([1.7e308] * 4, width=1) == "▁"

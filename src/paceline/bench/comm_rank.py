@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,18 @@ import torch
 from paceline import __version__
 from paceline.bench import comm_report
 from paceline.bench.collective_times import measure
-from paceline.bench.comm_advice import advise
 from paceline.bench.comm_request import CommRequest, require_peers
+from paceline.bench.recipe_run import RecipeRun, unpredictable
+from paceline.bench.scaling import slowest
 from paceline.config.recipe import Config
+from paceline.plan import sync_advice
+from paceline.plan.network_model import LinkModel
+from paceline.plan.scaling_model import bare
 from paceline.runtime import collectives, process_group
 from paceline.runtime.process_group import World
 from paceline.text import plural
+
+_STEPS = 10  # of a recipe, to advise on its `sync`
 
 
 def main(request: CommRequest) -> None:
@@ -45,6 +53,32 @@ def main(request: CommRequest) -> None:
     if world.is_main:
         _write(report, request, world)
     collectives.barrier()
+
+
+def advise(config: Config, links: Mapping[str, LinkModel | None]) -> dict[str, Any]:
+    """Run steps of a recipe without `sync` on all ranks, without communication, and compare what methods add to them.
+    Collective: must be called on every rank. Plain values, equal on every rank."""
+    run = RecipeRun(bare(config))
+    trainer = run.trainer
+    if reason := unpredictable(trainer):
+        return _nothing(f"no advice: sync reduces the gradients of ddp, and {reason}")
+    fits = {name: link for name, link in links.items() if link is not None}
+    if "all_reduce" not in fits:
+        return _nothing("no advice: the measured sizes of all_reduce are too few or too small (--sizes, --seconds)")
+    shapes = [tuple(each.shape) for each in trainer.model.parameters() if each.requires_grad]
+    run.warm_up(reduces=False)
+    run.measure(_STEPS)
+    compute, buckets = slowest(collectives.all_gather_object(run.steps)), collectives.broadcast_object(run.buckets)
+    costs = sync_advice.compare(shapes, compute=compute, buckets=buckets, links=fits, ranks=trainer.world.size)
+    return {
+        "sentence": sync_advice.sentence(costs, fits["all_reduce"]),
+        "compute": compute,
+        "methods": [asdict(cost) for cost in costs],
+    }
+
+
+def _nothing(sentence: str) -> dict[str, Any]:
+    return {"sentence": sentence, "compute": None, "methods": []}
 
 
 def _setting(world: World) -> dict[str, Any]:

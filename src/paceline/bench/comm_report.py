@@ -7,12 +7,12 @@ from dataclasses import asdict
 from math import isinf
 from typing import Any
 
-from paceline.bench.charts import ChartAxis, Series, line_chart, page, paragraph
-from paceline.bench.charts import table as html_table
 from paceline.bench.collective_times import CollectiveTimes
 from paceline.bench.comm_request import format_size
 from paceline.plan.network_model import LinkModel
 from paceline.text import columns, format_rate, plural
+from paceline.watch.charts import ChartAxis, Series, line_chart, page, paragraph
+from paceline.watch.charts import table as html_table
 
 VERSION = 1
 _COMPUTE = "predicted from the fits and a step that computes for {:.1f} ms; without the time that compression takes"

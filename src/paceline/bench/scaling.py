@@ -19,6 +19,7 @@ from paceline.bench.step_report import COMMUNICATION, LOGGING, StepReport, Times
 from paceline.plan.network_model import LinkModel
 from paceline.plan.scaling_model import EXPECTED, exposed_after, free_cores
 from paceline.text import format_bytes, plural
+from paceline.watch.charts import ChartAxis, Series, line_chart, page, paragraph, table
 
 MODES = ("strong", "weak")
 
@@ -175,3 +176,33 @@ def _percent(share: float | None, *, signed: bool = False) -> str:
     if share is None:
         return "–"
     return f"{100 * share:+.1f} %" if signed else f"{100 * share:.0f} %"
+
+
+def scaling_page(
+    title: str,
+    entries: Sequence[ScalingEntry],
+    tables: Sequence[tuple[str, Sequence[Sequence[str]]]],
+    notes: Sequence[str],
+) -> str:
+    parts = []
+    for mode, (heading, cells) in zip(dict.fromkeys(entry.mode for entry in entries), tables, strict=True):
+        good = [entry for entry in entries if entry.mode == mode and not entry.failed]
+        parts += [_speed_chart(heading, good), table(cells)] if good else []
+    return page(title, [*parts, *map(paragraph, notes)])
+
+
+def _speed_chart(heading: str, entries: Sequence[ScalingEntry]) -> str:
+    first = entries[0]
+    measured = [(float(entry.ranks), entry.rate) for entry in entries]
+    predicted = [(float(entry.ranks), entry.batch / entry.predicted) for entry in entries if entry.predicted]
+    series = [
+        Series("measured", points=measured, line=measured),
+        Series("ideal", line=[(ranks, first.rate * ranks / first.ranks) for ranks, _ in measured], dashed=True),
+    ]
+    if predicted:
+        series.append(Series("predicted", points=predicted))
+    if first.ranks == 1:
+        known = [entry.ranks for entry in entries if entry.ranks in EXPECTED]
+        low = [(float(ranks), first.rate * EXPECTED[ranks][0]) for ranks in known]
+        series += [Series("expected at least", line=[(1.0, first.rate), *low], dashed=True)] if known else []
+    return line_chart(heading, series, x=ChartAxis("ranks"), y=ChartAxis("samples/s"))

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
+from paceline.watch.charts import ChartAxis, page, paragraph, stacked_bars, table
+
 DATA, FORWARD, BACKWARD, COMMUNICATION = "data", "forward", "backward", "communication"
 OPTIMIZER, LOGGING, OTHER = "optimizer", "logging", "other"
 BOTH = "forward + backward"  # of a pipeline, whose schedule interleaves them
@@ -91,3 +93,10 @@ def spread(steps: Sequence[Times]) -> list[dict[str, float]]:
         if share := fmean(step.get(part, 0.0) for step in steps):
             found = [{**step, part: share} for step in found]
     return found
+
+
+def step_page(title: str, about: str, report: StepReport, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    parts = [(name, max(0.0, part.median * 1e3)) for name, part in report.parts.items()]
+    bars = [("step", [value for _, value in parts])]
+    chart = stacked_bars("Parts of a step", bars, [name for name, _ in parts], y=ChartAxis("ms"))
+    return page(title, [paragraph(about), chart, table(rows), *map(paragraph, notes)])

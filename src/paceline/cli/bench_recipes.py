@@ -48,8 +48,7 @@ def step(
     **launch_options: Any,
 ) -> None:
     """Show where the time of a step goes: data, forward, backward, communication, optimizer, logging."""
-    from paceline.bench import recipe_pages
-    from paceline.bench.step_report import StepReport
+    from paceline.bench.step_report import StepReport, step_page
     from paceline.cli.bench_launch import measure_recipe
 
     require_writable(json, html)
@@ -65,7 +64,7 @@ def step(
         _show(title, [(about, rows)], notes)
     _write(json, to_json({"recipe": name, **measured, **report.to_json()}, indent=1))
     if html is not None:
-        _write(html, recipe_pages.step_page(title, about, report, rows, notes))
+        _write(html, step_page(title, about, report, rows, notes))
 
 
 @options.launch_options(without=(*_RANKS, *_STARTS_NOTHING))
@@ -79,8 +78,8 @@ def scaling(
     **launch_options: Any,
 ) -> None:
     """Measure a recipe on several numbers of ranks, beside what a model of its communication predicts."""
-    from paceline.bench import recipe_pages, stored_results
     from paceline.bench import scaling as figures
+    from paceline.bench import stored_results
     from paceline.plan.scaling_model import digest
 
     require_writable(json, html)
@@ -103,7 +102,7 @@ def scaling(
         _show(title, tables, notes)
     _write(json, stored.read_text())
     if html is not None:
-        _write(html, recipe_pages.scaling_page(title, entries, tables, notes))
+        _write(html, figures.scaling_page(title, entries, tables, notes))
     raise SystemExit(any(entry.failed for entry in entries))
 
 

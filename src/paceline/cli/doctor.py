@@ -36,8 +36,7 @@ def doctor(
     them. With a recipe, check that as well.
 
     The exit status is 1 if a check failed."""
-    from paceline.doctor import findings_report
-    from paceline.doctor.finding import worst
+    from paceline.doctor.finding import describe, to_json, worst
 
     config = workloads.read_recipe(arguments, launch_options["ranks"], settled=False)[0] if arguments else None
     facts = {"device": None if config is None else config.device, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
@@ -50,7 +49,7 @@ def doctor(
 
         print(f"written: {write_bundle(Path(bundle), findings=findings)}")
         return
-    print(findings_report.to_json(findings) if json else findings_report.describe(findings))
+    print(to_json(findings) if json else describe(findings))
     raise SystemExit(1 if worst(findings) == "fail" else 0)
 
 
@@ -69,8 +68,8 @@ def _run_folder(config: Config | None) -> Path:
 
 def _several_nodes(config: Config | None, spec: LaunchSpec, *, json: bool) -> int:
     """One rank per node runs the checks; the first one reports."""
-    from paceline.doctor import findings_report, node_probe, ssh_hosts
-    from paceline.doctor.finding import worst
+    from paceline.doctor import node_probe, ssh_hosts
+    from paceline.doctor.finding import describe, to_json, worst
     from paceline.launcher.backends.hostfile import read_hosts
     from paceline.launcher.backends.ssh import read_ssh
     from paceline.launcher.dispatch import dispatch
@@ -85,7 +84,7 @@ def _several_nodes(config: Config | None, spec: LaunchSpec, *, json: bool) -> in
             address=spec.address,
         )
         if worst(before) == "fail":  # a launch would fail for the same reason
-            print(findings_report.to_json(before) if json else findings_report.describe(before))
+            print(to_json(before) if json else describe(before))
             return 1
     request = node_probe.ProbeRequest(
         json=json,

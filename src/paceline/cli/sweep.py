@@ -116,7 +116,7 @@ def with_space(config: Config, space: dict[str, str]) -> SweepSection:
 @app.command("show", epilog=options.examples("sweep show mlp-sweep", "sweep show runs/mlp-sweep --html"))
 def show(
     study: Annotated[str, typer.Argument(help="name or path of a study")],
-    html: Annotated[bool, typer.Option("--html", help="also write Optuna's plots as one HTML file")] = False,
+    html: Annotated[bool, typer.Option("--html", help="also write charts of all trials as one HTML file")] = False,
 ) -> None:
     """Show the best trials, the importance of parameters and learning curves; write the best recipe."""
     from paceline.run.study_folder import StudyFolder
@@ -135,5 +135,5 @@ def _show(study: Any, *, html: bool) -> None:
         print(f"\nbest recipe: {short(study.folder.best_recipe)} (paceline train {short(study.folder.best_recipe)})")
     if html:
         results.write_html(study)
-        print(f"plots: {short(study.folder.report)}")
+        print(f"charts: {short(study.folder.report)}")
     sys.stdout.flush()

@@ -98,6 +98,6 @@ def report(
         reports.write_report([folder], path)
         print(f"{path} ({format_bytes(path.stat().st_size)})")
     else:
-        from paceline.monitor.conversion import convert
+        from paceline.monitor.loggers import convert
 
         print(convert(folder, to, output))

@@ -10,15 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from multiprocessing.sharedctypes import RawArray
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from paceline.data.batches import apply
 from paceline.data.collate_hints import Collate, explain_pickling
 from paceline.data.epoch_lengths import EpochLengths, Place
-from paceline.data.read_clock import TimedReading
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededBatches, place_of_reading
@@ -246,3 +247,32 @@ def no_samples() -> DataError:
         why="the dataset is empty, or a generator was already consumed",
         fix="check the length of the dataset; pass an iterable that can be iterated repeatedly, not a generator",
     )
+
+
+class TimedReading(Dataset[Any]):
+    """A dataset of batches for torch's loader, in `workers` processes, which measure how long reading takes. The sums
+    of each worker are in shared memory, where the training process reads them at log points."""
+
+    def __init__(self, dataset: Any, workers: int) -> None:
+        self._dataset = dataset
+        self._sums = RawArray("d", 2 * workers)  # seconds and batches of each worker, which alone writes them
+
+    def __getitems__(self, keys: Any) -> Any:
+        began = perf_counter()
+        batch = self._dataset.__getitems__(keys)
+        worker = get_worker_info()
+        if worker is not None:
+            self._sums[2 * worker.id] += perf_counter() - began
+            self._sums[2 * worker.id + 1] += 1.0
+        return batch
+
+    def read(self) -> tuple[float, float]:
+        """Seconds and batches so far, of all workers."""
+        sums = list(self._sums)
+        return sum(sums[::2]), sum(sums[1::2])
+
+    def __getattr__(self, name: str) -> Any:
+        """A `worker_init_fn` may access attributes of the user's dataset."""
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -205,13 +205,12 @@ def _parse_links(output: str) -> dict[int, tuple[bool, ...]]:
     return found
 
 
-def check(facts: GpuFacts, own_pids: Collection[int] = ()) -> list[Finding]:
-    """`own_pids`: processes that are expected on the GPUs."""
+def check(facts: GpuFacts) -> list[Finding]:
     amd = [Finding("AMD GPUs", "ok", "rocm-smi is installed; checks of AMD GPUs are limited")] if facts.has_amd else []
     if not facts.gpus:
         return [*amd, *([] if amd and not facts.has_hardware else [_absence(facts)])]
     links = [_links(facts)] if len(facts.gpus) > 1 else []
-    return [*amd, _models(facts.gpus), *_occupation(facts, own_pids), *_health(facts.gpus), *links]
+    return [*amd, _models(facts.gpus), *_occupation(facts), *_health(facts.gpus), *links]
 
 
 def _absence(facts: GpuFacts) -> Finding:
@@ -250,15 +249,11 @@ def _size(memory: int | None) -> str:
     return "memory unknown" if memory is None else format_bytes(memory * 2**20)
 
 
-def _occupation(facts: GpuFacts, own_pids: Collection[int]) -> list[Finding]:
+def _occupation(facts: GpuFacts) -> list[Finding]:
     # Memory and processes of a GPU with MIG belong to all of its instances, which do not affect each other.
     gpus = {gpu.uuid: gpu for gpu in facts.gpus if not gpu.is_mig}
-    others = [each for each in facts.processes if each.uuid in gpus and each.pid not in own_pids]
-    own = {each.uuid for each in facts.processes if each.pid in own_pids}
-    free = {
-        gpu.index: 1 - gpu.used / gpu.memory
-        for gpu in gpus.values() if gpu.uuid not in own and gpu.memory and gpu.used is not None
-    }  # fmt: skip
+    others = [each for each in facts.processes if each.uuid in gpus]
+    free = {gpu.index: 1 - gpu.used / gpu.memory for gpu in gpus.values() if gpu.memory and gpu.used is not None}
     users = [f"GPU {gpus[each.uuid].index}: {each.name} (pid {each.pid}, {_size(each.memory)})" for each in others]
     full = [f"GPU {index}: {share:.0%} free" for index, share in free.items() if share < _FREE]
     pids = " ".join(dict.fromkeys(str(each.pid) for each in others))

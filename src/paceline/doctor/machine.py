@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.config.recipe import Config
-from paceline.doctor import fabric, gpus, interfaces, limits, local_ranks, software, storage, variables
+from paceline.doctor import fabric, gpus, interfaces, limits, software, storage, variables
 from paceline.doctor.finding import Finding
 from paceline.doctor.gpus import GpuFacts
 from paceline.errors import PacelineError
+from paceline.text import plural
 
 _CPU_RANKS = 2  # that a recipe starts without GPUs
+_RANKS, _SECONDS = 2, 20.0  # of the all-reduce
+_OF_A_JOB = re.compile(r"(?:PET|SLURM|OMPI|PMI|TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_\w+|(?:NODE_)?RANK|WORLD_SIZE")
 
 
 def check_machine(
@@ -50,7 +55,7 @@ def check_training(gpu_facts: GpuFacts, config: Config | None, ranks: int | None
     """What a launch would check before ranks start, and a real all-reduce on the device of the recipe."""
     device, backend = (None, None) if config is None else (config.device, config.backend)
     recipe = [] if config is None else [_check_recipe(config, ranks or _default_ranks(gpu_facts))]
-    return [*recipe, local_ranks.check(device, backend, len(gpu_facts.gpus))]
+    return [*recipe, _check_all_reduce(device, backend, len(gpu_facts.gpus))]
 
 
 def _default_ranks(gpu_facts: GpuFacts) -> int:
@@ -65,3 +70,37 @@ def _check_recipe(config: Config, ranks: int) -> Finding:
     except PacelineError as error:
         return Finding("recipe", "fail", f"[{error.code}] {error.what}", error.why, error.fix)
     return Finding("recipe", "ok", f"valid on {ranks} ranks")
+
+
+def _check_all_reduce(device: str | int | None, backend: str | None, number: int) -> Finding:
+    """Between two ranks of this machine, on `number` GPUs. With a single one there is one rank, because NCCL does not
+    support two on one; without any, two on the CPU."""
+    import paceline
+    from paceline.doctor.all_reduce_check import AllReduceResult, all_reduce, judge_all_reduce
+
+    where = None if device != "cpu" and number else "cpu"
+    ranks = min(_RANKS, number) if where is None else _RANKS
+
+    def rank() -> dict[str, object]:
+        return all_reduce(where, backend if where is None else None, _SECONDS).to_json()
+
+    try:
+        with _environment({} if where is None else {"CUDA_VISIBLE_DEVICES": ""}):
+            result = paceline.launch(rank, ranks=ranks)
+    except PacelineError as error:
+        return Finding("all-reduce", "fail", error.what, error.why, error.fix)
+    return judge_all_reduce([""], [AllReduceResult(**result)], of=plural(ranks, "rank"))
+
+
+@contextmanager
+def _environment(changed: Mapping[str, str]) -> Iterator[None]:
+    """Without the variables of a job that this machine is in, such as those of a pod: its ranks must not be met."""
+    before = dict(os.environ)
+    for name in filter(_OF_A_JOB.fullmatch, before):
+        del os.environ[name]
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -24,10 +24,10 @@ from datetime import timedelta
 from typing import Any
 
 from paceline.config.launch import LaunchSpec
-from paceline.doctor import findings_report, links
+from paceline.doctor import links
 from paceline.doctor.all_reduce_check import SECONDS as ALL_REDUCE_SECONDS
 from paceline.doctor.all_reduce_check import AllReduceResult, all_reduce, judge_all_reduce
-from paceline.doctor.finding import Finding, worst
+from paceline.doctor.finding import Finding, describe, to_json, worst
 from paceline.doctor.links import LinkServer, LinkTimes
 from paceline.doctor.network_check import Link, NodeFacts, judge_links, judge_nodes, names_of
 from paceline.doctor.node_facts import node_facts, own_address, users_environment
@@ -212,7 +212,7 @@ def _report(request: ProbeRequest, nodes: Sequence[NodeFacts], measured: Sequenc
          "gbit_s": round(link.times.bandwidth / 1e9, 3)}
         for link in measured if link.times is not None
     ]  # fmt: skip
-    text = findings_report.to_json(findings, links=table) if request.json else findings_report.describe(findings)
+    text = to_json(findings, links=table) if request.json else describe(findings)
     print(text, flush=True)  # noqa: T201
     if worst(findings) == "fail":
         raise SystemExit(1)

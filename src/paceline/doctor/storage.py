@@ -19,7 +19,6 @@ from paceline.text import format_bytes
 _GIB = 2**30
 _SPACE_FAIL = _GIB  # a checkpoint of a small model with its optimizer
 _SPACE_WARN = 10 * _GIB
-_CHECKPOINTS = 3  # the one that is written, the newest and the best
 _INODES_FAIL, _INODES_WARN = 100, 10_000  # a run creates some files per rank, and for each checkpoint
 _BLOCK, _BYTES, _SECONDS = 2**16, 64 * 2**20, 2.0  # of the test file, and for writing it
 _SLOW = 50e6  # bytes per second: a checkpoint of 10 GB takes more than three minutes
@@ -64,9 +63,9 @@ class TemporaryFacts:
     free: int = 0
 
 
-def check(folder: Path, *, checkpoint_bytes: int = 0) -> list[Finding]:
-    """`folder`: of the runs; it need not exist. `checkpoint_bytes`: the size of a checkpoint, if it is known."""
-    return [*judge(read(folder), checkpoint_bytes), judge_temporary(read_temporary())]
+def check(folder: Path) -> list[Finding]:
+    """`folder`: of the runs; it need not exist."""
+    return [*judge(read(folder)), judge_temporary(read_temporary())]
 
 
 def read(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> StorageFacts:
@@ -150,7 +149,7 @@ def read_temporary() -> TemporaryFacts:
         return TemporaryFacts(folder, error.strerror or str(error))
 
 
-def judge(facts: StorageFacts, checkpoint_bytes: int = 0) -> list[Finding]:
+def judge(facts: StorageFacts) -> list[Finding]:
     if facts.error:
         what = f"{facts.folder} cannot be used: {facts.home}: {facts.error}"
         fix = f"{_ELSEWHERE}, or change the permissions (ls -ld {facts.home})"
@@ -159,7 +158,7 @@ def judge(facts: StorageFacts, checkpoint_bytes: int = 0) -> list[Finding]:
     return [
         Finding("run folder", "ok", f"{facts.folder} {state} and is writable"),
         _judge_filesystem(facts),
-        _judge_space(facts, checkpoint_bytes),
+        _judge_space(facts),
         _judge_inodes(facts),
         _judge_speed(facts),
         _judge_rename(facts),
@@ -173,12 +172,10 @@ def _judge_filesystem(facts: StorageFacts) -> Finding:
     return graded("filesystem", "warn" if why else "ok", what, why, _ELSEWHERE)
 
 
-def _judge_space(facts: StorageFacts, checkpoint_bytes: int) -> Finding:
-    size = f" of {format_bytes(checkpoint_bytes)}" if checkpoint_bytes else ""
-    why = f"a run needs space for {_CHECKPOINTS} checkpoints{size}: the one being written, the newest and the best"
+def _judge_space(facts: StorageFacts) -> Finding:
+    why = "a run needs space for 3 checkpoints: the one being written, the newest and the best"
     fix = f"delete what is not needed (du -xsh {facts.home}/*), or {_ELSEWHERE}"
-    fail, warn = max(_SPACE_FAIL, checkpoint_bytes), max(_SPACE_WARN, _CHECKPOINTS * checkpoint_bytes)
-    status: Status = "fail" if facts.free < fail else "warn" if facts.free < warn else "ok"
+    status: Status = "fail" if facts.free < _SPACE_FAIL else "warn" if facts.free < _SPACE_WARN else "ok"
     return graded("disk space", status, f"{format_bytes(facts.free)} free", why, fix)
 
 

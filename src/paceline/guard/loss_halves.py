@@ -24,10 +24,10 @@ from paceline.data.batches import apply, layout_of, rows_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
 from paceline.guard import snapshot
-from paceline.models.broadcasts import Broadcasts
 from paceline.models.divisor import LossGraph, divisor_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
+from paceline.models.usage_errors import Broadcasts
 from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext

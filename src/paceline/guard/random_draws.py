@@ -7,25 +7,34 @@ show whether the numbers matter: some models ignore what they draw.
 
 from __future__ import annotations
 
+import linecache
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import isclose
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from paceline.data.batches import tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
 from paceline.guard.kept_state import TOLERANCE, trial_loss
 from paceline.models.loss_module import LossModule
-from paceline.monitor.random_calls import RandomCalls
 from paceline.parallel.fsdp import reshard_all
+from paceline.run.user_frame import UserFrame
 from paceline.runtime import collectives, rng
 from paceline.runtime.noise import NoiseContext
+from paceline.runtime.rng import drawn_between, positions
 from paceline.runtime.sample_keys import SampleKeys
 
 _Run = Callable[[Any], Any]
 _SHOWN = 4
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_RECURRENT = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
 _ADVICE = (
     "random numbers: {} are drawn from the generator of a rank, so the loss depends on the number of ranks. Dropout is "
     "computed by sample where the first dim is the samples; for noise, use paceline.noise(like)"
@@ -61,3 +70,46 @@ def _seeded(seed: int, run: _Run, keys: SampleKeys, batch: Any) -> Any:
     rng.seed_everything(0 if keys.fused_attention else seed)  # its masks are known to matter
     rng.seed_cpu(seed)
     return run(batch)
+
+
+class RandomCalls(TorchFunctionMode):
+    """Records calls that draw from the global generators, with their lines."""
+
+    def __init__(self, keys: SampleKeys) -> None:
+        super().__init__()
+        self._keys, self.found = keys, list[str]()
+
+    def record(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        self._before = positions()
+        with self:
+            result = function(argument)
+        self._note_others()
+        return result
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note_others()
+        fused, self._keys.fused_attention = self._keys.fused_attention, False
+        result = func(*args, **(kwargs or {}))
+        after = positions()
+        if drawn_between(self._before, after) and not self._keys.fused_attention:  # which is known
+            kind = _RECURRENT.get(func.__name__)
+            shapes = [f" of shape {tuple(tensor.shape)}" for tensor in tensors_in(result)]
+            self.found.append((f"nn.{kind}(dropout=…)" if kind else func.__name__ + "".join(shapes[:1])) + _place())
+        self._before, self._keys.fused_attention = after, self._keys.fused_attention or fused
+        return result
+
+    def _note_others(self) -> None:  # draws since the last function of torch
+        before, self._before = self._before, positions()
+        self.found += drawn_between(before, self._before)
+
+
+def _place() -> str:
+    """The innermost line outside of torch and paceline, within the recorded function."""
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        code = frame.f_code
+        if code is RandomCalls.record.__code__:
+            break
+        if not code.co_filename.startswith(_LIBRARIES):
+            source = linecache.getline(code.co_filename, line).strip()
+            return f" ({UserFrame(code.co_filename.rpartition('site-packages/')[2], line, code.co_name, source)})"
+    return ""

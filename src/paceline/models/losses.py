@@ -7,10 +7,14 @@ sliced. A model may return a plain mean, which is weighted by the number of samp
 `cross_entropy` also supports logits sharded over the vocabulary (a DTensor, the output of a `vocabulary` head). Full
 rows are never gathered: ranks exchange the maximum, the sum of exponentials and the target logit of each row, and
 compute the gradient of their own shard.
+
+`WeightedSums` and `weighted_means` make means over batches and ranks of such pairs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+
+from paceline.runtime import collectives
 
 IGNORE_INDEX = -100  # the default of torch
 
@@ -63,6 +69,43 @@ def cross_entropy(
     first = axis.get_local_rank() * local.shape[-1]
     losses: Tensor = _VocabParallelCrossEntropy.apply(local, flat_targets - first, counted, axis.get_group())
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+class WeightedSums:
+    """Σ value × weight and Σ weight by name, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, total: Any, weight: Any) -> None:
+        parts = [
+            torch.as_tensor(part, dtype=torch.float64, device=self._device).reshape(()) for part in (total, weight)
+        ]
+        # At weight zero (a batch of padding only) the sum may be 0/0.
+        pair = torch.stack([torch.where(parts[1] == 0, 0.0, parts[0]), parts[1]])
+        self._sums[name] = pair if name not in self._sums else self._sums[name] + pair
+
+    def totals(self) -> dict[str, list[float]]:
+        return {name: pair.tolist() for name, pair in self._sums.items()}
+
+
+def weighted_means(local: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return means over all ranks by name, from this rank's (Σ value × weight, Σ weight). Names may differ by rank.
+
+    Collective: must be called on every rank.
+    """
+    return means_of(collectives.all_gather_object({name: list(pair) for name, pair in local.items()}))
+
+
+def means_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Means by name, from the (Σ value × weight, Σ weight) of all ranks."""
+    total: dict[str, list[float]] = {}
+    for pairs in ranks:
+        for name, (value, weight) in pairs.items():
+            sums = total.setdefault(name, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + value, sums[1] + weight
+    return {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -7,7 +7,8 @@ where every record is a row, columns of training have no prefix. A resumed run c
 MLflow run.
 
 A logger that cannot be opened is an error. One that fails during training (server unreachable, disk full) is disabled
-with a warning, because metrics.jsonl contains all metrics and training should not stop.
+with a warning, because metrics.jsonl contains all metrics and training should not stop. `convert` feeds them from that
+file, after a run has ended.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, Literal, Protocol, TextIO, TypeVar
 
 from paceline.config.components import LOGGERS, LoggerFacts
-from paceline.errors import PacelineError, TrainError
+from paceline.errors import CheckpointError, PacelineError, TrainError
 from paceline.log import rank_log
 from paceline.run import jsonl, regular_files
 from paceline.run.folder import METRICS, RunFolder
 from paceline.text import flatten
+
+_RECORDS = 10_000  # that are converted at a time
 
 Record = Mapping[str, Any]
 
@@ -334,3 +338,27 @@ def _numbers(record: Record) -> Iterator[tuple[str, float]]:
 def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def convert(run: RunFolder, to: Literal["tensorboard", "csv"], output: Path | None) -> Path:
+    """Write the metrics of a run to a folder, by default that of the run. Returns what was written."""
+    if not run.metrics.is_file():
+        raise CheckpointError(
+            "no-metrics", f"The run {run} has no {run.metrics.name}.", fix="check the name of the run"
+        )
+    target = run if output is None else RunFolder(output)
+    written = target.csv if to == "csv" else target.tensorboard
+    if written.exists():
+        raise CheckpointError(
+            "exists",
+            f"{written} exists already.",
+            why="the run may have written it, with `loggers`",
+            fix="remove it, or pass another folder with -o",
+        )
+    target.path.mkdir(parents=True, exist_ok=True)
+    logger = open_logger(to, target, {})
+    records = jsonl.read(run.metrics)
+    while some := list(islice(records, _RECORDS)):
+        logger.write([record for record in some if isinstance(record.get("step"), int)])
+    logger.close()
+    return written

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.run import jsonl, ledger, regular_files
-from paceline.run.folder import ROOT, RunFolder, not_usable, path_of, short
+from paceline.run.folder import RunFolder, not_usable, path_of, short
 
 _TRIALS = "trials"
 
@@ -83,12 +83,6 @@ class StudyFolder:
     def read_settings(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(regular_files.read_text(self.settings))
         return found
-
-
-def existing_studies(root: Path = ROOT) -> list[StudyFolder]:
-    """The studies below a folder, the newest first."""
-    found = [StudyFolder(path.absolute()) for path in root.iterdir()] if root.is_dir() else []
-    return sorted((each for each in found if each.exists), key=lambda each: -each.settings.stat().st_mtime)
 
 
 def values(trial: RunFolder, metric: str, *, has_ended: bool = True) -> list[tuple[int, float]]:

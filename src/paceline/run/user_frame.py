@@ -1,4 +1,5 @@
-"""The line of the user's code that led to an error: the innermost frame outside paceline, torch and other libraries."""
+"""The line of the user's code that led to an error, or is running: the innermost frame outside paceline, torch and
+other libraries."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import traceback
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from paceline import errors
@@ -70,6 +72,16 @@ def running_user_frame() -> UserFrame | None:
     code = frame.f_code
     line = linecache.getline(code.co_filename, frame.f_lineno).strip()
     return UserFrame(code.co_filename, frame.f_lineno, code.co_name, line)
+
+
+def running_line() -> str:
+    """`train.py:17`, for messages about a call. The file is not read. Empty in threads of autograd, and in recipes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _was_handled_by_library(error: BaseException, handled: BaseException) -> bool:

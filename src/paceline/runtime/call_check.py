@@ -24,7 +24,8 @@ import torch
 import torch.distributed as torch_dist
 
 from paceline.errors import WorldError
-from paceline.runtime import process_group, user_lines
+from paceline.run.user_frame import running_line
+from paceline.runtime import process_group
 from paceline.runtime.consistency import by_rank
 
 Group = torch_dist.ProcessGroup | None
@@ -128,12 +129,12 @@ class CallCheck:
         except torch_dist.DistNetworkError:  # the process with the store has ended, and with it the run
             calls.has_stopped = True
             if patience is None:
-                where = CallPlace("", 0, call, user_lines.running_line())
+                where = CallPlace("", 0, call, running_line())
                 raise _error(f"Rank {self.rank} called {where}, but the rank with the store has ended.") from None
 
     def _check(self, call: str, calls: _GroupCalls, group: Group, patience: float | None) -> None:
         calls.number += 1
-        place = CallPlace(calls.key, calls.number, call, user_lines.running_line())
+        place = CallPlace(calls.key, calls.number, call, running_line())
         if _is_in_background():
             self._background.add(calls.key)
         else:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.runtime.rng import derive_seed
-from paceline.runtime.sample_keys import SampleKeys, SavedKeys
-from paceline.runtime.sample_position import Samples
+from paceline.runtime.sample_keys import SampleKeys, Samples, SavedKeys
 
 
 class Draw(NamedTuple):

@@ -21,10 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.runtime.rng import derive_seed, drawn_between, positions
-from paceline.runtime.sample_position import Samples
 
 VISIT = 1 << 16  # distance between the call numbers of two visits
 _INCREMENT = numpy.uint64(0x9E3779B97F4A7C15)
+
+
+class Samples(Protocol):
+    """The position of samples in the global batch: a micro-batch of a loader, for example."""
+
+    samples: int  # on this rank; 0 for a placeholder batch
+    start: int  # of the first one in its step
+    step_samples: int  # in the step, on all ranks
+    step: int
 
 
 class Scope:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
+from html import escape
+from itertools import accumulate
 from typing import Any
 
 import yaml
 
 from paceline.config.files import Dumper
-from paceline.errors import SearchError
 from paceline.run import regular_files
-from paceline.search.space import set_key
+from paceline.search.space import Parameter, set_key
 from paceline.search.study import Study
 from paceline.search.trial import Trial
-from paceline.text import format_duration, plural
+from paceline.text import columns, format_duration, plural, sparkline
+from paceline.watch import charts
 
-_BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 24
 _IMPORTANCE_WIDTH = 30
 _SHOWN = 10
@@ -31,7 +32,7 @@ def summary(study: Study, shown: int = _SHOWN) -> str:
     keys = [parameter.key for parameter in study.space]
     titles = ["trial", section.metric, "state", "steps", "time", "curve", *keys]
     listed = [each for each in trials if each.state != "failed"][:shown]
-    low, high = _bounds(listed)
+    scale = [value for each in listed for value in each.values.values()]
     rows = [
         [
             str(each.number),
@@ -39,12 +40,12 @@ def summary(study: Study, shown: int = _SHOWN) -> str:
             each.state,
             str(each.steps),
             format_duration(each.seconds),
-            sparkline(each.values, low, high),
+            sparkline([each.values[step] for step in sorted(each.values)], _CURVE_WIDTH, scale),
             *(_short(each.params.get(key)) for key in keys),
         ]
         for each in listed
     ]
-    lines += _table(titles, rows)
+    lines.append(columns([titles, *rows]))
     failed = [each for each in trials if each.state == "failed"]
     lines += ["", *(f"trial {each.number} failed: {each.verdict}" for each in failed)] if failed else []
     if importances := study.importances():
@@ -55,15 +56,6 @@ def summary(study: Study, shown: int = _SHOWN) -> str:
             for key, value in importances.items()
         ]
     return "\n".join(lines)
-
-
-def sparkline(values: Mapping[int, float], low: float, high: float) -> str:
-    """A curve in a line, on a scale that all trials share."""
-    points = [values[step] for step in sorted(values)]
-    if len(points) > _CURVE_WIDTH:
-        points = [points[number * (len(points) - 1) // (_CURVE_WIDTH - 1)] for number in range(_CURVE_WIDTH)]
-    span = high - low
-    return "".join(_BARS[round((len(_BARS) - 1) * (point - low) / span) if span > 0 else 0] for point in points)
 
 
 def write_best(study: Study) -> Trial | None:
@@ -81,36 +73,39 @@ def write_best(study: Study) -> Trial | None:
 
 
 def write_html(study: Study) -> None:
-    """Optuna's own plots in one page that needs no network."""
-    try:
-        import plotly.io
-    except ImportError:
-        raise SearchError(
-            "no-plotly", "The HTML page needs plotly, which is not installed.", fix="pip install 'paceline[sweep]'"
-        ) from None
-    from optuna import visualization as plots
+    """All trials, their history and curves, and the metric by each parameter, in one page that needs no network."""
+    trials, metric = study.ranked(), charts.ChartAxis(study.section.metric, from_zero=False)
+    parts = [f"<pre>{escape(summary(study, shown=len(trials)))}</pre>"]
+    done = [(each, each.value) for each in trials if each.state == "complete" and each.value is not None]
+    if done:
+        values = sorted((float(each.number), value) for each, value in done)
+        better = min if study.minimizes else max
+        best = list(accumulate(values, lambda before, new: (new[0], better(before[1], new[1]))))
+        history = [charts.Series("trials", values), charts.Series("best so far", line=best)]
+        parts.append(charts.line_chart("History", history, x=charts.ChartAxis("trial"), y=metric))
+    curves = [
+        charts.Series(f"trial {each.number}", points, points)
+        for each in trials
+        if (points := [(float(step), value) for step, value in sorted(each.values.items())])
+    ][:_SHOWN]
+    if curves:
+        title = f"Curves of the best {plural(len(curves), 'trial')}"
+        parts.append(charts.line_chart(title, curves, x=charts.ChartAxis("step"), y=metric))
+    for parameter in study.space if done else ():
+        axis, place = _axis(parameter)
+        points = [(place(each.params[parameter.key]), value) for each, value in done]
+        parts.append(charts.line_chart(parameter.key, [charts.Series("trials", points)], x=axis, y=metric))
+    regular_files.replace(study.folder.report, charts.page(study.folder.path.name, parts).encode())
 
-    found = study.optuna_study
-    figures = [
-        plots.plot_optimization_history(found),
-        plots.plot_intermediate_values(found),
-        plots.plot_slice(found),
-        plots.plot_parallel_coordinate(found),
-        plots.plot_timeline(found),
-    ]
-    parts = [
-        plotly.io.to_html(figure, full_html=False, include_plotlyjs=number == 0)
-        for number, figure in enumerate(figures)
-    ]
-    title = _escape(study.folder.path.name)
-    text = _escape(summary(study, shown=len(study.trials())))
-    page = (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
-        "<style>body{font-family:system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
-        "pre{overflow-x:auto}</style></head>"
-        f"<body><h1>{title}</h1><pre>{text}</pre>{''.join(parts)}</body></html>\n"
-    )
-    regular_files.replace(study.folder.report, page.encode())
+
+def _axis(parameter: Parameter) -> tuple[charts.ChartAxis, Callable[[Any], float]]:
+    """The axis of a parameter, and where a value is on it: choices are at their numbers."""
+    if parameter.kind == "choice":
+        choices = [json.dumps(value) for value in parameter.values]  # True and 1 are equal
+        names = {float(number): str(value) for number, value in enumerate(parameter.values)}
+        axis = charts.ChartAxis(parameter.key, show=lambda place: names.get(place, ""))
+        return axis, lambda value: float(choices.index(json.dumps(value)))
+    return charts.ChartAxis(parameter.key, log=10 if "log" in parameter.kind else None, from_zero=False), float
 
 
 def _counts(trials: Sequence[Trial]) -> str:
@@ -121,20 +116,5 @@ def _counts(trials: Sequence[Trial]) -> str:
     return f"{plural(len(trials), 'trial')}: {listed}; {plural(steps, 'step')}"
 
 
-def _bounds(trials: Sequence[Trial]) -> tuple[float, float]:
-    points = [value for each in trials for value in each.values.values() if math.isfinite(value)]
-    return (min(points), max(points)) if points else (0.0, 0.0)
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (titles, *rows)]  # fmt: skip
-
-
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

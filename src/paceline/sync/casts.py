@@ -18,8 +18,7 @@ from torch import Tensor
 
 from paceline.sync.collective_queue import Collectives, wait_for
 from paceline.sync.compression import BucketSlices, Compression
-from paceline.sync.exchange import Exchange
-from paceline.sync.scratch import Scratch
+from paceline.sync.exchange import Exchange, Scratch
 
 
 class CastCompression(Compression):

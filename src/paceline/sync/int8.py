@@ -21,9 +21,8 @@ from torch import Tensor
 
 from paceline.sync.collective_queue import Collectives, wait_for
 from paceline.sync.compression import BucketSlices, Compression
-from paceline.sync.exchange import Exchange
+from paceline.sync.exchange import Exchange, Scratch
 from paceline.sync.named_state import KeptTensor, NamedState, StepEnd, add_unscaled
-from paceline.sync.scratch import Scratch
 
 BLOCK = 256
 _LARGEST = 127

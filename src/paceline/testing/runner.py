@@ -117,6 +117,7 @@ def _run_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> 
         gloo_threads.before_shutdown()
         store = FileStore(str(folder / "store"), number)
         torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=60))
+        torch_dist.barrier()  # others may still be connecting, and would fail if this rank ended meanwhile
         collectives.debug(True)
         body()
         if not torch_dist.is_initialized():

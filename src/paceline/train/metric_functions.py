@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paceline.data.batches import apply
-from paceline.data.gathered_rows import CollectedRows, gather_in_order, why_not_gathered
+from paceline.data.predictions import CollectedRows, gather_in_order, why_not_gathered
 from paceline.errors import TrainError
+from paceline.models.losses import WeightedSums, means_of
 from paceline.models.metric_results import (
     KINDS,
     PER_BATCH,
@@ -24,7 +25,6 @@ from paceline.models.metric_results import (
     require_one_kind,
 )
 from paceline.models.named_metrics import NamedMetric
-from paceline.models.weighted_sums import WeightedSums, means_of
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.rank_errors import run_on_all_ranks

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import Log
-from paceline.models.losses import Loss
+from paceline.models.losses import Loss, means_of, weighted_means
 from paceline.models.metric_results import require_number
-from paceline.models.weighted_sums import means_of, weighted_means
 from paceline.monitor.last_records import LastExchange
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint

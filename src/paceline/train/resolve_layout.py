@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.optim import SGD, Adafactor, Optimizer
 
 from paceline.config.recipe import Config
 from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import LayoutError
-from paceline.models.size import size_of
+from paceline.models.blocks import find_blocks
+from paceline.models.spec import spec_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import memory as plan_memory
 from paceline.plan.layout import LayoutPlan
-from paceline.plan.memory import MachineFacts
+from paceline.plan.memory import MachineFacts, ModelSize
 from paceline.plan.passes import require_allowed
 from paceline.runtime import collectives
 from paceline.runtime.device import memory_of
@@ -30,13 +33,28 @@ def resolve(
 
 
 def resolve_on(plan: LayoutPlan, config: Config, model: nn.Module, machine: MachineFacts) -> LayoutPlan:
-    size = size_of(model, config.blocks, _tensor_degrees(config, model, machine.ranks))
+    size = _size_of(model, config.blocks, _tensor_degrees(config, model, machine.ranks))
     if config.strategy == "auto" and config.layout is None:
         plan = plan_memory.choose_layout(config, size, machine)
         require_allowed(config, plan)
     if config.strategy not in ("split", "dp"):
         plan_memory.require_fit(config, size, plan, machine)
     return plan
+
+
+def _size_of(model: nn.Module, blocks: Sequence[str] | None = None, degrees: Sequence[int] = ()) -> ModelSize:
+    """`degrees` are the tensor degrees that the model supports. Tied parameters count once."""
+    found = [module for _, module in find_blocks(model, blocks)]
+    inside = {id(parameter) for block in found for parameter in block.parameters()}
+    rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+    of_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
+    return ModelSize(
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        largest_block=max([rest, *of_blocks]),
+        tensor_degrees=tuple(degrees),
+        stages=len(found) if isinstance(model, nn.Sequential) or spec_of(model).pipeline is not None else 1,
+    )
 
 
 def _equivalent_settings(optimizer: Optimizer) -> Settings:

@@ -4,7 +4,7 @@
     run.update()          # in a moment, whatever the size of the files
     run.facts, run.statistics, run.is_complete
 
-Of a large metrics file, the end is read at once, and all of it by a thread, unless the user's cache has an index.
+Of a large metrics file, the end is read at once, and all of it by a thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.run.folder import RunFolder
-from paceline.watch import metric_index
 from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
 from paceline.watch.rank_statistics import RankStatistics
 from paceline.watch.record_stream import RecordStream
 from paceline.watch.run_facts import RunFacts, read_other_facts
 
 _SECONDS_BETWEEN = 0.3  # several pages may ask at the same time
-_INDEX_GROWTH = 1 << 24  # bytes after which the index is written again
+_LARGE = 4 << 20  # smaller metrics files are parsed in less than 0.2 s
 
 Value = TypeVar("Value")
 
@@ -42,7 +41,6 @@ class LiveRun:
         self._metrics = RunMetrics()
         self._stream: RecordStream | None = None  # None: not read yet
         self._reading: threading.Thread | None = None
-        self._indexed = 0  # bytes of the metrics file
         self.lock = threading.RLock()
         self._statistics_lock = threading.Lock()  # of its own: many files take a moment
         self._updated = self._statistics_updated = 0.0
@@ -115,19 +113,11 @@ class LiveRun:
             rewinds = self._metrics.rewinds
             self._metrics.extend(self._stream)
             self.generation += self._metrics.rewinds != rewinds
-            self._store_index()
 
     def _open(self) -> None:
         self.generation += 1
-        known = metric_index.load(self.folder)
-        if known is not None:
-            self._metrics, self._stream = known
-            self._indexed = self._stream.offset
-            self._metrics.extend(self._stream)
-            self.is_complete = True
-            return
-        self._indexed, self._stream = 0, RecordStream(self.folder.metrics)
-        if _size(self.folder) < metric_index.WORTH_BYTES:
+        self._stream = RecordStream(self.folder.metrics)
+        if file_stamp(self.folder.metrics)[1] < _LARGE:
             self._metrics = RunMetrics()
             self._metrics.extend(self._stream)
             self.is_complete = True
@@ -143,13 +133,6 @@ class LiveRun:
             self._metrics, self.is_complete, self._reading = metrics, True, None
             self.generation += 1
             self._updated = 0.0
-            self._store_index()
-
-    def _store_index(self) -> None:
-        stream, worth = self._stream, self._indexed + _INDEX_GROWTH if self._indexed else metric_index.WORTH_BYTES
-        if stream is not None and stream.offset >= worth:
-            metric_index.store(self.folder, self._metrics, stream)
-            self._indexed = stream.offset
 
 
 def file_stamp(path: Path) -> tuple[int, int]:
@@ -158,10 +141,3 @@ def file_stamp(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return found.st_mtime_ns, found.st_size
-
-
-def _size(folder: RunFolder) -> int:
-    try:
-        return os.lstat(folder.metrics).st_size
-    except OSError:
-        return 0

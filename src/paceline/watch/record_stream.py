@@ -40,18 +40,6 @@ class RecordStream:
         self._rest = b""
         self._is_partial = False  # the first line, or the rest of one that is too long
 
-    def seek(self, offset: int, unreadable: int) -> None:
-        """Continue behind the first bytes of a file, which were read at another time. They end with a line break."""
-        with os.fdopen(regular_files.open_descriptor(self._path), "rb") as file:
-            self._file = _identity(file.fileno())
-        self._start_over()
-        self.offset, self.unreadable = offset, unreadable
-
-    @property
-    def complete_bytes(self) -> int:
-        """How much of the file was read, up to a line break."""
-        return self.offset - len(self._rest)
-
     def was_replaced(self) -> bool:
         """Whether another file has its name now, or it lost what was read of it: a run that resumes from an earlier
         step rewrites its metrics."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import (
@@ -7,6 +9,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from paceline.data.loader import TimedReading
 from reading import Noisy, Numbers, micros, samples_by_step, spec_for
 
 
@@ -93,3 +96,24 @@ def test_a_worker_init_function_finds_the_users_dataset() -> None:
 
     loader = DataLoader(Tagged(8), batch_size=4, num_workers=1, worker_init_fn=check)
     assert len(micros(loader, spec_for(4))) == 2
+
+
+class Batches:
+    name = "of the user"
+
+    def __getitems__(self, keys: list[int]) -> list[int]:
+        return keys
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+def test_the_sums_of_workers_are_known_in_the_training_process() -> None:
+    timed = TimedReading(Batches(), workers=2)
+    keys = [[number] for number in range(6)]
+    loader: Any = DataLoader(timed, batch_sampler=keys, num_workers=2, collate_fn=unchanged)
+    assert list(loader) == keys
+    seconds, batches = timed.read()
+    assert batches == 6 and 0 < seconds < 60
+    assert timed.name == "of the user"

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.doctor import gpus
 from paceline.doctor.finding import Finding
-from paceline.doctor.gpus import NOT_FOUND, TIMED_OUT, Answer, Gpu, GpuFacts, GpuProcess
+from paceline.doctor.gpus import NOT_FOUND, TIMED_OUT, Answer, Gpu, GpuFacts
 
 H100 = "\n".join(
     f"{n}, NVIDIA H100 80GB HBM3, GPU-{n}a6e8cd1-4d0a-6c0e-9c0b-5f7c1d0b8e1{n}, Default, Disabled, 570.133.20, 9.0, "
@@ -108,9 +108,9 @@ def machine(root: Path, *, driver: bool = False, hardware: bool = False) -> Path
     return root
 
 
-def judged(run: Recorded, root: Path, visible: str | None = None, own_pids: Sequence[int] = ()) -> dict[str, Finding]:
+def judged(run: Recorded, root: Path, visible: str | None = None) -> dict[str, Finding]:
     environment = {"PATH": ""} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    return {each.check: each for each in gpus.check(gpus.read(run, root, environment), own_pids)}
+    return {each.check: each for each in gpus.check(gpus.read(run, root, environment))}
 
 
 def bad(findings: dict[str, Finding]) -> dict[str, str]:
@@ -182,22 +182,21 @@ GPU-a0, 4712, python train.py, --lr, 0.1, 512
 GPU-a2, 99, [Insufficient Permissions], [N/A]
 GPU-elsewhere, 5, python, 10
 """
-    found = judged(Recorded(A100_MIXED, apps), tmp_path, own_pids=[4712])["GPU processes"]
+    found = judged(Recorded(A100_MIXED, apps), tmp_path)["GPU processes"]
     assert found.status == "warn"
     assert found.what == (
-        "GPU 0: /opt/conda/bin/python (pid 4711, 30.0 GiB); GPU 2: [Insufficient Permissions] (pid 99, memory unknown)"
+        "GPU 0: /opt/conda/bin/python (pid 4711, 30.0 GiB); GPU 0: python train.py, --lr, 0.1 (pid 4712, 512.0 MiB); "
+        "GPU 2: [Insufficient Permissions] (pid 99, memory unknown)"
     )
-    assert "kill 4711 99;" in found.fix
+    assert "kill 4711 4712 99;" in found.fix
     assert judged(Recorded(A100_MIXED, apps), tmp_path, visible="1")["GPU processes"].status == "ok"
     assert judged(Recorded(A100_MIXED, "No running processes found\n"), tmp_path)["GPU processes"].status == "ok"
 
 
-def test_memory_that_nobody_visible_uses_is_a_warning_but_not_that_of_own_processes() -> None:
+def test_memory_that_is_in_use_is_a_warning() -> None:
     facts = GpuFacts((Gpu(0, "A", "GPU-0", memory=1000, used=190), Gpu(1, "A", "GPU-1", memory=1000, used=210)))
     found = {each.check: each for each in gpus.check(facts)}["GPU memory"]
     assert (found.status, found.what) == ("warn", "GPU 1: 79% free")
-    own = GpuFacts(facts.gpus, (GpuProcess("GPU-1", 42, "python", 200),))
-    assert {each.check: each.status for each in gpus.check(own, {42})}["GPU memory"] == "ok"
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def named(check: str, findings: Iterable[Finding]) -> Finding:
     return next(each for each in findings if each.check == check)
 
 
-def judged(check: str, checkpoint_bytes: int = 0, **facts: object) -> Finding:
+def judged(check: str, **facts: object) -> Finding:
     changed = StorageFacts(**{**vars(HEALTHY), **facts})
-    return named(check, storage.judge(changed, checkpoint_bytes))
+    return named(check, storage.judge(changed))
 
 
 def checked_after(setup: str, folder: Path) -> list[Finding]:
@@ -130,13 +130,6 @@ def test_little_space_is_a_warning_and_almost_none_a_failure() -> None:
     assert judged("disk space", free=5 * GIB).status == "warn"
     found = judged("disk space", free=GIB // 2)
     assert found.status == "fail" and "512.0 MiB free" in found.what and "du -xsh" in found.fix
-
-
-def test_space_for_three_checkpoints_is_needed() -> None:
-    assert judged("disk space", 33 * GIB).status == "ok"
-    found = judged("disk space", 34 * GIB)
-    assert found.status == "warn" and "3 checkpoints of 34.0 GiB" in found.why
-    assert judged("disk space", 101 * GIB).status == "fail"  # not even one
 
 
 def test_an_almost_full_disk_is_not_filled_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,13 +32,3 @@ def test_launches_that_ended_well_are_counted(tmp_path: Path) -> None:
     Ledger(trial).note("failed", cause="signal", rank=1, step=4)
     assert study_folder.completed_launches(trial) == 2
     assert study_folder.last_failure(trial)["cause"] == "signal"
-
-
-def test_studies_are_found_newest_first(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        folder = StudyFolder(tmp_path / name)
-        folder.create()
-        folder.write_settings({"name": name})
-    (tmp_path / "run").mkdir()
-    assert {each.path.name for each in study_folder.existing_studies(tmp_path)} == {"a", "b"}
-    assert study_folder.existing_studies(tmp_path / "none") == []

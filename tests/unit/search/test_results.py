@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from paceline.config.recipe import Config
@@ -34,12 +35,6 @@ def test_the_best_trial_stands_first(tmp_path: Path) -> None:
     assert any(line.startswith("importance of parameters") for line in lines)
 
 
-def test_a_curve_falls_on_a_scale_that_trials_share() -> None:
-    assert results.sparkline({0: 8.0, 1: 4.0, 2: 1.0}, 1.0, 8.0) == "█▄▁"
-    assert len(results.sparkline(dict.fromkeys(range(1000), 1.0), 1.0, 2.0)) == 24
-    assert results.sparkline({}, 0.0, 0.0) == ""
-
-
 def test_the_best_recipe_is_ready_to_run(tmp_path: Path) -> None:
     study = study_of(tmp_path / "a")
     best = results.write_best(study)
@@ -53,5 +48,35 @@ def test_the_page_needs_no_network_and_escapes_text(tmp_path: Path) -> None:
     study = study_of(tmp_path / "a")
     results.write_html(study)
     page = study.folder.report.read_text()
-    assert "&lt;b&gt;" in page and page.count("plotly.js v") == 1
-    assert "<script src" not in page and "cdn.plot.ly" not in page.split("</script>")[-1]
+    assert "&lt;b&gt;" in page and not re.search(r"<script|<link|<img|src=|href=|url\(|@import|https?://", page)
+
+
+def test_the_page_has_the_history_curves_and_a_slice_for_each_parameter(tmp_path: Path) -> None:
+    study = study_of(tmp_path / "a")
+    results.write_html(study)
+    page = study.folder.report.read_text()
+    for title in ("History", "Curves of the best 3 trials", "optimizer.lr", "model.width"):
+        assert f'aria-label="{title}"' in page
+    assert "trial 1: 39, 1.025" in page  # the last point of its curve
+    assert re.search(r"trials: 0, 3<.*trials: 1, 1<.*trials: 2, 2<", page)
+    assert ">16</text>" in page and ">32</text>" in page  # the choices of model.width
+
+
+def test_a_study_without_a_result_has_a_page(tmp_path: Path) -> None:
+    section = SweepSection(space={"optimizer.lr": "log(1e-5, 1e-2)"}, sampler="random")
+    study = Study(StudyFolder(tmp_path / "a"), section, RECIPE)
+    results.write_html(study)
+    study.tell(study.ask().number, state="failed")
+    results.write_html(study)
+    assert "1 trial: 1 failed" in study.folder.report.read_text()
+
+
+def test_a_metric_may_be_negative_and_choices_may_be_equal(tmp_path: Path) -> None:
+    section = SweepSection(space={"model.bias": [True, 1]}, sampler="grid")
+    study = Study(StudyFolder(tmp_path / "a"), section, RECIPE)
+    for value in (-2.5, -2.4):
+        trial = study.ask()
+        study.tell(trial.number, value)
+    results.write_html(study)
+    page = study.folder.report.read_text()
+    assert "trials: 0, -2.5<" in page and ">True</text>" in page

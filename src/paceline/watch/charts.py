@@ -42,26 +42,28 @@ th:first-child, td:first-child { text-align: left; }
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """`log`: the base of a logarithmic scale, whose powers are labeled; None: linear, from zero. `show` formats a
-    label."""
+    """`log`: the base of a logarithmic scale, whose powers are labeled; None: linear. `show` formats a label."""
 
     label: str
     log: float | None = None
+    from_zero: bool = True  # if linear
     show: Callable[[float], str] = "{:g}".format
 
     def bounds(self, values: Sequence[float]) -> tuple[float, float]:
         """The range of the axis: whole powers, or whole ticks."""
         low, high = min(values), max(values)
         if self.log is None:
-            step = _step(high or 1.0)
-            return 0.0, step * max(1, ceil(high / step - 1e-9))
+            low = 0.0 if self.from_zero else low
+            step = _step(high - low or abs(high) or 1.0)
+            first = floor(low / step + 1e-9)
+            return step * first, step * max(first + 1, ceil(high / step - 1e-9))
         least, most = floor(log(low, self.log) + 1e-9), ceil(log(high, self.log) - 1e-9)
         return self.log**least, self.log ** max(most, least + 1)
 
     def ticks(self, low: float, high: float) -> list[float]:
         if self.log is None:
-            step = _step(high)
-            return [step * number for number in range(round(high / step) + 1)]
+            step = _step(high - low)
+            return [low + step * number for number in range(round((high - low) / step) + 1)]
         least, most = round(log(low, self.log)), round(log(high, self.log))
         every = ceil((most - least + 1) / _MAX_TICKS)
         return [self.log**power for power in range(least, most + 1, every)]
@@ -194,7 +196,7 @@ def _color(number: int) -> str:
     return f"s{number % _COLORS}"
 
 
-def _step(high: float) -> float:
+def _step(span: float) -> float:
     """The distance of linear ticks: 1, 2 or 5 times a power of ten, for four to eight of them."""
-    power: float = 10.0 ** floor(log10(high / 4))
-    return next(power * each for each in (1, 2, 5, 10) if high / (power * each) <= _MAX_TICKS)
+    power: float = 10.0 ** floor(log10(span / 4))
+    return next(power * each for each in (1, 2, 5, 10) if span / (power * each) <= _MAX_TICKS)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.bench.charts import ChartAxis, Series, line_chart, page, stacked_bars, table
+from paceline.watch.charts import ChartAxis, Series, line_chart, page, stacked_bars, table
 
 POWERS = [(4.0**power, 10.0**power) for power in range(6)]
 
