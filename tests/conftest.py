@@ -36,7 +36,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_sessionfinish() -> None:
     if "worlds" in sys.modules:
-        sys.modules["worlds"].end()
+        sys.modules["worlds"].end_ranks()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -67,10 +67,10 @@ def watch(worker: psutil.Process, file: Path) -> None:
         elif time.monotonic() >= due:
             due = float("inf")
             with file.open("a") as out:
-                out.write(json.dumps(asdict(look_at(worker, test))) + "\n")
+                out.write(json.dumps(asdict(seen_of(worker, test))) + "\n")
 
 
-def look_at(worker: psutil.Process, test: str) -> Seen:
+def seen_of(worker: psutil.Process, test: str) -> Seen:
     """At the worker and all below it but this process."""
     known = {_output(worker.pid, descriptor)[0] for descriptor in (1, 2)}  # pytest shows what it captures
     own = " ".join(worker.cmdline())

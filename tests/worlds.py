@@ -66,7 +66,7 @@ def ranks(number: int, *, timeout: float = 60.0) -> Callable[[Callable[..., Any]
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(test)
         def on_ranks(*args: Any, **kwargs: Any) -> None:
-            _run(number, test, args, kwargs, timeout)
+            _run_somewhere(number, test, args, kwargs, timeout)
 
         on_ranks.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
         return on_ranks
@@ -76,12 +76,12 @@ def ranks(number: int, *, timeout: float = 60.0) -> Callable[[Callable[..., Any]
 
 def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0) -> None:
     """Like `paceline.testing.run_on_ranks`."""
-    _run(number, body, (), {}, timeout)
+    _run_somewhere(number, body, (), {}, timeout)
 
 
-def _run(number: int, body: Callable[..., Any], args: Any, kwargs: Any, timeout: float) -> None:
+def _run_somewhere(number: int, body: Callable[..., Any], args: Any, kwargs: Any, timeout: float) -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
-        order = None if ALL or fixtures & _CHANGING_THE_PROCESS else _order(number, name, body, args, kwargs)
+        order = None if ALL or fixtures & _CHANGING_THE_PROCESS else _packed(number, name, body, args, kwargs)
         if order is None or not _know(body.__module__):
             runner.run_on_ranks(number, lambda: body(*args, **kwargs), timeout=timeout)
             return
@@ -118,7 +118,7 @@ class _Order:
         function(*self.args, **self.kwargs)
 
 
-def _order(number: int, folder: str, body: Any, args: Any, kwargs: Any) -> bytes | None:
+def _packed(number: int, folder: str, body: Any, args: Any, kwargs: Any) -> bytes | None:
     """None if it can't be sent."""
     if not isinstance(body, types.FunctionType) or hasattr(body, "__wrapped__"):
         return None
@@ -160,7 +160,7 @@ def used() -> tuple[float, float]:
     return (user + kernel) / ticks, kernel / ticks
 
 
-def end() -> None:
+def end_ranks() -> None:
     """End the ranks that wait, whatever they do."""
     for rank in _waiting:
         os.close(rank.orders)
@@ -178,7 +178,7 @@ def _kill(rank: _Rank) -> None:
 def _know(module: str) -> bool:
     """Whether ranks that wait have imported a module; those that were forked before make room for others."""
     if _waiting and (module not in _modules or _bodies >= _MOST_BODIES):
-        end()
+        end_ranks()
     return module in sys.modules
 
 
@@ -213,7 +213,7 @@ def _on_waiting_ranks(number: int, order: bytes, timeout: float) -> dict[int, in
                     _kill(_waiting[rank])
     finally:  # also if the timeout of pytest interrupts the loop
         if kept < number:
-            end()
+            end_ranks()
     return {rank: codes.get(rank) for rank in range(number)}
 
 
@@ -328,6 +328,6 @@ def _end_watches() -> None:
     """The threads of training, which serve all Trainers of a process group."""
     for module in (standstill, hang_watch):
         if module._watch is not None:
-            module._watch.end()
+            module._watch.end_ranks()
             module._watch._thread.join(10)
             module._watch = None

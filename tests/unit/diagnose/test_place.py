@@ -74,7 +74,7 @@ def test_a_debugger_is_recognized(monkeypatch: Any) -> None:
 # Calls and returns at many depths, while another thread walks this stack, and the garbage collector, whenever it runs
 # in that thread, lets this one go on.
 WALKED = """
-import gc, random, sys, threading, time
+import gc, random, select, sys, threading
 from paceline.diagnose import place
 
 sys.setswitchinterval(1e-5)
@@ -82,7 +82,7 @@ walks = 0
 
 def let_others_run(phase, info):
     if threading.current_thread() is walker:
-        time.sleep(0.0002)
+        select.select([], [], [], 0)  # releases the GIL
 
 def walk():
     global walks

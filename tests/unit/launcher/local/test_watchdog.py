@@ -113,7 +113,7 @@ class Node:
 
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+def two_processes() -> Iterator[list[subprocess.Popen[bytes]]]:
     command = [sys.executable, "-S", "-c", PROGRAM]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
     try:
@@ -127,8 +127,8 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.fixture
-def node(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> Node:
-    return Node(RunFolder(tmp_path), [process.pid for process in processes])
+def node(tmp_path: Path, two_processes: list[subprocess.Popen[bytes]]) -> Node:
+    return Node(RunFolder(tmp_path), [process.pid for process in two_processes])
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> None:
@@ -265,16 +265,16 @@ def test_a_rank_that_is_idle_when_the_others_have_ended_is_reported(node: Node) 
 
 
 def test_a_rank_that_computes_when_the_others_have_ended_is_not_reported(
-    node: Node, processes: list[subprocess.Popen[bytes]]
+    node: Node, two_processes: list[subprocess.Popen[bytes]]
 ) -> None:
     for beat in node.beats:
         beat.enter("done")
     node.ranks = [0]
     node.wait(50.0)
-    assert processes[0].stdin is not None
-    processes[0].stdin.write(b"\n")
-    processes[0].stdin.flush()
-    wait_for(processes[0])  # it has computed for a second
+    assert two_processes[0].stdin is not None
+    two_processes[0].stdin.write(b"\n")
+    two_processes[0].stdin.flush()
+    wait_for(two_processes[0])  # it has computed for a second
     node.wait(50.0)
     assert not node.heard.reports
 
