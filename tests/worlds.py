@@ -328,6 +328,6 @@ def _end_watches() -> None:
     """The threads of training, which serve all Trainers of a process group."""
     for module in (standstill, hang_watch):
         if module._watch is not None:
-            module._watch.end_ranks()
+            module._watch.end()
             module._watch._thread.join(10)
             module._watch = None

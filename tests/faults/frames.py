@@ -51,16 +51,14 @@ trainer.train(tiny.blobs(160), max_steps={_STEPS})
 class Strangers:
     """Attacks on one address, from several threads, until told to stop."""
 
-    def __init__(self, address: tuple[str, int], seed: int, relay: socket.socket, done: Any, stop: Any) -> None:
-        self._address, self._seed, self._relay, self._done, self._stop = address, seed, relay, done, stop
-        self._recorded: list[bytes] = []
+    def __init__(self, address: tuple[str, int], seed: int, recorded: Path, done: Any, stop: Any) -> None:
+        self._address, self._seed, self._recorded, self._done, self._stop = address, seed, recorded, done, stop
         self._kinds: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def run(self, results: Any) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-        threading.Thread(target=self._relay_node, daemon=True).start()
         threads = [threading.Thread(target=self._attack, args=(number,)) for number in range(_THREADS)]
         for thread in threads:
             thread.start()
@@ -153,13 +151,13 @@ class Strangers:
         return self._send(*(bytes([each]) for each in draw.randbytes(40)))
 
     def attack_with_replay(self, draw: random.Random) -> Iterator[socket.socket]:
-        recorded = b"".join(self._recorded)
+        recorded = self._recorded.read_bytes()
         return self._send(recorded[: draw.choice((len(recorded), draw.randrange(len(recorded) + 1)))])
 
     def attack_with_reflection(self, draw: random.Random) -> Iterator[socket.socket]:
         connection = self._connect()
         greeting = connection.recv(100)
-        connection.sendall(greeting[-_NONCE:] + b"".join(self._recorded)[_NONCE:])
+        connection.sendall(greeting[-_NONCE:] + self._recorded.read_bytes()[_NONCE:])
         yield connection
 
     def attack_with_another_token(self, draw: random.Random) -> Iterator[socket.socket]:
@@ -185,14 +183,16 @@ class Strangers:
             opened.append(connection)
         yield from opened
 
-    def _relay_node(self) -> None:
-        """Forward the connections of node 1, and keep what it sends."""
-        while True:
-            near, _ = self._relay.accept()
-            far = socket.create_connection(self._address)
-            self._recorded.clear()
-            for ends in ((far, near, lambda data: None), (near, far, self._recorded.append)):
-                threading.Thread(target=_copy, args=ends, daemon=True).start()
+
+def _relay_node(relay: socket.socket, address: tuple[str, int], recorded: Path) -> None:
+    """Forward the connections of node 1, and keep what it sends. In a process of its own: threads of strangers would
+    keep heartbeats back."""
+    while True:
+        near, _ = relay.accept()
+        far = socket.create_connection(address)
+        kept = recorded.open("wb", buffering=0)
+        for ends in ((far, near, lambda data: None), (near, far, kept.write)):
+            threading.Thread(target=_copy, args=ends, daemon=True).start()
 
 
 def _copy(source: socket.socket, target: socket.socket, keep: Callable[[bytes], object]) -> None:
@@ -238,13 +238,17 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
     with listen(LOOPBACK, None) as relay, nodes.launchers(folder) as launch:
         job = _job(folder, launch)
         port = int(job.master.rpartition(":")[2])
-        strangers = Strangers((LOOPBACK, port), seed, relay, done, stop)
+        recorded = folder / "recorded"
+        recorded.touch()
+        strangers = Strangers((LOOPBACK, port), seed, recorded, done, stop)
         siege = Siege([], "", [], {}, 0.0)
         first = launch("launch", "-n", "1", *job.meet(0), "script.py")
         nodes.eventually(lambda: _measure(siege, port) or siege.memory)
         _crowd_in(siege, port)
         process = context.Process(target=strangers.run, args=(results,))
+        forwarding = context.Process(target=_relay_node, args=(relay, (LOOPBACK, port), recorded))
         process.start()
+        forwarding.start()
         try:
             nodes.eventually(lambda: done.value > count // 20)  # then the other node has to get in
             around = ("--nodes", "2", "--node-rank", "1", "--master", f"{LOOPBACK}:{relay.getsockname()[1]}")
@@ -261,6 +265,8 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
             stop.set()
             siege.attacks = results.get(timeout=60)
             process.join()
+            forwarding.kill()
+            forwarding.join()
         siege.losses, siege.seconds = job.curve(), time.monotonic() - began
     return siege
 
