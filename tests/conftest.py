@@ -20,18 +20,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
+import warm
 from samples import ALL
 
 pytest_plugins = ["costs", "unfinished"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Import once, before ranks are forked, what takes each of them one to three seconds otherwise. The process that
-    hands tests to the workers of pytest-xdist runs none."""
+    """The process that hands tests to the workers of pytest-xdist runs none."""
     if not session.config.getoption("numprocesses", None):
-        from transformers import GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification  # noqa: F401
-
-        import worlds  # noqa: F401
+        warm.warm_up()
 
 
 def pytest_sessionfinish() -> None:
