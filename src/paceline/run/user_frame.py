@@ -18,7 +18,7 @@ from typing import Any
 from paceline import errors
 from paceline.run.folder import short
 
-_PACELINE = str(Path(errors.__file__).parent)
+_PACELINE, _STDLIB = str(Path(errors.__file__).parent), sysconfig.get_path("stdlib")
 _INSTALLED = {"site-packages", "dist-packages"}
 # DataLoader workers send their traceback as text.
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)\n(?: +(.*)\n)?', re.MULTILINE)
@@ -116,7 +116,7 @@ def is_user_file(file: str) -> bool:
     if file.startswith("<"):
         return file in ("<string>", "<stdin>")  # python -c, or typed in; others are frozen or generated modules
     torch = getattr(sys.modules.get("torch"), "__file__", None)
-    libraries = [_PACELINE, sysconfig.get_path("stdlib"), *([str(Path(torch).parent)] if torch else [])]
+    libraries = [_PACELINE, _STDLIB, *([str(Path(torch).parent)] if torch else [])]
     path = Path(file)
     return not _INSTALLED & set(path.parts) and not any(path.is_relative_to(each) for each in libraries)
 
