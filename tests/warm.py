@@ -16,6 +16,6 @@ _MODULES = (
 )  # fmt: skip
 
 
-def warm_up() -> None:
+def import_what_ranks_need() -> None:
     for name in _MODULES:
         importlib.import_module(name)
