@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
 
 from paceline.cli.main import main
 from paceline.runtime import process_group
@@ -87,11 +88,13 @@ def _script(path: Path, args: tuple[str, ...]) -> None:
 
 
 def _forget_parent(output: int, errors: int) -> None:
-    """Streams, exit handlers, world and random numbers are not those of the tests. A warning is an error as in them."""
+    """Streams, exit handlers, world and random numbers are not those of the tests, which may have compiled models. A
+    warning is an error as in them."""
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     process_group.forget()
+    counters.clear()
     torch.manual_seed(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((nothing, output, errors)):

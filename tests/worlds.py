@@ -43,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
+from torch._dynamo.utils import counters
 
 from paceline.runtime import collectives, environment, gloo_threads, process_group
 from paceline.runtime.fork import fork
@@ -281,6 +282,7 @@ class _Settings:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         process_group.forget()
+        counters.clear()  # a process that has compiled a model counts no FLOPs
 
 
 def _wait_for_bodies(rank: int, orders: int, answers: int) -> None:
