@@ -1,8 +1,8 @@
 # paceline: `make train` trains a model, `make test` runs all checks. Both create their own environment.
 PYTHON ?= python3
 RECIPE ?=
-# Number of test workers. Many tests wait, so two more than the number of cores are fastest on a small machine.
-WORKERS ?= 4
+# Number of test workers. Many tests wait, so one more than the number of cores is fastest on a small machine.
+WORKERS ?= 3
 # Use another torch than the pinned one: make TORCH='2.11.*' test. Read when .venv is created.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # How often, and beside how many busy processes, `make burn` runs TEST.
