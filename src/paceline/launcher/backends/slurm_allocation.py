@@ -105,8 +105,8 @@ class SlurmBackend(SubprocessBackend):
     """Starts each launcher as a job step with all resources of the job on its node, and ends no other step.
 
     A step is found by its name, which has a random token: launches in other processes, and on other nodes, may run
-    steps in the same job. Its id would have to come from the launcher, which may be lost before it connects: srun
-    does not report it.
+    steps in the same job. Only the launcher could tell the id of its step, as srun does not report it, and it may be
+    lost before it connects.
     """
 
     def __init__(
