@@ -41,7 +41,7 @@ class Legitimate:
     rows: Callable[[], Any]
     loss: Loss | None = None
     criterion: Callable[[], nn.Module] | None = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] = field(default=lambda model: sgd(model.parameters()))
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(default=lambda model: with_momentum(model.parameters()))
     collate: Callable[[list[Any]], Any] = default_collate
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Legitimate:
         return self.collate(list(data) if isinstance(data, IterableDataset) else [data[i] for i in range(len(data))])
 
 
-def sgd(parameters: Any, **options: Any) -> torch.optim.SGD:
+def with_momentum(parameters: Any, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, **{"lr": 0.1, "momentum": 0.9, **options})
 
 
@@ -82,7 +82,7 @@ def targets(like: Callable[[], Tensor]) -> Callable[[], TensorDataset]:
     return lambda: TensorDataset(vectors(), like())
 
 
-def named() -> list[dict[str, Tensor]]:
+def by_name() -> list[dict[str, Tensor]]:
     return [{"left": row, "right": -row, "label": label} for row, label in zip(vectors(), labels(), strict=True)]
 
 
@@ -108,7 +108,7 @@ def sequences() -> list[tuple[Tensor, int]]:
     return [(vectors()[row, : 2 + row % 6, None], int(labels()[row])) for row in range(SAMPLES)]
 
 
-def padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
+def pad_in_batches(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
     lengths = torch.tensor([len(values) for values, _ in samples])
     values = rnn.pad_sequence([values for values, _ in samples], batch_first=True)
     return values, lengths, torch.tensor([label for _, label in samples])
@@ -130,11 +130,11 @@ class Net(nn.Module):
         return self.function(self, *inputs)
 
 
-def net(function: Callable[..., Any], **layers: Callable[[], nn.Module | nn.Parameter]) -> Callable[[], nn.Module]:
+def net_of(function: Callable[..., Any], **layers: Callable[[], nn.Module | nn.Parameter]) -> Callable[[], nn.Module]:
     return lambda: Net(function, **{name: make() for name, make in layers.items()})
 
 
-def linear(inputs: int = FEATURES, outputs: int = CLASSES) -> Callable[[], nn.Module]:
+def dense(inputs: int = FEATURES, outputs: int = CLASSES) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(inputs, outputs)
 
 
@@ -320,7 +320,7 @@ def connectionist(model: Any, batch: Any) -> Tensor:
     return F.ctc_loss(steps, 1 + batch[1][:, None] % 2, length, torch.ones_like(length), reduction="none").mean()
 
 
-def one_hot() -> Tensor:
+def chosen() -> Tensor:
     return F.one_hot(labels(), CLASSES).double()
 
 
@@ -342,7 +342,7 @@ def judged(criterion: Callable[[], nn.Module], rows: Callable[[], Any] = classif
     return Legitimate(other.pop("model", mlp), rows, criterion=criterion, **other)
 
 
-def stepped(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Legitimate:
+def stepped_by(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Legitimate:
     return by(entropy, optimizer=lambda model: make(model.parameters(), **options))
 
 
@@ -356,20 +356,20 @@ def groups(model: nn.Module) -> torch.optim.Optimizer:
 
 LEGITIMATE: dict[str, Legitimate] = {
     # Models.
-    "keys are arguments, and the model returns a dict": Legitimate(Named, named),
+    "keys are arguments, and the model returns a dict": Legitimate(Named, by_name),
     "the model returns an object": Legitimate(ReturnsObject, classified),
     "packed sequences": by(
-        lambda model, batch: F.cross_entropy(model(*batch[:2]), batch[2]), Packed, sequences, collate=padded
+        lambda model, batch: F.cross_entropy(model(*batch[:2]), batch[2]), Packed, sequences, collate=pad_in_batches
     ),
     "causal attention": by(by_token, Attends, tokens),
-    "attention with padding": by(entropy, net(
-        attends_with_padding, attention=lambda: nn.MultiheadAttention(2, 1, batch_first=True), last=linear(2)
+    "attention with padding": by(entropy, net_of(
+        attends_with_padding, attention=lambda: nn.MultiheadAttention(2, 1, batch_first=True), last=dense(2)
     )),
-    "straight-through rounding": by(entropy, net(
-        lambda model, inputs: model.last(Rounded.apply(model.first(inputs))), first=linear(8, 8), last=linear()
+    "straight-through rounding": by(entropy, net_of(
+        lambda model, inputs: model.last(Rounded.apply(model.first(inputs))), first=dense(8, 8), last=dense()
     )),
-    "a filter of complex numbers": by(entropy, net(
-        filtered, filter=lambda: nn.Parameter(torch.ones(5, 2)), last=linear()
+    "a filter of complex numbers": by(entropy, net_of(
+        filtered, filter=lambda: nn.Parameter(torch.ones(5, 2)), last=dense()
     )),
     "a frozen first layer": by(entropy, frozen_below),
     "an orthogonal layer": by(entropy, orthogonal),
@@ -377,25 +377,25 @@ LEGITIMATE: dict[str, Legitimate] = {
     "layers that were lazy": by(entropy, lazy),
     "a bag of words": by(
         lambda model, batch: F.cross_entropy(model(batch[0]), batch[0][:, 0] % CLASSES),
-        net(embedded, bag=lambda: nn.EmbeddingBag(20, 6), last=linear(6)), tokens,
+        net_of(embedded, bag=lambda: nn.EmbeddingBag(20, 6), last=dense(6)), tokens,
     ),
-    "several heads": by(of_heads, net(
-        several_heads, body=linear(8, 8), heads=lambda: nn.ModuleDict({"near": nn.Linear(8, 3), "far": nn.Linear(8, 3)})
+    "several heads": by(of_heads, net_of(
+        several_heads, body=dense(8, 8), heads=lambda: nn.ModuleDict({"near": nn.Linear(8, 3), "far": nn.Linear(8, 3)})
     )),
-    "soft experts": by(entropy, net(
-        soft_experts, gate=linear(8, 2), experts=lambda: nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+    "soft experts": by(entropy, net_of(
+        soft_experts, gate=dense(8, 2), experts=lambda: nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
     )),
-    "one module that is called three times": by(entropy, net(
+    "one module that is called three times": by(entropy, net_of(
         lambda model, inputs: model.last(model.body(model.body(model.body(inputs)).tanh())),
-        body=linear(8, 8), last=linear(),
+        body=dense(8, 8), last=dense(),
     )),
-    "a scale without dims": by(entropy, net(
+    "a scale without dims": by(entropy, net_of(
         lambda model, inputs: model.scale * model.last(inputs),
-        scale=lambda: nn.Parameter(torch.tensor(0.7)), last=linear(),
+        scale=lambda: nn.Parameter(torch.tensor(0.7)), last=dense(),
     )),
-    "a list of parameters": by(entropy, net(
+    "a list of parameters": by(entropy, net_of(
         lambda model, inputs: sum(each * model.last(inputs) for each in model.scales),
-        scales=lambda: nn.ParameterList([torch.ones(3), torch.full((3,), 0.5)]), last=linear(),
+        scales=lambda: nn.ParameterList([torch.ones(3), torch.full((3,), 0.5)]), last=dense(),
     )),
     "in-place activations": by(entropy, lambda: nn.Sequential(
         nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 3)
@@ -408,21 +408,21 @@ LEGITIMATE: dict[str, Legitimate] = {
         lambda model, batch: F.mse_loss(model(batch[0][:, None]), batch[0][:, None]),
         lambda: nn.Sequential(nn.Conv1d(1, 3, 2, 2), nn.Tanh(), nn.ConvTranspose1d(3, 1, 2, 2)),
     ),
-    "a bilinear layer": by(entropy, net(
+    "a bilinear layer": by(entropy, net_of(
         lambda model, inputs: model.pair(inputs[:, :4], inputs[:, 4:]), pair=lambda: nn.Bilinear(4, 4, 3)
     )),
-    "a recurrent cell in a Python loop": by(entropy, net(
-        lambda model, inputs: model.last(_unrolled(model.cell, inputs)), cell=lambda: nn.GRUCell(2, 6), last=linear(6)
+    "a recurrent cell in a Python loop": by(entropy, net_of(
+        lambda model, inputs: model.last(_unrolled(model.cell, inputs)), cell=lambda: nn.GRUCell(2, 6), last=dense(6)
     )),
-    "own checkpointing, not reentrant": by(entropy, net(
+    "own checkpointing, not reentrant": by(entropy, net_of(
         lambda model, inputs: model.last(checkpoint(model.body, inputs, use_reentrant=False)),
-        body=linear(8, 8), last=linear(),
+        body=dense(8, 8), last=dense(),
     )),
-    "own checkpointing, reentrant": by(entropy, net(
+    "own checkpointing, reentrant": by(entropy, net_of(
         lambda model, inputs: model.last(checkpoint(model.body, model.first(inputs), use_reentrant=True)),
-        first=linear(8, 8), body=linear(8, 8), last=linear(),
+        first=dense(8, 8), body=dense(8, 8), last=dense(),
     )),
-    "tied weights": by(by_token, net(
+    "tied weights": by(by_token, net_of(
         lambda model, words: model.words(words) @ model.words.weight.T, words=lambda: nn.Embedding(20, 8)
     ), tokens),
     "a buffer that is not saved": by(entropy, lambda: _with_buffer()),
@@ -435,11 +435,11 @@ LEGITIMATE: dict[str, Legitimate] = {
     "focal loss": by(focal),
     "two views, each the other's target": by(logistic),
     "a bonus for entropy": by(with_entropy_bonus),
-    "connectionist classification": by(connectionist, net(
-        lambda model, steps: model.last(steps), last=linear(2)
+    "connectionist classification": by(connectionist, net_of(
+        lambda model, steps: model.last(steps), last=dense(2)
     )),
     "binary, weighted by class": judged(
-        lambda: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0])), targets(one_hot)
+        lambda: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0])), targets(chosen)
     ),
     "classes as chances": judged(nn.CrossEntropyLoss, targets(lambda: vectors(3)[:, :3].softmax(1))),
     "ignored classes": judged(lambda: nn.CrossEntropyLoss(ignore_index=2)),
@@ -447,9 +447,9 @@ LEGITIMATE: dict[str, Legitimate] = {
     "Poisson": judged(nn.PoissonNLLLoss, targets(positive)),
     "Huber": judged(lambda: nn.HuberLoss(delta=0.3), real(3)),
     "margins": judged(nn.MultiMarginLoss),
-    "several labels": judged(nn.MultiLabelSoftMarginLoss, targets(one_hot)),
+    "several labels": judged(nn.MultiLabelSoftMarginLoss, targets(chosen)),
     "absolute error": judged(nn.L1Loss, real(3)),
-    "soft margins": judged(nn.SoftMarginLoss, targets(lambda: 2 * one_hot() - 1)),
+    "soft margins": judged(nn.SoftMarginLoss, targets(lambda: 2 * chosen() - 1)),
     # Data.
     "numbers of Python and arrays": by(entropy, rows=Rows),
     "named tuples": by(
@@ -464,15 +464,15 @@ LEGITIMATE: dict[str, Legitimate] = {
     )),
     # Optimizers.
     "groups of parameters": by(entropy, optimizer=groups),
-    "Adagrad": stepped(torch.optim.Adagrad),
-    "centered RMSprop": stepped(torch.optim.RMSprop, centered=True, momentum=0.5),
-    "NAdam": stepped(torch.optim.NAdam),
-    "Rprop": stepped(torch.optim.Rprop),
-    "averaged SGD": stepped(torch.optim.ASGD),
-    "Adadelta": stepped(torch.optim.Adadelta),
-    "Nesterov": stepped(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "without foreach": stepped(torch.optim.Adam, foreach=False, amsgrad=True),
-    "a learning rate that is a tensor": stepped(torch.optim.Adam, lr=torch.tensor(0.01), foreach=False),
+    "Adagrad": stepped_by(torch.optim.Adagrad),
+    "centered RMSprop": stepped_by(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "NAdam": stepped_by(torch.optim.NAdam),
+    "Rprop": stepped_by(torch.optim.Rprop),
+    "averaged SGD": stepped_by(torch.optim.ASGD),
+    "Adadelta": stepped_by(torch.optim.Adadelta),
+    "Nesterov": stepped_by(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "without foreach": stepped_by(torch.optim.Adam, foreach=False, amsgrad=True),
+    "a learning rate that is a tensor": stepped_by(torch.optim.Adam, lr=torch.tensor(0.01), foreach=False),
     # Settings.
     "one sample per micro-batch": by(entropy, settings={"accumulate": 4}),
     "clipped": by(entropy, settings={"clip_norm": 0.1}),
