@@ -18,7 +18,7 @@ PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile -c $(VENV)/const
 unexport PYTHONDONTWRITEBYTECODE
 
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
-	soak-folders soak-recipes soak-frames soak-bits soak-dropout soak-groups soak-steps
+	soak-folders soak-recipes soak-frames soak-bits soak-dropout soak-groups soak-steps soak-accumulate
 
 .PHONY: help train test test-all burn lint suite pytest hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
 
@@ -187,6 +187,9 @@ soak-dropout: $(READY)
 soak-groups: $(READY)
 	$(BIN)/python benchmarks/destroyed_groups.py
 	$(BIN)/python benchmarks/destroyed_groups.py --load 2
+
+soak-accumulate: $(READY)
+	$(BIN)/python benchmarks/accumulation.py
 
 # Needs SLURM (`make system`).
 soak-steps: $(READY)
