@@ -97,7 +97,7 @@ def trained_in_one_process(how: str, loss: Callable[[Any, Any], Any]) -> Tensor:
     return model.first.weight.detach()
 
 
-def difference(how: str, loss: Callable[[Any, Any], Any], custom: bool = False, **settings: Any) -> float:
+def weights_apart(how: str, loss: Callable[[Any, Any], Any], custom: bool = False, **settings: Any) -> float:
     model, optimizer = observed_model(how)
     options: Any = {"batch": 8, "shuffle": False, "precision": "fp64", "device": "cpu", "run": False, "quiet": True}
     trainer = paceline.Trainer(model, optimizer, loss_fn=loss, **options, **settings)
@@ -120,9 +120,9 @@ def test_the_hook_matters() -> None:
 @ranks(2)
 def test_two_ranks_train_as_one_process() -> None:
     for strategy in ("ddp", "fsdp"):
-        apart = {f"{loss.__name__}": difference("tensor", loss, strategy=strategy) for loss in LOSSES}
-        apart |= {how: difference(how, mean_loss, strategy=strategy) for how in ("module", "function", "checkpoint")}
-        apart["custom loop"] = difference("tensor", mean_loss, custom=True, strategy=strategy)
+        apart = {f"{loss.__name__}": weights_apart("tensor", loss, strategy=strategy) for loss in LOSSES}
+        apart |= {how: weights_apart(how, mean_loss, strategy=strategy) for how in ("module", "function", "checkpoint")}
+        apart["custom loop"] = weights_apart("tensor", mean_loss, custom=True, strategy=strategy)
         assert {name: value for name, value in apart.items() if value > 1e-12} == {}, strategy
 
 
@@ -130,8 +130,8 @@ def test_two_ranks_train_as_one_process() -> None:
 def test_micro_batches_train_as_one_process(world: int) -> None:
     @ranks(world)
     def body() -> None:
-        apart = {loss.__name__: difference("tensor", loss, accumulate=2) for loss in (mean_loss, squared_loss)}
-        apart |= {how: difference(how, mean_loss, accumulate=2) for how in ("module", "function")}
+        apart = {loss.__name__: weights_apart("tensor", loss, accumulate=2) for loss in (mean_loss, squared_loss)}
+        apart |= {how: weights_apart(how, mean_loss, accumulate=2) for how in ("module", "function")}
         assert {name: value for name, value in apart.items() if value > 1e-12} == {}
 
     body()
@@ -142,7 +142,7 @@ def said_in(how: str, loss: Callable[[Any, Any], Any], **settings: Any) -> list[
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("paceline").addHandler(handler)
-    difference(how, loss, **settings)
+    weights_apart(how, loss, **settings)
     logging.getLogger("paceline").removeHandler(handler)
     return said
 

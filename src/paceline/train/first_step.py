@@ -11,7 +11,7 @@ from typing import Any
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import forward_state, kept_state, loss_halves, preflight
-from paceline.guard.backward_observers import BackwardWatch
+from paceline.guard.gradient_hooks import BackwardWatch
 from paceline.guard.random_draws import describe_draws
 from paceline.models.divisor import Divisor
 from paceline.parallel.replicas import Replicas
