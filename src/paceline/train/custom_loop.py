@@ -366,6 +366,7 @@ class CustomLoop:
             loader = self.loader
             self._started = True
             self._job.agenda.steps_per_epoch = loader.lengths.per_epoch if loader else None
+            self._job.agenda.epochs_from = self.engine.position.begins.skip
             self._begin(self._job.agenda.steps_per_epoch)
             self._reached = self.engine.position.step
             self.engine.telemetry.begins(self._reached)
