@@ -39,10 +39,10 @@ _BAD = 7  # every seventh trial fails
 NODE = """
 import select, socket, sys, time
 from paceline.config.launch import NodeRange
-from paceline.launcher.cluster import channel, membership, orders
+from paceline.launcher.cluster import channel, fingerprint, membership
 
-order = orders.read(0)
-link = channel.connect(orders.reachable(order), order.token)
+order = fingerprint.read(0)
+link = channel.connect(fingerprint.reachable(order), order.token)
 link.send(membership.JoinRequest(socket.gethostname(), 1, NodeRange(1, 1), order.node, {}).to_message())
 while True:
     select.select([link], [], [], 0.5)

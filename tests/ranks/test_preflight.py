@@ -304,6 +304,17 @@ def test_a_parameter_that_a_later_batch_of_one_rank_does_not_use_is_named_before
         os._exit(0)
 
 
+@testing.ranks(2)  # what gradients leave in memory depends on what a process did before
+def test_every_parameter_that_all_micro_batches_use_counts_as_used() -> None:
+    """An earlier gradient may have had the address and the version of the view of a bucket that takes its place."""
+    inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    for _ in range(15):  # a third of such trainings met one
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        trainer = paceline.Trainer(model, criterion=nn.MSELoss(), batch=64, accumulate=8, quiet=True, run=False)
+        assert len(trainer.train(data, epochs=1).steps) == 4
+
+
 class DrawsOnSecondRank(nn.Linear):
     """Draws noise, and leaves a part of its dropout to torch on rank 1."""
 

@@ -80,7 +80,7 @@ def scaling(
     """Measure a recipe on several numbers of ranks, beside what a model of its communication predicts."""
     from paceline.bench import scaling as figures
     from paceline.bench import stored_results
-    from paceline.plan.scaling_model import digest
+    from paceline.plan.network_model import digest
 
     require_writable(json, html)
     counts = _parse_counts(ranks)
@@ -133,7 +133,7 @@ def _measure_all(
     """An entry for each mode and number of ranks. One that fails has its reason, and the others are measured."""
     from paceline.bench.scaling import ScalingEntry
     from paceline.cli.bench_launch import measure_recipe
-    from paceline.plan.scaling_model import scaled
+    from paceline.plan.network_model import scaled
 
     known: dict[tuple[int, int | None], dict[str, Any]] = {}  # both modes begin with the same
     entries: list[ScalingEntry] = []

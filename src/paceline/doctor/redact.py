@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.diagnose.log_files import log_patterns
+from paceline.diagnose.log_files import log_events
 from paceline.doctor.known_words import defines, has_quantity, installed, is_known, kind_of, variables
 
 _UNITS = {"s", "ms", "us", "µs", "ns", "h", "m", "k", "M", "G", "T", "x", "B", "g", "%", "°C", "W"}
@@ -119,7 +119,7 @@ class Redactor:
         if self._values == values:
             return text
         self._values = values
-        return self.message(line) if len(line) < 1000 and log_patterns.match(line) else None
+        return self.message(line) if len(line) < 1000 and log_events.match(line) else None
 
     def message(self, text: str, *, strict: bool = False, about: str = "") -> str:
         """One line with placeholders. `strict`: a long number remains only beside a quantity, not wherever all words

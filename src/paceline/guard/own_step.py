@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.errors import TrainError
 from paceline.log import Log
+from paceline.parallel.replicas import GradientMark, marks_of
 from paceline.runtime import collectives
 
 _INSPECTED = 3  # steps: what a loop does to gradients, it does from the beginning
@@ -72,7 +73,7 @@ class GradientWatch:
         self._seen = 0  # of them, after the last one of this Trainer
         self._said: set[bool] = set()
         self._left = _INSPECTED
-        self._marks: list[tuple[int, int]] | None = None  # of the gradients after the last backward
+        self._marks: list[GradientMark] | None = None  # of the gradients after the last backward
         self._changed = False  # by others, since the first backward of the step
 
     def begin_step(self) -> None:
@@ -102,7 +103,7 @@ class GradientWatch:
         if self._left and last:
             self._left -= 1
         elif self._left:
-            self._marks = _marks(self._parameters)
+            self._marks = marks_of(self._parameters)
 
     def continue_step(self, *, may_change: bool) -> None:
         """Call before another micro-batch or the update of a step: its gradients must not be gone, nor changed before
@@ -114,7 +115,8 @@ class GradientWatch:
                 why="micro-batches would be counted in the step without contributing to it",
                 fix="remove zero_grad(): every step of the Trainer begins without gradients",
             )
-        changed = self._marks is not None and self._marks != _marks(self._parameters)
+        parts = zip(self._marks or (), self._parameters, strict=False)
+        changed = any(not mark.holds_for(parameter.grad) for mark, parameter in parts)
         if changed and not may_change:
             raise TrainError(
                 "gradients-changed",
@@ -153,11 +155,6 @@ class GradientWatch:
                 why="they are not yet divided by the loss scale and by the weight of all micro-batches of the step",
                 fix="clip with clip_norm or clip_value; add an auxiliary loss to the result of trainer.forward(batch)",
             )
-
-
-def _marks(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    gradients = [parameter.grad for parameter in parameters]
-    return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 def _norm(parameters: Iterable[Tensor]) -> float:

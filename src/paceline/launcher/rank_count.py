@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import LaunchError
+from paceline.runtime import environment
 
 
 def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) -> tuple[int, str]:
@@ -24,6 +25,18 @@ def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) ->
         return len(gpus), f"all GPUs: {', '.join(gpus)}"
     where = "device: cpu" if str(device) == "cpu" else "no GPU"
     return on_cpu, where
+
+
+def reject_launch_on_rank(what: str) -> None:
+    """Raise an error if a launcher has started this process as one of several ranks."""
+    info = environment.read_rank_info() if environment.is_rank() else None
+    if info is not None and info.world > 1:
+        raise LaunchError(
+            "inside-a-rank",
+            f"{what} was called on rank {info.rank} of {info.world}.",
+            why="a launcher has started the ranks already; each of them would start ranks of its own",
+            fix="run the script with python, or call the function directly and keep the launcher",
+        )
 
 
 def _gpus(device: str | int | None) -> list[str]:

@@ -8,9 +8,10 @@ wrapper from then on; others are freed, because each holds buckets of the size o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -58,7 +59,7 @@ class Replicas:
         self._built: Counter[Flags] = Counter([tuple(self._flags)])
         self._kept: dict[Flags, DistributedDataParallel] = {}
         self._sync, self._unreduced = True, False
-        self._before: list[tuple[int, int] | None] | None = None
+        self._before: list[GradientMark] | None = None
         self.traffic: Traffic | None = None  # counts what DDP sends besides gradients, which its hook counts
         # Called with a new wrapper and the next batch. A first backward makes DDP rebuild its buckets.
         self.warm_up: Callable[[Forward, Any], None] | None = None
@@ -70,7 +71,7 @@ class Replicas:
             self._switch(flags, batch)
         # Gradients of earlier micro-batches do not show whether this backward, which reduces them, reaches a parameter.
         accumulates = self._sync and self._unreduced
-        self._before = [_version(parameter) for parameter in self._parameters] if accumulates else None
+        self._before = marks_of(self._parameters) if accumulates else None
         ddp = self._ddp
         if ddp.require_backward_grad_sync is not self._sync:
             ddp.require_backward_grad_sync = self._sync
@@ -127,7 +128,7 @@ class Replicas:
             missing = [flag and p.grad is None for p, flag in zip(self._parameters, self._flags, strict=True)]
         else:
             parts = zip(self._parameters, self._flags, self._before, strict=True)
-            missing = [flag and (p.grad is None or _version(p) == old) for p, flag, old in parts]
+            missing = [flag and (p.grad is None or old.holds_for(p.grad)) for p, flag, old in parts]
         return [name for name, is_missing in zip(self._names, missing, strict=True) if is_missing]
 
     @contextmanager
@@ -195,6 +196,19 @@ class Replicas:
         return ", ".join(names[:_SHOWN]) + rest
 
 
-def _version(parameter: Tensor) -> tuple[int, int] | None:
-    gradient = parameter.grad
-    return None if gradient is None else (id(gradient), gradient._version)
+class GradientMark(NamedTuple):
+    """A gradient and its version. By a weak reference, because the id of a gradient may be that of an earlier one."""
+
+    gradient: ref[Tensor] | None
+    version: int
+
+    def holds_for(self, gradient: Tensor | None) -> bool:
+        """Whether this is still the gradient, unchanged."""
+        if gradient is None or self.gradient is None:
+            return gradient is None and self.gradient is None
+        return self.gradient() is gradient and gradient._version == self.version
+
+
+def marks_of(parameters: Iterable[Tensor]) -> list[GradientMark]:
+    gradients = [parameter.grad for parameter in parameters]
+    return [GradientMark(None, 0) if each is None else GradientMark(ref(each), each._version) for each in gradients]

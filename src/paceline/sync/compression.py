@@ -113,8 +113,7 @@ def dense_mean(flat: Tensor, exchange: Exchange) -> Collectives[None]:
 
 def build_compression(section: SyncSection, exchange: Exchange) -> Compression:
     """The compression that `sync.compress` names."""
-    from paceline.sync.casts import CastCompression
-    from paceline.sync.int8 import Int8Compression
+    from paceline.sync.casts import CastCompression, Int8Compression
     from paceline.sync.powersgd import PowerSGD
 
     match section.compress:

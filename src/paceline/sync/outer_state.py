@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from paceline.config.sections import SyncSection
-from paceline.sync.casts import cast_mean
+from paceline.sync.casts import cast_mean, int8_mean
 from paceline.sync.exchange import Exchange
 from paceline.sync.flat_tensors import FlatTensors
-from paceline.sync.int8 import int8_mean
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -116,7 +116,7 @@ class Stepper:
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | Divisor | None]:
         if self.before_micro is not None:
             self.before_micro(not micro.group)
-        self._draw.begin(micro)
+        self._draw.begin_forward(micro)
         progress.micros += 1
         self.weigh(several=True)  # more micro-batches may follow
         result: tuple[Tensor, Tensor | float | Divisor | None] = self._forward(micro.batch)

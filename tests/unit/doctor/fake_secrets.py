@@ -165,7 +165,7 @@ def every(seed: int = 7) -> list[Planted]:
     chance = random.Random(seed)
     found = []
     for kind, (form, text) in KINDS.items():
-        secret = re.sub(r"{(\w)(\d+)}", lambda slot: _fill(chance, slot), form).replace("~", "")
+        secret = re.sub(r"{(\w)(\d+)}", lambda slot: _fill_slot(chance, slot), form).replace("~", "")
         found.append(Planted(kind, secret, text.replace("~", "").replace("{}", secret)))
     return found
 
@@ -174,7 +174,7 @@ def made_up(length: int) -> str:
     return "".join(random.Random(length).choices(LETTERS, k=length))
 
 
-def _fill(chance: random.Random, slot: re.Match[str]) -> str:
+def _fill_slot(chance: random.Random, slot: re.Match[str]) -> str:
     number = int(slot[2])
     if slot[1] == "W":
         return " ".join(chance.sample(WORDS, number))

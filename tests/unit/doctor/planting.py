@@ -34,9 +34,9 @@ def plant(run: Path, secrets: Sequence[Planted]) -> dict[str, str]:
     for path in (folder.metrics, folder.ledger, folder.rank_stats(0)):
         with path.open("a") as file:
             for each in secrets:
-                file.writelines(json.dumps(record) + "\n" for record in records(each))
+                file.writelines(json.dumps(record) + "\n" for record in secret_records(each))
             file.write('{"half": "' + json.dumps([each.text for each in secrets])[:-4])  # of a killed writer
-    report = {str(number): [*forms_of(each), *records(each)] for number, each in enumerate(secrets)}
+    report = {str(number): [*forms_of(each), *secret_records(each)] for number, each in enumerate(secrets)}
     for path in (folder.hang, folder.failure(1), folder.derived, *folder.checkpoints.glob("*/manifest.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"planted": report, "what": report}, indent=1))
     folder.stack(1).write_text("\n".join(text for each in secrets for text in forms_of(each)))
@@ -66,7 +66,7 @@ def plant(run: Path, secrets: Sequence[Planted]) -> dict[str, str]:
     return environment | {name: each.text for name, each in zip(known, secrets, strict=False)}
 
 
-def records(each: Planted) -> list[Any]:
+def secret_records(each: Planted) -> list[Any]:
     number = int(each.secret) if each.secret.isdecimal() else each.secret
     return [
         {"step": 1, "note": each.text, "what": each.secret, each.secret: 1},

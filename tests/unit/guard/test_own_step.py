@@ -13,6 +13,7 @@ from torch import nn
 import paceline
 import tiny
 from paceline.errors import TrainError
+from paceline.parallel.replicas import marks_of
 from worlds import ranks
 
 SGD = {"name": "sgd", "lr": 0.1}
@@ -246,3 +247,26 @@ def test_a_learning_rate_set_by_a_callback_counts_or_is_warned_about(capsys: Any
     trainer = tiny.classifier_trainer(optimizer=SGD, schedule={"name": "linear"}, callbacks=[lower], quiet=True)
     trainer.train(tiny.blobs(), max_steps=3)
     assert capsys.readouterr().out.count("the schedule (linear) sets it before every step") == 1
+
+
+def test_a_gradient_at_the_address_of_an_earlier_one_is_another() -> None:
+    parameter, addresses = nn.Parameter(torch.zeros(3)), set()
+    for _ in range(50):
+        parameter.grad = torch.zeros(3)
+        [mark] = marks_of([parameter])
+        addresses.add(id(parameter.grad))
+        parameter.grad = None
+        parameter.grad = torch.zeros(3)
+        assert not mark.holds_for(parameter.grad)
+    assert len(addresses) < 50  # some were used again
+
+
+def test_a_gradient_is_the_same_until_it_is_changed_in_place() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    [absent] = marks_of([parameter])
+    assert absent.holds_for(None)
+    parameter.sum().backward()
+    [mark] = marks_of([parameter])
+    assert mark.holds_for(parameter.grad) and not mark.holds_for(None) and not absent.holds_for(parameter.grad)
+    parameter.sum().backward()
+    assert not mark.holds_for(parameter.grad)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.config.recipe import Config
+from paceline.config.show import effective
 from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
-from paceline.watch.run_facts import read_facts
+from paceline.watch.run_facts import read_facts, recipe_rows, recipe_value
 from watched import FINISHED, START, run_folder, step
 
 
@@ -68,3 +70,22 @@ def test_a_recipe_that_is_not_one(tmp_path: Path) -> None:
     folder.config.unlink()
     folder.config.symlink_to("/etc/passwd")
     assert read_facts(folder).recipe() is None
+
+
+def test_every_key_with_its_origin(tmp_path: Path) -> None:
+    config = Config.from_dict({"batch": 8, "model": "gpt"}, ["optimizer.lr=0.5"], origin="recipe.yaml")
+    rows = {
+        key: (value, origin) for key, value, origin in recipe_rows(run_folder(tmp_path / "r", config=effective(config)))
+    }
+    assert rows["batch"] == ("8", "recipe.yaml") and rows["optimizer.lr"] == ("0.5", "override optimizer.lr=0.5")
+    assert rows["tf32"] == ("false", "default") and rows["sync"] == ("null", "default")
+
+
+def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:
+    assert recipe_rows(run_folder(tmp_path / "a", config="[1, 2")) == []
+    folder = run_folder(tmp_path / "b", config="seed: 1\n")
+    assert recipe_value(folder, "seed") == 1 and recipe_value(folder, "batch") is None
+    folder.config.unlink()
+    (tmp_path / "secret.yaml").write_text("seed: 7\n")
+    folder.config.symlink_to(tmp_path / "secret.yaml")
+    assert recipe_rows(folder) == [] and recipe_value(folder, "seed") is None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.diagnose import catalog
-from paceline.diagnose.log_files import log_events, log_patterns, log_scan
+from paceline.diagnose.log_files import log_events, log_scan
 from paceline.diagnose.log_files.log_events import UNKNOWN, LogEvent, LogFacts
 from paceline.diagnose.log_files.log_lines import LogLine, parse
 from paceline.errors import PacelineError
@@ -115,7 +115,7 @@ def find_verdict(facts: LogFacts) -> LogVerdict:
 
 
 def _first(events: Sequence[LogEvent], nan_losses: Sequence[LogEvent]) -> LogEvent | None:
-    found = {role: next((each for each in events if each.role == role), None) for role in log_patterns.ROLES}
+    found = {role: next((each for each in events if each.role == role), None) for role in log_events.ROLES}
     cause, symptom = found["cause"], found["symptom"]
     if cause is not None and not cause.code:
         # An exception without a signature, unless something known came before it, or was said in passing.

@@ -26,7 +26,7 @@ from paceline.launcher.interface import interface_of
 from paceline.launcher.local import hang_report, interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.reaper import kill_orphans, start_time
+from paceline.launcher.local.rank_parent import kill_orphans, start_time
 from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
