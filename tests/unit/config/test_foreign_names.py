@@ -29,7 +29,7 @@ OF_GUIDES = {
     "settings": "use_dynamic_scaling initial_scale distributed local_rank world_size use_amp use_ema ema_decay",
     "methods": "_reduce_tensor setup_distributed cleanup_distributed",
     "names": "TrainingEngine DistributedAMPTrainer create_default_amp_config launch_distributed_training "
-    "GradScaler distributed_train_worker DistributedSampler DistributedDataParallel init_process_group get_rank ReduceOp",
+    "GradScaler distributed_train_worker DistributedSampler DDP init_process_group get_rank ReduceOp",
     "dist": "get_rank get_world_size ReduceOp init_process_group destroy_process_group",
 }
 
