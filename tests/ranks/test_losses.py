@@ -58,7 +58,7 @@ def selected(layer: Any, batch: Any) -> Tensor:
     return ((layer(batch[0])[mask] - batch[0][mask][:, :CLASSES]) ** 2).mean()
 
 
-def counted(batch: Any) -> Tensor:
+def is_counted(batch: Any) -> Tensor:
     return batch[1] >= 0
 
 
@@ -82,13 +82,15 @@ LOSSES: dict[str, LossFunction] = {
     "sum / count": masked,
     "selected": selected,
     "selected by index": lambda layer, batch: (
-        squares(layer, batch).index_select(0, counted(batch).nonzero()[:, 0]).mean()
+        squares(layer, batch).index_select(0, is_counted(batch).nonzero()[:, 0]).mean()
     ),
-    "nanmean": lambda layer, batch: torch.where(counted(batch), squares(layer, batch), torch.nan).nanmean(),
+    "nanmean": lambda layer, batch: torch.where(is_counted(batch), squares(layer, batch), torch.nan).nanmean(),
     "einsum": lambda layer, batch: (
-        torch.einsum("i,i->", squares(layer, batch), counted(batch).double()) / counted(batch).sum()
+        torch.einsum("i,i->", squares(layer, batch), is_counted(batch).double()) / is_counted(batch).sum()
     ),
-    "reciprocal": lambda layer, batch: (squares(layer, batch) * counted(batch)).sum() * (1.0 / counted(batch).sum()),
+    "reciprocal": lambda layer, batch: (
+        (squares(layer, batch) * is_counted(batch)).sum() * (1.0 / is_counted(batch).sum())
+    ),
     "deep below penalties": with_penalties,
 }
 

@@ -102,8 +102,9 @@ def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Seque
             engine.log.warning(error)
         forward_state.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
         state = [*state, *own, *counted]
-    engine.stepper.checks = LaterChecks(engine, micro, groups, modes=(False,) if state else (False, True))
-    engine.stepper.checks.compare(micro)
+    checks = LaterChecks(engine, micro, groups, modes=(False,) if state else (False, True))
+    checks.compare(micro)
+    engine.stepper.check_later(checks)
 
 
 class LaterChecks:

@@ -72,7 +72,7 @@ class Stepper:
         self.before_micro: Callable[[bool], None] | None = None  # called with whether it is the first one of a step
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
         self.traffic: Traffic | None = None  # counts the bytes that this rank sends
-        self.checks: Any = None  # of the loss, after some steps: `first_step.LaterChecks`
+        self.checks: Any = None
         self.checked: MicroBatch | None = None  # the last micro-batch of the group that these ask for
         self._sums: bool | None = None  # whether losses are sums with weights; None: not known yet
         self.reset()
@@ -94,6 +94,10 @@ class Stepper:
         weighs = several or self._always_weighs
         if self._module.weighs is not weighs:
             self._module.weighs = weighs
+
+    def check_later(self, checks: Any) -> None:
+        """`checks`: of the loss, after some steps (`first_step.LaterChecks`)."""
+        self.checks = checks
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch and return its loss. The last one reduces the gradients."""

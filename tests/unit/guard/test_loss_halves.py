@@ -170,14 +170,17 @@ def test_a_loss_that_is_computed_in_no_mode_is_named_with_its_exception(capsys: 
     assert "train.not-checked" in found and "ValueError: a batch of six is needed" in found
 
 
-def gradient_penalty(model: Any, batch: Any) -> Tensor:
+def with_gradient_penalty(model: Any, batch: Any) -> Tensor:
     x = batch[0].clone().requires_grad_()
     [slope] = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
     return slope.pow(2).sum(1).mean()
 
 
 def test_a_loss_with_gradients_in_it_is_checked(capsys: Any) -> None:
-    assert warnings_of(gradient_penalty, capsys, model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))) == ""
+    assert (
+        warnings_of(with_gradient_penalty, capsys, model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+        == ""
+    )
 
 
 class InTraining(nn.Module):
