@@ -35,6 +35,7 @@ from paceline.runtime.noise import NoiseContext
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-5}
 _HALF = 2e-2
+_NOT_CHECKED = "not-checked"
 _SMALL = 1e-2  # losses are compared as if they were at least this
 
 _CAUSES = (
@@ -154,11 +155,15 @@ def _joined_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def not_checked(what: str, error: str) -> str:
     """The warning for a check that failed itself."""
     return TrainError(
-        "not-checked",
+        _NOT_CHECKED,
         f"Checking {what} failed: {error}.",
         why="a trial of the loss, on a part of a batch or in eval mode, raised an exception that training did not",
         fix="compute the loss for any number of samples; compare layouts by `paceline parity`",
     ).text()
+
+
+def is_failure(warning: str) -> bool:
+    return warning.startswith(f"[train.{_NOT_CHECKED}]")
 
 
 @contextmanager

@@ -95,14 +95,13 @@ def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Seque
     degrees = engine.mesh.degrees
     if engine.mesh.data_ranks * groups * degrees.pipeline == 1 and not engine.wrapped.slices:
         return
-    trial = _trial(engine, micro)
+    trial, failed = _trial(engine, micro), None
     if degrees.pipeline == 1:
-        own, counted, error = kept_state.find(*trial)
-        if error is not None:
-            engine.log.warning(error)
+        own, counted, failed = kept_state.find(*trial)
         forward_state.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
         state = [*state, *own, *counted]
     checks = LaterChecks(engine, micro, groups, modes=(False,) if state else (False, True))
+    checks.failed = failed
     checks.compare(micro)
     engine.stepper.check_later(checks)
 
@@ -116,6 +115,7 @@ class LaterChecks:
         self.group, self._groups = groups - 1, groups  # the micro-batch of a step that is compared: each in its turn
         self.next = self._began = engine.position.step
         self._engine, self._before, self._modes, self._warned = engine, micro, modes, False
+        self.failed: str | None = None  # of the checks before the first step: reported if that does not fail itself
         self._checked, self._since = self._began, perf_counter()
 
     def compare(self, micro: MicroBatch) -> None:
@@ -128,8 +128,11 @@ class LaterChecks:
         said = collectives.all_gather_object(engine.module.proportions.said)
         found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
         if found is not None:
-            engine.log.warning(found)
             self._warned = True
+            if step == self._began and loss_halves.is_failure(found):
+                self.failed = self.failed or found
+            else:
+                engine.log.warning(found)
         now, steps = perf_counter(), step - self._began
         pause = _SHARE * (now - began) / max(now - self._since, 1e-9) * (step - self._checked)
         self.next = step + max(steps, 1, 0 if steps < _FIRST else collectives.broadcast_object(ceil(pause)))
@@ -138,6 +141,9 @@ class LaterChecks:
     def after(self, step: int, *, last: bool = False) -> None:
         """Call after a step on every rank."""
         micro = self._engine.stepper.checked
+        if self.failed is not None:
+            self._engine.log.warning(self.failed)
+            self.failed = None
         if (step >= self.next or (last and step > self._checked)) and micro is not None and not self._warned:
             if micro is not self._before or step > self._began + 1:  # a captured step has one batch
                 self.compare(micro)
