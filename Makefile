@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
 	soak-folders soak-recipes soak-frames soak-bits soak-dropout soak-groups soak-steps soak-accumulate
 
-.PHONY: help train test test-all burn lint suite hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
+.PHONY: help train test test-all burn lint suite pytest hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
 
 help:
 	@echo "make train [RECIPE=recipes/vae.yaml] [ARGS='train.epochs=2 -n 2']   train a recipe (default: a small GPT)"
@@ -56,18 +56,28 @@ lint: $(READY)
 	@$(BIN)/ruff check src tests benchmarks examples tools
 	@$(BIN)/ruff format --check src tests benchmarks examples tools
 	@$(BIN)/mypy
+	@$(BIN)/mypy tests/typing_of_users.py
 	@$(BIN)/lint-imports --no-cache
 
 # With PACELINE_SYSTEM_TESTS=1, as in CI, tests also start real ssh, SLURM, Ray and network namespaces.
-test: lint suite
+SERVICES := $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
+
+# Tests wait now and then: lint uses the time.
+test: $(READY) $(SERVICES)
+	@$(MAKE) --no-print-directory -j 2 lint pytest
 
 # Before an issue is called resolved, and every night: also the tests marked `nightly`, larger samples, and services.
 test-all: export PACELINE_ALL_TESTS = 1
 test-all: export PACELINE_SYSTEM_TESTS = 1
-test-all: system lint suite
+test-all: system
+	@$(MAKE) --no-print-directory -j 2 lint pytest
 
-suite: $(READY) $(if $(filter 1,$(PACELINE_SYSTEM_TESTS)),system)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+suite: $(READY) $(SERVICES)
+	@$(MAKE) --no-print-directory pytest
+
+# Some tests run make: they are not jobs of this one.
+pytest:
+	@env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # A new or changed test of ranks, faults or services, before it lands.
 burn: $(READY)

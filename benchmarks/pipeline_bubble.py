@@ -1,4 +1,4 @@
-"""Pipeline bubble: measured, and by the formula of each schedule (plan/pipeline_schedule.py).
+"""Pipeline bubble: measured, and by the formula of each schedule (plan/partition.py).
 
     python benchmarks/pipeline_bubble.py [--ranks 4] [--microbatches 8] [--milliseconds 40]
 
@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.config.sections import PipelineSection
-from paceline.plan.pipeline_schedule import bubble, stages_per_rank
+from paceline.plan.partition import bubble, stages_per_rank
 
 WIDTH = 4
 ALLOWED = 0.05

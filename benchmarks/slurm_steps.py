@@ -29,9 +29,9 @@ from paceline.run.folder import RunFolder
 from paceline.runtime.scheduler_env import SlurmAllocation, read_allocation
 from paceline.search import recipe_trials
 from paceline.search.placement import Machine, Pool, TrialSlot
+from paceline.search.results import Trial
 from paceline.search.scheduler import Sweep
 from paceline.search.study import Study
-from paceline.search.trial import Trial
 from system import slurm_cluster
 
 _TRIALS = 25  # of a study: reading it takes longer with each
@@ -39,10 +39,10 @@ _BAD = 7  # every seventh trial fails
 NODE = """
 import select, socket, sys, time
 from paceline.config.launch import NodeRange
-from paceline.launcher.cluster import channel, membership, orders
+from paceline.launcher.cluster import channel, fingerprint, membership
 
-order = orders.read(0)
-link = channel.connect(orders.reachable(order), order.token)
+order = fingerprint.read(0)
+link = channel.connect(fingerprint.reachable(order), order.token)
 link.send(membership.JoinRequest(socket.gethostname(), 1, NodeRange(1, 1), order.node, {}).to_message())
 while True:
     select.select([link], [], [], 0.5)

@@ -19,3 +19,9 @@ _MODULES = (
 def import_what_ranks_need() -> None:
     for name in _MODULES:
         importlib.import_module(name)
+
+
+def import_compiler() -> None:
+    """1.5 CPU seconds in each rank that compiles a model. Call in tests whose ranks do, not in all processes of tests,
+    which would grow by 50 MB."""
+    importlib.import_module("torch._inductor.compile_fx")

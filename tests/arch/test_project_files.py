@@ -183,3 +183,8 @@ def test_a_changelog_without_its_form_is_refused(right: str, wrong: str) -> None
     text = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- a\n\n## [0.1.0] - 2020-02-02\n\n### Fixed\n\n- b\n"
     assert changelog_problems(text) == []
     assert changelog_problems(text.replace(right, wrong, 1)) != []
+
+
+def test_the_package_says_that_it_has_types() -> None:
+    """PEP 561. Lint checks a user's code against them: tests/typing_of_users.py."""
+    assert (ROOT / "src" / "paceline" / "py.typed").exists()

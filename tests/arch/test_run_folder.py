@@ -25,7 +25,7 @@ NOT_A_FILE = {
     ("config/recipe.py", "metrics.jsonl"): "the description of a recipe key; config is below run",
     ("config/components.py", "tensorboard"): "the name of a logger",
     ("monitor/loggers.py", "tensorboard"): "the name of a logger and of its package",
-    ("plan/scaling_model.py", "profile"): "the name of a setting",
+    ("plan/network_model.py", "profile"): "the name of a setting",
     ("train/custom_loop_setup.py", "profile"): "the name of a setting",
     ("train/evaluation_policy.py", "best"): "a key of a state dict",
 }

@@ -20,8 +20,8 @@ from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.backends.hostfile import Host, read_hosts
 from paceline.launcher.backends.ssh import SshBackend, remote_command
-from paceline.launcher.cluster import orders
-from paceline.launcher.cluster.orders import NodeOrder
+from paceline.launcher.cluster import fingerprint
+from paceline.launcher.cluster.fingerprint import NodeOrder
 from paceline.launcher.dispatch import dispatch
 from paceline.launcher.workload import Target, Workload
 from samples import sample
@@ -127,7 +127,7 @@ def run(case: Case, host: Host, place: Place, command: str) -> None:
     assert ended == {0: "exit status 0"}
     assert place.recorded("host").decode() == host.name
     with (place.records / "order").open("rb", buffering=0) as file:
-        assert orders.read(file.fileno()) == case.order
+        assert fingerprint.read(file.fileno()) == case.order
 
 
 @pytest.mark.parametrize("seed", range(sample(5, 10)))

@@ -18,7 +18,7 @@ import paceline
 import tiny
 from faults import worlds
 from paceline.errors import LaunchError
-from paceline.monitor import last_records
+from paceline.monitor import rank_stats
 from paceline.train.checkpointing import saver
 
 STEPS = 9  # three epochs
@@ -89,7 +89,7 @@ def test_after_a_rank_ended_every_step_is_recorded_once(
     log_every: int,
     comes: bool,
 ) -> None:
-    monkeypatch.setattr(last_records, "SECONDS", 30.0 if comes else 0.1)
+    monkeypatch.setattr(rank_stats, "SECONDS", 30.0 if comes else 0.1)
     ended = worlds.run(2, partial(train, tmp_path / "r", end, log_every=log_every))
     assert all(each.status for each in ended)
     saved = {path.name for path in (tmp_path / "r" / "checkpoints").glob("step-*")}
@@ -113,7 +113,7 @@ def test_an_evaluation_after_the_last_save_is_made_up_for(tmp_path: Path) -> Non
 def test_without_scheduled_saves_the_survivor_saves_and_says_whose_losses_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_records, "SECONDS", 0.1)
+    monkeypatch.setattr(rank_stats, "SECONDS", 0.1)
     ended = worlds.run(2, partial(train, tmp_path / "r", Ends(5, [1]), save_every=None, log_every=10, quiet=False))
     assert "step 5 was saved" in ended[0].output and "those of this rank only (of_rank)" in ended[0].output
     assert worlds.values(2, partial(train, tmp_path / "r", save_every=None))
@@ -122,7 +122,7 @@ def test_without_scheduled_saves_the_survivor_saves_and_says_whose_losses_it_has
 def test_more_than_a_few_steps_are_not_trained_again_for_their_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_records, "SECONDS", 0.1)
+    monkeypatch.setattr(rank_stats, "SECONDS", 0.1)
     monkeypatch.setattr(saver, "_FEW_STEPS", 2)
     ended = worlds.run(2, partial(train, tmp_path / "r", Ends(8, [1]), save_every=5, log_every=2, quiet=False))
     assert "step 8 was saved" in ended[0].output and "those of this rank only (of_rank)" in ended[0].output

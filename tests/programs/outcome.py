@@ -9,7 +9,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ class _Said:
     def on_log(self, record: Any) -> None:
         self.losses.append(record["loss"])
 
-    def listen(self) -> None:
+    @contextmanager
+    def listening(self) -> Iterator[None]:
         said = self
 
         class Handler(logging.Handler):
@@ -75,12 +77,18 @@ class _Said:
                     said.lines.append((record.getMessage(), bool(said.losses)))
 
         logger = logging.getLogger("paceline")
-        logger.handlers = [Handler()]
-        logger.propagate = False
+        before = logger.handlers, logger.propagate  # ranks may wait for another program
+        logger.handlers, logger.propagate = [Handler()], False
+        try:
+            yield
+        finally:
+            logger.handlers, logger.propagate = before
 
 
-def try_program(program: Program, fault: Callable[[], None] | None = None) -> Outcome:
-    """`fault` is built into every rank, to see that it is found."""
+def try_program(
+    program: Program, fault: Callable[[], None] | None = None, run: Callable[..., None] = run_on_ranks
+) -> Outcome:
+    """`fault` is built into every rank, to see that it is found. `run` starts the ranks, or uses those that wait."""
     try:
         expected = train_plainly(program)
     except Exception as error:  # paceline need not do better than torch
@@ -93,7 +101,7 @@ def try_program(program: Program, fault: Callable[[], None] | None = None) -> Ou
         for number, (layout, first, last) in enumerate(phases):
             (folder / str(number)).mkdir()
             try:
-                run_on_ranks(
+                run(
                     LAYOUTS[layout][0],
                     lambda: _train(program, layout, first, last, folder, folder / str(number), fault),  # noqa: B023
                     timeout=DEADLINE,
@@ -139,11 +147,11 @@ def _train(
     fault: Callable[[], None] | None,
 ) -> None:
     said = _Said()
-    said.listen()
     try:
         if fault is not None:
             fault()
-        result = _result(program, layout, first, last, folder, said)
+        with said.listening():
+            result = _result(program, layout, first, last, folder, said)
         if dist.rank() == 0:
             torch.save(result, notes / "result.pt")
     except PacelineError as error:

@@ -17,7 +17,7 @@ import dropout_models
 import tiny
 from dropout_models import cell
 from paceline import Trainer, launch
-from samples import ALL
+from samples import ALL, sample
 
 CORE = [
     *(cell(model, "ddp:3", accumulate=3) for model in ("gpt2", "vit")),
@@ -50,7 +50,7 @@ def test_a_model_with_dropout_has_the_same_loss_on_every_layout() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", DETECTED_BY)
+@pytest.mark.parametrize("fault", list(DETECTED_BY)[: sample(1, 3)])
 def test_the_comparison_detects_a_wrong_mask(fault: str) -> None:
     rows = dropout_models.compare(DETECTED_BY[fault], fault)
     assert {str(each): row for each, row in rows.items() if row.loss < 1e-4 or row.refused} == {}

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import paceline
 import tiny
+import warm
 from paceline.cli.main import app
 from paceline.parallel import compose
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
@@ -136,6 +137,7 @@ def printed_passes(model: str, settings: dict[str, Any], ranks: int, folder: Pat
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch.compile imports it
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_printed_is_what_runs(ranks: int, tmp_path: Path) -> None:
+    warm.import_compiler()
     executed = paceline.launch(executed_passes, ranks=ranks, number=ranks)
     expected = {name: passes for name, number, *_, passes in CASES if number == ranks}
     printed = {

@@ -12,6 +12,7 @@ import torch
 
 import paceline
 import tiny
+import warm
 
 KINDS = ("off", "full", "every-2", "selective")
 GPT = {"name": "gpt", "layers": 3, "width": 32, "heads": 2, "context": 16, "dropout": 0.1}
@@ -92,6 +93,7 @@ def compiled(cases: list[tuple[str, dict[str, Any]]], backend: str) -> list[list
 def test_compiled_and_recomputed_blocks_give_the_plain_losses(strategy: str, kinds: tuple[str, ...]) -> None:
     hows: list[dict[str, Any]] = [{}, *({"compile": True, "recompute": kind} for kind in kinds)]
     cases = [("gpt", {"strategy": strategy, **how}) for how in hows]
+    warm.import_compiler()
     plain, *others = paceline.launch(compiled, ranks=2, cases=cases, backend="aot_eager")
     for losses in others:
         assert losses == pytest.approx(plain, rel=1e-5)

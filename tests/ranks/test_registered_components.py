@@ -89,7 +89,13 @@ def test_a_registered_optimizer_is_torchs_in_disguise_and_resumes(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("toy-shards", "ddp"), ("toy-shards", "fsdp"), ("toy-dtensors", "fsdp"), ("toy-full", "ddp")]
+    ("name", "strategy"),
+    [
+        ("toy-shards", "fsdp"),
+        ("toy-full", "ddp"),
+        pytest.param("toy-shards", "ddp", marks=pytest.mark.nightly),
+        pytest.param("toy-dtensors", "fsdp", marks=pytest.mark.nightly),
+    ],
 )
 def test_registered_components_on_two_ranks_resume_to_the_same_bits(tmp_path: Path, name: str, strategy: str) -> None:
     def launch(run: str, stops: Sequence[int]) -> dict[str, Any]:

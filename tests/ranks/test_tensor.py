@@ -13,6 +13,7 @@ import paceline
 import tiny
 from paceline.models.losses import cross_entropy
 from paceline.parallel.shards import local_shard
+from samples import ALL
 
 BATCH, STEPS = 11, 5  # 50 samples: no number of ranks divides a batch, and the fifth is short
 PLAN = {"plan": {"layers.0": "column", "layers.2": "row"}}
@@ -46,6 +47,7 @@ ON_FOUR = {
     "llama, sharded": _recipe("llama", layout=SHARD),
     "mlp with a plan, sharded": _recipe("mlp", layout=SHARD, tensor=PLAN),
 }
+AT_NIGHT = {"gpt on four", "padded-gpt, replicated", "llama, sharded"}
 
 
 def _train(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def _difference(one: list[float], other: list[float]) -> float:
 def test_loss_norm_average_evaluation_and_weights_are_those_of_one_rank(
     ranks: int, recipes: dict[str, Any], reference: dict[str, Any]
 ) -> None:
+    recipes = {name: recipe for name, recipe in recipes.items() if ALL or name not in AT_NIGHT}
     for name, result in paceline.launch(_train_all, ranks=ranks, recipes=recipes).items():
         one = reference[name.split(",")[0].split()[0]]
         assert one["numbers"][0] > one["numbers"][STEPS - 1], name

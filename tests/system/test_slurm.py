@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launcher.backends import slurm_allocation, slurm_job, slurm_script
+from paceline.launcher.backends import slurm_allocation, slurm_job
 from paceline.runtime.scheduler_env import SlurmAllocation
 from system import curve, slurm_cluster
 from system.waiting import DEADLINE, eventually
@@ -93,8 +93,8 @@ def lines(path: str) -> list[str]:
 
 
 def script(command: list[str], request: str = "nodes=2", workdir: Path | None = None, **env: str) -> str:
-    parsed = slurm_script.parse(request)
-    return slurm_script.batch_script(
+    parsed = slurm_job.parse(request)
+    return slurm_job.batch_script(
         parsed, command, name="test", workdir=str(workdir or Path.cwd()), log="job.log", env=env
     )
 

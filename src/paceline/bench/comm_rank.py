@@ -25,8 +25,7 @@ from paceline.bench.recipe_run import RecipeRun, unpredictable
 from paceline.bench.scaling import slowest
 from paceline.config.recipe import Config
 from paceline.plan import sync_advice
-from paceline.plan.network_model import LinkModel
-from paceline.plan.scaling_model import bare
+from paceline.plan.network_model import LinkModel, bare
 from paceline.runtime import collectives, process_group
 from paceline.runtime.process_group import World
 from paceline.text import plural

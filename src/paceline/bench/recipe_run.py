@@ -29,8 +29,7 @@ from paceline.bench.step_times import TimedTrainer
 from paceline.config.recipe import Config
 from paceline.monitor.rank_stats import process_memory
 from paceline.parallel.replicas import Build, Replicas
-from paceline.plan.network_model import LinkModel
-from paceline.plan.scaling_model import bare
+from paceline.plan.network_model import LinkModel, bare
 from paceline.run import regular_files
 from paceline.runtime import collectives
 from paceline.runtime.process_group import World

@@ -3,7 +3,7 @@
 Efficiency is throughput per rank, relative to the first entry. Strong scaling keeps the batch; weak scaling keeps the
 batch of each rank, and multiplies that of the step.
 
-A prediction (plan/scaling_model.py) is made of what the same ranks measure separately: the computation of all of them
+A prediction (plan/network_model.py) is made of what the same ranks measure separately: the computation of all of them
 at once, without communication; when DDP has each of its buckets ready; and latency and bandwidth of the link.
 """
 
@@ -16,8 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from paceline.bench.step_report import COMMUNICATION, LOGGING, StepReport, Times, total
-from paceline.plan.network_model import LinkModel
-from paceline.plan.scaling_model import EXPECTED, exposed_after, free_cores
+from paceline.plan.network_model import EXPECTED, LinkModel, exposed_after, free_cores
 from paceline.text import format_bytes, plural
 from paceline.watch.charts import ChartAxis, Series, line_chart, page, paragraph, table
 

@@ -76,7 +76,7 @@ def comm(
     def prepare(world: int) -> None:
         comm_request.require_peers(world)
         if config is not None:
-            from paceline.plan.scaling_model import bare
+            from paceline.plan.network_model import bare
             from paceline.train.factory import check
 
             check(bare(config), world)

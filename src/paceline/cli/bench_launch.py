@@ -22,7 +22,7 @@ from paceline.config.recipe import Config
 from paceline.errors import LaunchError
 from paceline.launcher.dispatch import dispatch
 from paceline.launcher.workload import Target, Workload
-from paceline.plan.scaling_model import bare
+from paceline.plan.network_model import bare
 from paceline.run import folder
 from paceline.runtime.scheduler_env import read_allocation
 

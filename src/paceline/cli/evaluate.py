@@ -60,7 +60,7 @@ def evaluate(
 def find_weights(name: str, *, best: bool) -> str:
     """The path of a run, by its name or path, of its best checkpoint, of another checkpoint, or of a file."""
     from paceline.checkpoint.manifest import NAME
-    from paceline.watch.run_lookup import find_run
+    from paceline.watch.run_list import find_run
 
     path = Path(name).absolute()
     if not best and (path.is_file() or (path / NAME).exists()):

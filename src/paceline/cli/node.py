@@ -1,7 +1,7 @@
 """`paceline node`: the launcher of one node, started by the front end of a job. Not for interactive use.
 
-It reads its order, one line of JSON, from standard input (launcher/cluster/orders.py). Standard input then stays open;
-when it is closed, the front end has exited.
+It reads its order, one line of JSON, from standard input (launcher/cluster/fingerprint.py). Standard input then stays
+open; when it is closed, the front end has exited.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from paceline.cli import workloads
 def node() -> None:
     """Run the launcher of one node. Started by `paceline launch` on another machine."""
     from paceline.config.recipe import Config
-    from paceline.launcher.cluster import orders
+    from paceline.launcher.cluster import fingerprint
     from paceline.launcher.cluster.node import Node
     from paceline.launcher.local.rank_env import prepare_environment
-    from paceline.launcher.rank_count import choose_ranks
+    from paceline.launcher.workload import choose_ranks
 
-    order = orders.read(0)
+    order = fingerprint.read(0)
     _enter(order.folder)
     spec = order.spec
     prepare_environment(spec)
@@ -38,7 +38,7 @@ def node() -> None:
     import paceline.launcher.local.agent  # noqa: F401
 
     workload.preload()
-    launcher = Node(workload, spec, ranks, orders.reachable(order), order.token, number=order.node, orders=source)
+    launcher = Node(workload, spec, ranks, fingerprint.reachable(order), order.token, number=order.node, orders=source)
     raise SystemExit(launcher.run())
 
 

@@ -40,9 +40,9 @@ def ls(
 
 def show(run: Annotated[str, typer.Argument(help="name or path of a run")], json: Json = False) -> None:
     """Show one run: state, curves, why it failed, checkpoints, where its time went, and where its logs are."""
-    from paceline.watch import run_facts, run_lookup, run_screen
+    from paceline.watch import run_facts, run_list, run_screen
 
-    facts = run_facts.read_facts(run_lookup.find_run(run))
+    facts = run_facts.read_facts(run_list.find_run(run))
     print(json_format.dumps(run_screen.screen_values(facts), indent=2) if json else run_screen.screen(facts))
 
 
@@ -57,11 +57,11 @@ def compare(
     They are printed, and written as a page with all curves over each other. `paceline watch RUN RUN` shows that page of
     runs that are still running.
     """
-    from paceline.watch import report, run_comparison, run_facts, run_lookup
+    from paceline.watch import report, run_comparison, run_facts, run_list
 
     if len(runs) < 2:
         raise typer.BadParameter("expected at least two runs")
-    folders = [run_lookup.find_run(run) for run in runs]
+    folders = [run_list.find_run(run) for run in runs]
     print(run_comparison.comparison([run_facts.read_facts(folder) for folder in folders], by))
     if not text:
         report.write_report(folders, output, by)

@@ -92,7 +92,7 @@ def run(
     `paceline sweep RECIPE` is the same."""
     given = {"trials": trials, "parallel": parallel, "sampler": sampler, "pruner": pruner, "metric": metric,
              "mode": mode, "minutes": minutes, "seed": seed}  # fmt: skip
-    from paceline.search import recipe_sweep
+    from paceline.search import recipe_trials
     from paceline.search.space import split_overrides
 
     plain, space = split_overrides(arguments or [])
@@ -100,8 +100,8 @@ def run(
     config, recipe = workloads.read_recipe(plain, launch_options["ranks"])
     section = with_space(config, space)
     spec = LaunchSpec.resolve(config, {**launch_options, "ranks": workloads.ranks_of(config) or 1})
-    study = recipe_sweep.open_recipe_study(config, section, name or f"{recipe}-sweep", spec.ranks or 1)
-    status = recipe_sweep.run_recipe_sweep(study, replace(spec, run=None, tee=()))
+    study = recipe_trials.open_recipe_study(config, section, name or f"{recipe}-sweep", spec.ranks or 1)
+    status = recipe_trials.run_recipe_sweep(study, replace(spec, run=None, tee=()))
     if status:
         raise SystemExit(status)
     _show(study, html=False)

@@ -36,11 +36,11 @@ def watch(
     host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
 ) -> None:
     """Show runs on a live page, which a browser opens at the printed address. Ctrl-C ends it; runs are not affected."""
-    from paceline.watch import page_server, run_lookup
+    from paceline.watch import page_server, run_list
 
     root, chosen = ROOT, list[RunFolder]()
     try:
-        chosen = [run_lookup.find_run(name) for name in runs or []]
+        chosen = [run_list.find_run(name) for name in runs or []]
     except CheckpointError:
         if not runs or len(runs) > 1 or not Path(runs[0]).is_dir():
             raise
@@ -90,9 +90,9 @@ def report(
     """Write a page about a run into one file, which needs no server and no network."""
     from paceline.text import format_bytes
     from paceline.watch import report as reports
-    from paceline.watch import run_lookup
+    from paceline.watch import run_list
 
-    folder = run_lookup.find_run(run)
+    folder = run_list.find_run(run)
     if to == "html":
         path = output or Path("report.html")
         reports.write_report([folder], path)

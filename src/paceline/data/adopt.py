@@ -7,6 +7,7 @@
 | a DataLoader, DistributedSampler       | the batches of each rank as they are; the global batch is their sum   |
 | a DataLoader, another (batch) sampler  | its indices, identical on every rank, then sliced                     |
 | a DataLoader without batching          | global batches, sliced by rank                                        |
+| a DataLoader with its own iteration    | the same                                                              |
 | any other iterable                     | the same                                                              |
 | an IterableDataset                     | read by every rank, sliced by position                                |
 | either of these, split across ranks    | the shard of each rank                                                |
@@ -28,8 +29,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from paceline.data.epoch_reader import generators_in
-from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream
+from paceline.data.epoch_reader import generators_in, length_of
+from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream, declared_batch
 from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
 from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
 from paceline.data.shard_claims import is_sharded, wrong_shard
@@ -37,6 +38,8 @@ from paceline.data.sharded_stream import BatchShares, SampleShares, ShardedStrea
 from paceline.errors import DataError
 from paceline.plan.slicing import slice_bounds
 from paceline.runtime import collectives
+
+_ITERATION = ("__iter__", "_get_iterator", "_index_sampler")  # of a DataLoader
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,15 @@ class LoaderSpec:
     sharded: bool | None = None  # what the user says about streams: each rank reads its own shard, or all of it
     compare: bool = False  # samples of a dataset between ranks
     training: bool = True  # an error if there are fewer samples than a batch; an evaluation accepts any number
+    announce: bool = False  # epochs, to `set_epoch` of a dataset
 
 
 def look_at(data: Any, seed: int) -> Any:
     """Return `data`; iterables of batches are wrapped so that the batch size is known before training."""
     if isinstance(data, DataLoader):
-        return ReadyBatches(data, seed) if data.batch_size is None and data.batch_sampler is None else data
+        itself = data.batch_size is None and data.batch_sampler is None
+        itself = itself or (iterates_itself(data) and not _is_distributed(data))
+        return ReadyBatches(data, seed) if itself else data
     if not (isinstance(data, (str, bytes, type)) or _are_columns(data)):
         if isinstance(data, (IterableDataset, ReadyBatches)) or _has_indices(data):
             return data
@@ -75,6 +81,15 @@ def look_at(data: Any, seed: int) -> Any:
         given, fix = f"{type(data).__name__} without __len__", "define __len__, or derive from IterableDataset"
     what = f"Unsupported data: expected a Dataset, a DataLoader or an iterable of batches, got {given}."
     raise DataError("not-data", what, fix=fix)
+
+
+def iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass of torch's DataLoader has an iteration of its own (mixup, prefetching, neighbor sampling)."""
+    if getattr(loader, "next_iter_state", None) is not None:  # of torchdata, where it was told to continue
+        return True
+    kinds = [next(each for each in type(loader).__mro__ if name in vars(each)) for name in _ITERATION]
+    own = any(kind.__module__.partition(".")[0] not in ("torch", "torchdata") for kind in kinds)
+    return own or not vars(loader).keys().isdisjoint(_ITERATION)
 
 
 def _are_columns(data: Any) -> bool:
@@ -95,7 +110,7 @@ def batch_of(data: Any, part: DataShard, sharded: bool | None = None) -> tuple[i
         return data.batch, bool(is_sharded(data, sharded, part))
     if not isinstance(data, DataLoader):
         return None, False
-    size = data.batch_size or getattr(data.batch_sampler, "batch_size", None)
+    size = declared_batch(data)
     if isinstance(data.dataset, IterableDataset):
         return size, bool(is_sharded(data, sharded, part))
     return size, _is_distributed(data)
@@ -153,11 +168,15 @@ def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
         if sharded:
             say(f"data: the batches of each rank; the global batch is their sum ({spec.batch}); {_RESUMES}")
             return ShardedStream(BatchShares(data.source, spec.part.groups, spec.seed, data.kind), spec.part)
-        say("data: iterable of global batches, sliced by rank")
+        kind = type(data.source).__name__
+        how = f"what {kind} itself yields; every rank reads all of it" if isinstance(data.source, DataLoader) else ""
+        say(f"data: {how or 'iterable of global batches'}, sliced by rank")
         return BatchStream(data, spec.batch, spec.part, spec.seed, compare=sharded is None)
     if isinstance(data, DataLoader):
         return _adopt_loader(data, spec, say)
-    reading = ReadOptions(workers=spec.workers, pin_memory=spec.pin_memory, compare=spec.compare)
+    reading = ReadOptions(
+        workers=spec.workers, pin_memory=spec.pin_memory, compare=spec.compare, announce=spec.announce
+    )
     if isinstance(data, IterableDataset):  # in a worker, unless a DataLoader says otherwise
         return _stream(data, data, spec, replace(reading, workers=max(1, spec.workers)), say)
     return _indexed(data, spec, reading)
@@ -207,16 +226,18 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
     sampler, drop_last = _sampler(loader), _drops_last(loader) and spec.training
     if isinstance(loader.dataset, IterableDataset):
         return _stream(loader, loader.dataset, spec, reading, say, drop_last)
-    if _is_distributed(loader) and spec.training:
+    if getattr(loader, "in_order", True) is False:
+        say("data: in_order=False has no effect: a step has the same samples on any number of ranks and workers")
+    if _is_distributed(loader) and (spec.training or iterates_itself(loader)):
         ranks, shuffled = sampler.num_replicas, ", shuffle=True" if sampler.shuffle else ""
         say(
             "data: the DistributedSampler of the DataLoader selects the samples of each rank, and repeats some if "
             f"they are uneven; global batch: {ranks} ranks × {spec.batch / ranks:g} = {spec.batch}. It is not needed: "
             f"with DataLoader(…, batch_size={spec.batch}{shuffled}), the Trainer divides each batch among ranks"
         )
-        return OwnBatches(loader, sampler, spec.batch, spec.part)
+        return OwnBatches(loader, sampler, spec.batch, spec.part, announce=spec.announce)
     seeded = spec.training and bool(generators_in(sampler))  # by the user, whose generator determines the order
-    if _is_distributed(loader) or (_is_plain(sampler) and not seeded):
+    if _is_distributed(loader) or (_is_plain(loader, sampler) and not seeded):
         shuffle = spec.training and isinstance(sampler, RandomSampler)
         return _indexed(loader.dataset, replace(spec, shuffle=shuffle), reading, drop_last)
     if sampler is None:
@@ -232,7 +253,7 @@ def order_of(data: Any, *, shuffle: bool) -> Any:
     """What determines the order of samples: a sampler of the user, or a text."""
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         sampler = _sampler(data)
-        if sampler is None or not _is_plain(sampler):
+        if sampler is None or not _is_plain(data, sampler):
             return sampler or data.batch_sampler
         return "shuffled" if isinstance(sampler, RandomSampler) else "in order"
     if isinstance(data, DataLoader) or not _has_indices(data):
@@ -257,8 +278,10 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
     return isinstance(_sampler(loader), DistributedSampler)
 
 
-def _is_plain(sampler: Any) -> bool:
+def _is_plain(loader: DataLoader[Any], sampler: Any) -> bool:
     """Whether the sampler yields every sample once, in order or shuffled, as our own order does."""
+    if length_of(loader.dataset) != length_of(sampler):  # made for other data, such as range(10)
+        return False
     if type(sampler) is SequentialSampler:
         return True
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
@@ -275,5 +298,7 @@ def _reading(loader: DataLoader[Any], spec: LoaderSpec) -> ReadOptions:
         workers=loader.num_workers,
         pin_memory=loader.pin_memory or spec.pin_memory,
         compare=spec.compare,
+        announce=spec.announce,
+        persistent=loader.persistent_workers,
         options=tuple(options.items()),
     )

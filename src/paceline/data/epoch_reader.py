@@ -125,12 +125,30 @@ def lists_of(count: int) -> Callable[[Iterator[Any]], Iterator[list[Any]]]:
     return lambda items: iter(lambda: list(islice(items, count)), [])
 
 
-def announce_epoch(source: Any, epoch: int) -> None:
-    """Call `set_epoch` of a source, and of a sampler or dataset inside it."""
-    for owner in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
-        set_epoch = getattr(owner, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+def announce_epoch(source: Any, epoch: int, depth: int = _DEPTH) -> None:
+    """Call `set_epoch` of a source, and of samplers inside a sampler or datasets inside a dataset."""
+    set_epoch = getattr(source, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    for part in _inside(source) if depth else ():
+        announce_epoch(part, epoch, depth - 1)
+
+
+def _inside(source: Any) -> list[Any]:
+    inner = [getattr(source, "sampler", None)]
+    if not isinstance(source, Sampler):  # the dataset of a DistributedSampler is read by others
+        several = getattr(source, "datasets", ())
+        several = several.values() if isinstance(several, dict) else several
+        inner += [getattr(source, "dataset", None), *(several if isinstance(several, Iterable) else ())]
+    return [part for part in inner if part is not None]
+
+
+def plain_attributes(dataset: Any, depth: int = _DEPTH) -> list[dict[str, Any]]:
+    """Numbers and text in the attributes of a dataset, and of datasets inside it."""
+    values = getattr(dataset, "__dict__", {})
+    own = {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+    inside = _inside(dataset) if depth else []
+    return [own, *(each for part in inside for each in plain_attributes(part, depth - 1))]
 
 
 def generators_in(source: Any, depth: int = _DEPTH) -> list[torch.Generator]:

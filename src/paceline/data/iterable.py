@@ -16,10 +16,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from paceline.data.batches import comparable, digest, layout_of, rows_of, samples_in, tensors_in
+from paceline.data.batches import Kind, comparable, digest, layout_of, rows_of, samples_in, tensors_in
 from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
-from paceline.data.epoch_reader import EpochReader, length_of, lists_of, preserve_generators
-from paceline.data.loader import DataShard, MicroBatch, ReadOptions, Slices, micro_of, no_samples, own_or_placeholder
+from paceline.data.epoch_reader import EpochReader, announce_epoch, length_of, lists_of, preserve_generators
+from paceline.data.loader import (
+    DataShard,
+    MicroBatch,
+    ReadOptions,
+    Slices,
+    StartTimes,
+    micro_of,
+    no_samples,
+    own_or_placeholder,
+)
 from paceline.data.random_stream import RandomStream
 from paceline.data.same_reading import watch_stream
 from paceline.data.stream_workers import read_in_workers
@@ -52,7 +61,10 @@ class SampleStream:
         self._dataset, self._batch, self._seed = dataset, batch, seed
         self._reading, self._drop_last, self._compare = reading, drop_last, compare
         self._collate = reading.collate or default_collate
-        self.input = InputSource("stream", min(1, reading.workers))
+        self._starts = StartTimes()
+        self.input = InputSource(
+            "stream", min(1, reading.workers), started=self._starts.read if reading.workers else None
+        )
         self._by_length = Slices(part, batch)
         self._reader = EpochReader(dataset, seed, random=RandomStream.of_worker)
 
@@ -76,7 +88,8 @@ class SampleStream:
 
     def _epoch(self, epoch: int, read: Callable[[Iterator[Any]], Iterator[MicroBatch]]) -> Iterable[MicroBatch]:
         if self._reading.workers:
-            return read_in_workers(self._dataset, epoch, read, self._seed, replace(self._reading, workers=1))
+            reading = replace(self._reading, workers=1)
+            return self._starts.first(read_in_workers(self._dataset, epoch, read, self._seed, reading))
         micros = self._reader.epoch(epoch, read)
         return map(MicroBatch.pin_memory, micros) if self._reading.pins else micros
 
@@ -93,11 +106,18 @@ class SampleStream:
 
 
 class ReadyBatches:
-    """An iterable of global batches; the first one determines the batch size."""
+    """An iterable of global batches. Unless a DataLoader declares it, the first one determines the batch size."""
+
+    batch: int
+    kind: Kind | None = None
+    fingerprint: int | None = None
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self.source = source
         self.in_memory = isinstance(source, (list, tuple))
+        if isinstance(source, DataLoader) and (declared := declared_batch(source)):
+            self.batch = declared
+            return
         with RandomStream(seed), preserve_generators(source):
             items = iter(source)
             try:
@@ -118,6 +138,10 @@ class ReadyBatches:
             self.source = chain([first], items)
 
 
+def declared_batch(loader: DataLoader[Any]) -> int | None:
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+
+
 def _is_sample(item: Any) -> bool:
     """An (input, target) pair of which only the input has dims. A target of a batch has at least one."""
     if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], torch.Tensor) and item[0].dim()):
@@ -126,9 +150,12 @@ def _is_sample(item: Any) -> bool:
     return isinstance(target, int) or (isinstance(target, torch.Tensor) and target.dim() == 0)
 
 
-def source_of_batches(source: Any) -> InputSource:
+def source_of_batches(source: Any, starts: StartTimes) -> InputSource:
     """A DataLoader of the user, which reads by itself, or an iterable."""
-    return InputSource("loader", source.num_workers) if isinstance(source, DataLoader) else InputSource("batches")
+    if not isinstance(source, DataLoader):
+        return InputSource("batches")
+    anew = source.num_workers and not source.persistent_workers
+    return InputSource("loader", source.num_workers, started=starts.read if anew else None)
 
 
 class BatchStream:
@@ -139,7 +166,8 @@ class BatchStream:
         self._reader = EpochReader(source.source, seed)
         self.lengths = EpochLengths(source.source, lambda: length_of(source.source))
         self._by_length = Slices(part, batch)
-        self.input = source_of_batches(source.source)
+        self._starts = StartTimes()
+        self.input = source_of_batches(source.source, self._starts)
 
     samples = None
 
@@ -172,16 +200,20 @@ class BatchStream:
         """The same batches on every rank, even if the source shuffles; a list needs no seeding."""
         if self._source.in_memory:
             return self._source.source
-        return self._reader.epoch(epoch)
+        return self._starts.first(self._reader.epoch(epoch))
 
 
 class OwnBatches:
     """A DataLoader whose DistributedSampler selects the samples of this rank: its batches, unchanged."""
 
-    def __init__(self, loader: DataLoader[Any], sampler: Any, batch: int, part: DataShard) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], sampler: Any, batch: int, part: DataShard, *, announce: bool = False
+    ) -> None:
         self._loader, self._sampler, self._batch, self._part = loader, sampler, batch, part
+        self._announce = announce  # epochs to its dataset
         self.lengths = EpochLengths(sampler, lambda: len(loader))
-        self.input = source_of_batches(loader)
+        self._starts = StartTimes()
+        self.input = source_of_batches(loader, self._starts)
 
     samples = None
     repeatable = False
@@ -193,8 +225,9 @@ class OwnBatches:
         first_epoch, skip = self.lengths.locate(first_step) or Place(0, 0)
         step = first_step
         for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
+            announce_epoch(self._loader.dataset if self._announce else None, epoch)
             self._sampler.set_epoch(epoch)
-            for number, batch in enumerate(islice(self._loader, skip, None), skip):
+            for number, batch in enumerate(islice(self._starts.first(self._loader), skip, None), skip):
                 yield from self._cut(batch, self._samples(batch, number), epoch, step)
                 step += 1
             skip = 0

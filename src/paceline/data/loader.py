@@ -1,18 +1,19 @@
 """Loaders yield the micro-batches of this rank, in an order independent of the number of ranks and workers.
 
 `IndexedLoader` uses `torch.utils.data.DataLoader` for workers and pinned memory and feeds it a single stream of index
-lists, so that workers persist across epochs. Its state is one integer: the number of completed steps.
+lists. Its state is one integer: the number of completed steps. Workers read an epoch after another as those of torch
+do: they are started anew, or persist. Those of the Trainer persist until an attribute of the dataset changes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count, islice
 from multiprocessing.sharedctypes import RawArray
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
@@ -20,14 +21,17 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from paceline.data.batches import apply
 from paceline.data.collate_hints import Collate, explain_pickling
 from paceline.data.epoch_lengths import EpochLengths, Place
+from paceline.data.epoch_reader import plain_attributes
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
-from paceline.data.seeded_dataset import SeededBatches, place_of_reading
+from paceline.data.seeded_dataset import SeededBatches, place_of_reading, reads_batches
 from paceline.errors import DataError
 from paceline.log import rank_log
 from paceline.plan.slicing import BatchSlice, fixed_slices, slices_of
-from paceline.plan.slow_input import InputSource
+from paceline.plan.slow_input import InputSource, Kind
 from paceline.runtime import collectives
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -111,12 +115,19 @@ class ReadOptions:
     workers: int = 0
     pin_memory: bool = False
     compare: bool = False  # samples between ranks, before the first step
+    announce: bool = False  # epochs, to `set_epoch` of a dataset
+    persistent: bool = True  # workers
     options: tuple[tuple[str, Any], ...] = ()  # further DataLoader arguments, from the user's loader
 
     @property
     def pins(self) -> bool:
         """Whether there is a device to pin memory for."""
         return self.pin_memory and torch.accelerator.is_available()
+
+    def for_dataset(self, dataset: Any) -> dict[str, Any]:
+        """The further arguments of a DataLoader around what reads this dataset."""
+        given = dict(self.options)
+        return {**given, "worker_init_fn": StartWorker(dataset, given.get("worker_init_fn"))}
 
 
 class IndexedLoader:
@@ -125,12 +136,16 @@ class IndexedLoader:
     def __init__(self, dataset: Any, order: SampleOrder, part: DataShard, seed: int, reading: ReadOptions) -> None:
         default = Collate(f"{type(dataset).__name__}{place_of_reading(dataset)}")
         own = None if reading.collate is default_collate else reading.collate
-        self._batches = SeededBatches(dataset, seed, own or default, own_collate=own is not None)
+        self._batches = SeededBatches(
+            dataset, seed, own or default, own_collate=own is not None, announce=reading.announce
+        )
         self._order, self._slices, self._reading = order, Slices(part, order.batch), reading
-        self._dataset, self._seed = dataset, seed
+        self._dataset, self._seed, self._groups = dataset, seed, part.groups
         self._timed = TimedReading(self._batches, reading.workers) if reading.workers else None
         read = None if self._timed is None else self._timed.read
-        self.input = InputSource("loader" if reading.options else "dataset", reading.workers, read)
+        self._starts = StartTimes()
+        kind: Kind = "loader" if reading.options else "dataset"
+        self.input = InputSource(kind, reading.workers, read, None if reading.persistent else self._starts.read)
         self._first: Sequence[Any] = ()  # indices of the first step
         self._warned = self._watched = False
 
@@ -150,49 +165,66 @@ class IndexedLoader:
         return self._batches.fingerprint()
 
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
-        planned: deque[MicroBatch] = deque()
-        reading = self._reading
+        reading, loader, known = self._reading, None, None
         watch = None if isinstance(self._order, FormulaOrder) else watch_order()
         self._watched = watch is not None
-        loader = DataLoader(
-            self._timed or self._batches,
-            batch_sampler=_Keys(self._plan(first_step, epochs), planned),
-            num_workers=reading.workers,
-            collate_fn=unchanged,
-            pin_memory=reading.pin_memory,
-            generator=torch.Generator(),  # otherwise creating an iterator would advance the global RNG
-            **dict(reading.options),
-        )
-        with explain_pickling(self._batches.collate, loader.worker_init_fn):
-            batches = iter(loader)
-        compare = reading.compare and collectives.world() > 1
-        for batch in batches:
-            micro = planned.popleft()
-            micro.batch = batch
-            if watch is not None and micro.group == 0:
-                watch.add(micro.step, micro.epoch, micro.content)
-            if compare:
-                compare = False
-                require_same_samples(self._dataset, self._seed, micro.epoch, self._first, reading.workers)
-            yield micro
-
-    def _plan(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
-        """All following micro-batches, without their data."""
+        compare = reading.compare and self._may_differ()
         self._order.begin(first_step)
         place = self._order.lengths.locate(first_step) if first_step else Place(0, 0)
         # An order of unknown length is read from its beginning, and completed steps are dropped.
         (first_epoch, skip), step = (Place(0, 0), 0) if place is None else (place, first_step)
+        plan = _Plan(self._order, self._slice, step, first_step)
         for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
-            before = step
-            for indices in self._order.epoch(epoch, skip):
-                if step >= first_step:
-                    yield from self._slice(indices, epoch, step)
-                step += 1
-            if step == before:
+            new = loader is None or (not reading.options and known != plain_attributes(self._dataset))
+            self._begin_epoch(epoch)
+            if loader is None or new:
+                loader, known = self._torch_loader(plan), plain_attributes(self._dataset)
+            plan.epoch, plan.skip, before = epoch, skip, plan.step
+            with explain_pickling(self._batches.collate, dict(reading.options).get("worker_init_fn")):
+                batches = self._starts.first(loader)
+            for batch in batches:
+                micro = plan.planned.popleft()
+                micro.batch = batch
+                if watch is not None and micro.group == 0:
+                    watch.add(micro.step, micro.epoch, micro.content)
+                if compare:
+                    compare = False
+                    require_same_samples(self._dataset, self._seed, micro.epoch, self._first, reading.workers)
+                yield micro
+            if plan.step == before:
                 raise no_samples()
             if epochs != 1:
-                self._warn_of_length(epoch, skip + step - before)
+                self._warn_of_length(epoch, skip + plan.step - before)
             skip = 0
+
+    def _may_differ(self) -> bool:
+        """Whether samples that a rank reads at once may be other ones elsewhere."""
+        return collectives.world() > 1 or (self._groups > 1 and reads_batches(self._dataset))
+
+    def _torch_loader(self, plan: _Plan) -> DataLoader[Any]:
+        reading = self._reading
+        return DataLoader(
+            self._timed or self._batches,
+            batch_sampler=plan,
+            num_workers=reading.workers,
+            collate_fn=unchanged,
+            pin_memory=reading.pin_memory,
+            persistent_workers=reading.workers > 0 and reading.persistent,
+            generator=torch.Generator(),  # otherwise creating an iterator would advance the global RNG
+            **reading.for_dataset(self._dataset),
+        )
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._batches.begin_epoch(epoch)
+        samples = self._batches.count
+        if isinstance(self._order, FormulaOrder) and samples != self._order.n:
+            raise DataError(
+                "length-changed",
+                f"{type(self._dataset).__name__} has {samples} samples in epoch {epoch}, but had {self._order.n} when "
+                "training began.",
+                why="the order of samples and the position of a resumed run are computed from their number",
+                fix="pass a DataLoader with a sampler whose set_epoch and __len__ tell which samples an epoch has",
+            )
 
     def _warn_of_length(self, epoch: int, steps: int) -> None:
         expected = self._order.lengths.of(epoch)
@@ -210,16 +242,51 @@ class IndexedLoader:
             yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
 
 
-class _Keys:
+class _Plan:
     """Batch sampler for torch's loader: yields epoch and indices, and records the micro-batch of each."""
 
-    def __init__(self, plan: Iterator[MicroBatch], planned: deque[MicroBatch]) -> None:
-        self._plan, self._planned = plan, planned
+    def __init__(
+        self, order: SampleOrder, sliced: Callable[[Any, int, int], Iterator[MicroBatch]], step: int, first_step: int
+    ) -> None:
+        self._order, self._sliced, self.step, self._first_step = order, sliced, step, first_step
+        self.epoch = self.skip = 0  # which epoch is read next, and the steps of it that are left out
+        self.planned: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        for micro in self._plan:
-            self._planned.append(micro)
-            yield micro.epoch, micro.indices
+        for indices in self._order.epoch(self.epoch, self.skip):
+            for micro in self._sliced(indices, self.epoch, self.step) if self.step >= self._first_step else ():
+                self.planned.append(micro)
+                yield micro.epoch, micro.indices
+            self.step += 1
+
+
+class StartTimes:
+    """Seconds of waiting for workers that are started anew."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def first(self, items: Iterable[T]) -> Iterator[T]:
+        began = perf_counter()
+        rest = iter(items)
+        first = list(islice(rest, 1))
+        self._seconds += perf_counter() - began
+        return chain(first, rest)
+
+    def read(self) -> float:
+        return self._seconds
+
+
+class StartWorker:
+    """Calls the user's `worker_init_fn` in a worker, where get_worker_info() has the user's dataset, as in torch."""
+
+    def __init__(self, dataset: Any, function: Callable[[int], Any] | None) -> None:
+        self._dataset, self._function = dataset, function
+
+    def __call__(self, worker: int) -> None:
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # it refuses assignments
+        if self._function is not None:
+            self._function(worker)
 
 
 def unchanged(batch: Any) -> Any:
@@ -270,9 +337,3 @@ class TimedReading(Dataset[Any]):
         """Seconds and batches so far, of all workers."""
         sums = list(self._sums)
         return sum(sums[::2]), sum(sums[1::2])
-
-    def __getattr__(self, name: str) -> Any:
-        """A `worker_init_fn` may access attributes of the user's dataset."""
-        if name.startswith("__") or name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)

@@ -15,9 +15,10 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.batches import comparable
-from paceline.data.seeded_dataset import SeededBatches, fingerprint
+from paceline.data.batches import comparable, layout_of, rows_of
+from paceline.data.seeded_dataset import SeededBatches, fingerprint, reads_batches
 from paceline.errors import DataError
+from paceline.log import rank_log
 from paceline.runtime import collectives, consistency
 
 _EVERY = 32  # steps between two comparisons: a gather of one number costs as much as a small kernel
@@ -82,7 +83,8 @@ def content_of(indices: Sequence[Any]) -> int:
 def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[Any], workers: int) -> None:
     """Read three samples on every rank and compare them; once for each dataset. Collective.
 
-    The first is read twice: a dataset that returns something else each time has nothing to compare.
+    The first is read twice: a dataset that returns something else each time is named. One that reads batches must
+    return the same samples one by one.
     """
     try:
         known = dataset in _datasets
@@ -93,7 +95,8 @@ def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[
         return
     chosen = [indices[0], indices[0], indices[len(indices) // 2], indices[-1]]
     # In a worker if there are any: a file that is opened here could not be used in workers started later.
-    steps: Any = [(epoch, chosen)]
+    several = [(epoch, chosen[1:])] if reads_batches(dataset) else []
+    steps: Any = [*((epoch, [index]) for index in chosen), *several]
     reader: DataLoader[list[int]] = DataLoader(
         SeededBatches(dataset, seed, _checksums, own_collate=False),  # of which the first batch is seeded
         batch_sampler=steps,
@@ -101,12 +104,21 @@ def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[
         collate_fn=list,
         generator=torch.Generator(),
     )
+    problem, facts = "", list[str]()
     try:
-        [(first, again, *others)] = list(reader)
-    except Exception:  # training reads the same sample, and reports the error
-        first, again, others = 0, 1, []
-    facts = [f"{value:08x}" for value in (first, *others)] if first == again else []
-    gathered, kinds = zip(*collectives.all_gather_object([facts, repr(fingerprint(dataset))]), strict=True)
+        [first], again, *others = [[f"{value:08x}" for value in values] for values in reader]
+        facts = [first, *(value for [value] in others[:2])] if again == [first] else []
+        problem = "" if facts else "unrepeatable"
+        if facts and several and others[2] != facts:
+            problem = "coupled-samples"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    gathered, kinds, found = zip(
+        *collectives.all_gather_object([facts, repr(fingerprint(dataset)), problem]), strict=True
+    )
+    if any(found):
+        problem = next(filter(None, found))
+        rank_log(collectives.rank()).warning(str(_doubt(problem, dataset, chosen)))
     same_kind = len(set(kinds)) == 1  # otherwise the pre-flight reports more than that
     if same_kind and all(gathered) and any(each != gathered[0] for each in gathered):
         raise DataError(
@@ -120,5 +132,35 @@ def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[
         )
 
 
-def _checksums(samples: list[Any]) -> list[int]:
+def _doubt(problem: str, dataset: Any, chosen: list[Any]) -> DataError:
+    """Why samples may depend on the number of ranks and workers."""
+    kind = type(dataset).__name__
+    if problem == "unrepeatable":
+        return DataError(
+            "unrepeatable",
+            f"Reading sample {chosen[0]} of {kind} twice, with the same random numbers, returned different samples.",
+            why="every rank and worker has its own copy of the dataset: samples depend on their number, may be equal "
+            "on all ranks, and differ in a resumed run",
+            fix="compute a sample from its index; draw from the global generators, which are seeded by (seed, epoch, "
+            "index), or from numpy.random.default_rng((seed, index)); if samples follow one another, use an "
+            "IterableDataset",
+        )
+    if problem == "coupled-samples":
+        return DataError(
+            "coupled-samples",
+            f"{kind}.__getitems__ returns other samples for {chosen[1:]} than for each of them alone.",
+            why="every rank reads its slice of a micro-batch, so results depend on ranks and on accumulate",
+            fix="compute a sample from its own index; mix or normalize a batch in the loss or in the model",
+        )
+    return DataError(
+        "not-compared",
+        f"Samples {chosen[1:]} of {kind} could not be compared between ranks ({problem}).",
+        why="if ranks have different datasets, some samples are lost and others are read twice",
+        fix="read these samples once before training; preflight=False disables this check",
+    )
+
+
+def _checksums(samples: Any) -> list[int]:
+    if not isinstance(samples, list) and (known := layout_of(samples)) is not None:  # collated by `__getitems__`
+        samples = [rows_of(samples, row, row + 1) for row in range(known[0])]
     return [comparable(sample) for sample in samples]

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 from zlib import crc32
 
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from paceline.data.batches import digest
+from paceline.data.epoch_reader import announce_epoch, length_of
 from paceline.data.generator_states import GeneratorStates, exchange_states, same_states, save_states
+from paceline.data.random_stream import RandomStream
 from paceline.errors import DataError
 from paceline.run.user_frame import place_of
 from paceline.runtime.rng import derive_seed, seed_cpu
@@ -32,17 +34,19 @@ _ROWS = 16  # of a tensor, enough to distinguish two datasets
 class SeededBatches(Dataset[Any]):
     """The batches of a dataset by epoch and indices. Reading leaves the generators as they were.
 
-    `own_collate`: whether `collate` is a function of the user, which may draw.
+    `own_collate`: whether `collate` is a function of the user, which may draw; `announce`: call `set_epoch` of the
+    dataset at the beginning of an epoch, in this process and in every worker.
     """
 
-    def __init__(self, dataset: Any, seed: int, collate: Collate, *, own_collate: bool) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Collate, *, own_collate: bool, announce: bool = False) -> None:
         self._dataset, self._seed, self.collate, self._own_collate = dataset, seed, collate, own_collate
+        self._in_batches, self._announce, self._epoch = reads_batches(dataset), announce, -1
         draws = draws_randomness(dataset)
         self._may_draw = draws is not False
         self._mode: Literal["plain", "first", "unseeded", "seeded"] = "seeded" if draws else "first"
         if not self._may_draw and not own_collate:
             self._mode = "plain"
-        self._drawn = False
+        self._drawn, self._of_samples = False, True  # whether `__getitems__` returns a list of samples
         self._before: GeneratorStates | None = None
 
     def fingerprint(self) -> Any:
@@ -50,10 +54,18 @@ class SeededBatches(Dataset[Any]):
 
     @property
     def count(self) -> int | None:
-        return len(self._dataset) if hasattr(self._dataset, "__len__") else None
+        return length_of(self._dataset)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Workers that are started later know that the dataset was told."""
+        if self._announce and epoch != self._epoch:
+            self._epoch = epoch
+            with RandomStream(derive_seed(self._seed, epoch) >> 1):  # the same numbers on every rank and worker
+                announce_epoch(self._dataset, epoch)
 
     def __getitems__(self, step: Step) -> Any:
         """Called by torch's loader, whose collate function does nothing."""
+        self.begin_epoch(step[0])
         if self._mode == "plain":
             return self.collate(self._read(step[1]))
         before = self._before = save_states(self._before)
@@ -76,10 +88,15 @@ class SeededBatches(Dataset[Any]):
         return batch
 
     def _read_seeded(self, epoch: int, indices: Sequence[Any]) -> Any:
-        if self._may_draw:
-            samples = [self._seeded(self._read, [index], epoch, _number(index))[0] for index in indices]
-        else:
+        if not self._may_draw:
             samples = self._read(indices)
+        else:
+            whole = self._in_batches and (self._mode == "first" or not self._of_samples)
+            if whole:
+                samples = self._seeded(self._read, list(indices), epoch, _number(indices[0]), len(indices))
+                self._of_samples = isinstance(samples, list) and len(samples) == len(indices)
+            if not whole or (self._drawn and self._of_samples):  # the numbers of a sample depend on no other
+                samples = [self._seeded(self._read, [index], epoch, _number(index))[0] for index in indices]
         if not self._own_collate:
             return self.collate(samples)
         return self._seeded(self.collate, samples, epoch, _number(indices[0]), len(indices))
@@ -95,6 +112,8 @@ class SeededBatches(Dataset[Any]):
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
         dataset, samples = self._dataset, []
+        if self._in_batches:
+            return dataset.__getitems__(list(indices))  # type: ignore[no-any-return]
         try:
             for index in indices:
                 samples.append(dataset[index])
@@ -113,11 +132,15 @@ class SeededBatches(Dataset[Any]):
             )
         return samples
 
-    def __getattr__(self, name: str) -> Any:
-        """A `worker_init_fn` may access attributes of the user's dataset."""
-        if name.startswith("__") or name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
+
+def reads_batches(dataset: Any) -> bool:
+    """Whether the user defined `__getitems__`, which torch's loader calls with the indices of a batch."""
+    if isinstance(dataset, Subset):
+        return reads_batches(dataset.dataset)
+    if isinstance(dataset, StackDataset):
+        several = dataset.datasets
+        return any(map(reads_batches, several.values() if isinstance(several, dict) else several))
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def place_of_reading(dataset: Any) -> str:
@@ -141,7 +164,7 @@ def fingerprint(dataset: Any) -> Any:
         return [kind, *(fingerprint(part) for part in dataset.datasets)]
     if isinstance(dataset, TensorDataset):
         return [kind, len(dataset), *(digest(tensor[:_ROWS]) for tensor in dataset.tensors)]
-    return [kind, len(dataset) if hasattr(dataset, "__len__") else None]
+    return [kind, length_of(dataset)]
 
 
 def draws_randomness(dataset: Any) -> bool | None:

@@ -18,13 +18,14 @@ from torch.utils.data import default_collate, get_worker_info
 from paceline.data.batches import Kind, apply, layout_of, rows_of, samples_in, sketch
 from paceline.data.epoch_lengths import UNKNOWN
 from paceline.data.epoch_reader import EpochReader, lists_of
-from paceline.data.iterable import source_of_batches
-from paceline.data.loader import DataShard, MicroBatch, ReadOptions, no_samples
+from paceline.data.iterable import OwnBatches, source_of_batches
+from paceline.data.loader import DataShard, MicroBatch, ReadOptions, StartTimes, no_samples
 from paceline.data.random_stream import RandomStream
 from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
 from paceline.plan.slicing import slice_bounds
 from paceline.plan.slow_input import InputSource
+from paceline.plan.slow_input import Kind as KindOfInput
 from paceline.runtime import collectives
 from paceline.runtime.objects import message_device
 
@@ -68,7 +69,9 @@ class SampleShares:
         self._dataset, self._size, self._groups, self._seed = dataset, size, groups, seed
         self._reading, self._drop_last = reading, drop_last
         self._collate = reading.collate or default_collate
-        self.input = InputSource("loader" if reading.options else "dataset", reading.workers)
+        self._starts = StartTimes()
+        kind: KindOfInput = "loader" if reading.options else "dataset"
+        self.input = InputSource(kind, reading.workers, started=self._starts.read if reading.workers else None)
         self._reader = EpochReader(dataset, seed, random=RandomStream.of_worker)
         self.begin = self._reader.begin
 
@@ -86,7 +89,7 @@ class SampleShares:
 
     def _epoch(self, epoch: int) -> Iterable[Share]:
         if self._reading.workers:
-            return read_in_workers(self._dataset, epoch, self._shares, self._seed, self._reading)
+            return self._starts.first(read_in_workers(self._dataset, epoch, self._shares, self._seed, self._reading))
         shares = self._reader.epoch(epoch, self._shares)
         return map(Share.pin_memory, shares) if self._reading.pins else shares
 
@@ -108,10 +111,11 @@ class BatchShares:
 
     def __init__(self, source: Iterable[Any], groups: int, seed: int, kind: Kind | None) -> None:
         self._reader, self._groups, self._kind = EpochReader(source, seed), groups, kind
-        self.begin, self.input = self._reader.begin, source_of_batches(source)
+        self._starts = StartTimes()
+        self.begin, self.input = self._reader.begin, source_of_batches(source, self._starts)
 
     def epoch(self, epoch: int) -> Iterator[Share]:
-        for number, batch in enumerate(self._reader.epoch(epoch)):
+        for number, batch in enumerate(self._starts.first(self._reader.epoch(epoch))):
             own = samples_in(batch, self._kind)
             bounds = [slice_bounds(own, self._groups, group) for group in range(self._groups)]
             batches = [
@@ -217,9 +221,9 @@ def _require_different(shards: list[tuple[int, list[int]]]) -> None:
 
 
 def require_order(loader: object) -> None:
-    if isinstance(loader, ShardedStream):
+    if isinstance(loader, (ShardedStream, OwnBatches)):
         raise DataError(
             "no-order",
-            "predict() returns outputs in the order of the data, but each rank reads its own shard of this stream.",
+            "predict() returns outputs in the order of the data, but each rank reads its own shard of it.",
             fix="pass a dataset, or a stream that is not split across ranks",
         )

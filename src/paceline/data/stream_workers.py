@@ -27,7 +27,7 @@ def read_in_workers(
         pin_memory=reading.pin_memory,
         # The same on every rank: a stream that shuffles has to shuffle equally, also before it is split.
         generator=torch.Generator().manual_seed(derive_seed(seed, epoch) >> 1),
-        **dict(reading.options),
+        **reading.for_dataset(dataset),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
@@ -51,6 +52,26 @@ def find(
     names = sorted({name for values in ranks for name in values})
     own = [name for name in names if any(values.get(name) != ranks[0].get(name) for values in ranks)]
     return own, buffers + [name for name in names if name not in own], error
+
+
+def moved_parameters(
+    module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, user_code: Sequence[Any]
+) -> list[str]:
+    """The parameters that every forward changes: those of a teacher, which follows the trained ones. It may begin equal
+    to them, so they are moved a little. Looked for where some parameters are frozen, of models that are not sharded."""
+    named = {name: each for name, each in module.model.named_parameters() if not is_lazy(each)}
+    small = sum(each.nbytes for each in named.values()) <= snapshot.PARAMETER_BYTES  # these are restored
+    if all(each.requires_grad for each in named.values()):
+        return []
+    states: list[dict[str, int]] = []
+    with snapshot.preserved(module.model, *user_code), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for each in named.values() if small else ():
+            if each.requires_grad and each.is_floating_point():
+                each.mul_(1 + 2**-8)
+        for _ in range(2):
+            trial_loss(run, micro, draw, [])  # a failure has been noted by `find`
+            states.append({name: checksum(each.detach()) if small else each._version for name, each in named.items()})
+    return [name for name in named if states[0][name] != states[1][name]]
 
 
 def _attributes(model: nn.Module) -> dict[str, int]:

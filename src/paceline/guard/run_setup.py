@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.data.batches import digest
+from paceline.data.epoch_reader import length_of
 from paceline.log import Log
 
 # Implementation choices that do not affect results, and what is not a setting.
@@ -120,7 +121,7 @@ def data_facts(data: Any, fingerprint: Any, order: str) -> dict[str, Any]:
 
 def _digests(dataset: Any) -> Iterator[tuple[str, int]]:
     """Of the beginning of arrays that hold a value for each sample."""
-    length = len(dataset) if hasattr(dataset, "__len__") else None
+    length = length_of(dataset)
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, (Tensor, numpy.ndarray)) and value.ndim and len(value) == length:
             rows = value[:_ROWS]

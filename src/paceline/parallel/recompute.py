@@ -32,8 +32,6 @@ from paceline.errors import LayoutError
 from paceline.models import huggingface
 from paceline.models.blocks import find_blocks
 from paceline.models.power_iteration import PowerIterations
-from paceline.parallel import short_batches
-from paceline.runtime import noise
 
 _ATEN = torch.ops.aten
 # Expensive to recompute relative to the memory of their outputs.
@@ -84,9 +82,8 @@ class _Again:
     def __init__(
         self, norms: Sequence[nn.Module], power: PowerIterations, cached: AbstractContextManager[Any] | None
     ) -> None:
-        draw = noise.current()
-        self._draw, self._modes = None if draw is None else draw.copy(), _get_current_function_mode_stack()
-        self._norms, self._power, self._cached, self._eager = norms, power, cached, short_batches.is_eager()
+        self._modes = _get_current_function_mode_stack()
+        self._norms, self._power, self._cached = norms, power, cached
         self._entered: list[ExitStack] = []
         self._count = 0
 
@@ -101,8 +98,6 @@ class _Again:
                 fix='set recompute="full", or recompute="off"',
             )
         with ExitStack() as stack:
-            if self._draw is not None:
-                stack.enter_context(self._draw.copy())
             active = _get_current_function_mode_stack()
             for mode in self._modes:
                 if mode not in active:
@@ -110,8 +105,6 @@ class _Again:
             stack.enter_context(_without_tracking(self._norms))
             if self._power:
                 stack.enter_context(_with_estimate(self._power))
-            if self._eager:
-                stack.enter_context(short_batches.EagerForward())
             if self._cached is not None:
                 stack.enter_context(self._cached)
             self._entered.append(stack.pop_all())

@@ -7,7 +7,6 @@ for the usual one. Batches of other sequence lengths are left to torch, which co
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,6 @@ from paceline.runtime import noise
 
 # Sizes that keep changing are worth a compilation: more than a few short batches, and a good part of all batches.
 _FEW, _PART = 16, 4
-
-_is_eager: ContextVar[bool] = ContextVar("paceline_short_batch", default=False)
 
 
 @dataclass
@@ -42,31 +39,25 @@ class ShortBatches:
 
     def __init__(self) -> None:
         self._sizes = {True: _Sizes(), False: _Sizes()}  # with and without gradients
-        self._entered: list[AbstractContextManager[Any]] = []
+        self._entered: list[tuple[noise.NoiseContext | None, AbstractContextManager[Any]]] = []
 
     def __enter__(self) -> None:
-        samples = noise.local_samples()
+        draw, samples = noise.current(), noise.local_samples()
         rare = samples is not None and self._sizes[torch.is_grad_enabled()].is_rare(samples)
-        context = EagerForward() if rare else nullcontext()
+        if draw is not None and rare:
+            draw.around = _eager  # what is recomputed in the backward must be so too
+        context: AbstractContextManager[Any] = _eager() if rare else nullcontext()
         context.__enter__()
-        self._entered.append(context)
+        self._entered.append((draw, context))
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        draw, context = self._entered.pop()
+        context.__exit__(*error)
+        if draw is not None:
+            draw.around = None
 
 
-class EagerForward:
+def _eager() -> AbstractContextManager[Any]:
     """In this context nothing is compiled."""
-
-    def __enter__(self) -> None:
-        self._token = _is_eager.set(True)
-        self._stance = torch.compiler.set_stance("eager_on_recompile")
-
-    def __exit__(self, *error: Any) -> None:
-        self._stance.__exit__(None, None, None)
-        _is_eager.reset(self._token)
-
-
-def is_eager() -> bool:
-    """Whether the current forward is that of a short batch. What is recomputed in the backward must be so too."""
-    return _is_eager.get()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("eager_on_recompile")
+    return stance

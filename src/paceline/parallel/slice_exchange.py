@@ -1,4 +1,4 @@
-"""Adds the gradients of all ranks in the order of `plan/slice_tree.py`.
+"""Adds the gradients of all ranks in the order of `plan/slicing.py`.
 
 A reduction of torch adds in an order that depends on the number of ranks. Here each rank receives a part of the flat
 gradient from all ranks, adds it, and the sums are gathered. Where the slices of a rank are a subtree (12 slices on 2 or
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from paceline.plan.slice_tree import SliceSum, Span, spans_of
+from paceline.plan.slicing import SliceSum, Span, spans_of
 from paceline.runtime.objects import message_device
 
 _BUCKET = 1 << 24  # elements that are exchanged at once

@@ -1,9 +1,15 @@
-"""Partition a sequence of layers into consecutive parts: pipeline stages, or the devices of `strategy: split`."""
+"""Partition a sequence of layers into consecutive parts (pipeline stages, or the devices of `strategy: split`), and the
+schedules in which stages run micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+
+from paceline.config.sections import PipelineSection
+from paceline.errors import LayoutError
+from paceline.plan.derived import FROM_SETTINGS
+from paceline.text import plural
 
 
 def balanced_partition(costs: Sequence[float], parts: int) -> list[int]:
@@ -61,3 +67,66 @@ def parse_balance(balance: Sequence[int] | Sequence[str], names: Sequence[str], 
     if len(lengths) != parts or sum(lengths) != len(names) or min(lengths) < 1:
         raise BalanceError(lengths)
     return lengths
+
+
+ONE_STAGE = ("gpipe", "1f1b")
+
+
+def stages_per_rank(settings: PipelineSection) -> int:
+    if settings.schedule in ONE_STAGE and (settings.stages or 1) > 1:
+        raise LayoutError(
+            "stages-a-rank",
+            f"pipeline.stages is {settings.stages}, but {settings.schedule} supports one stage per rank.",
+            fix="remove pipeline.stages, or set pipeline.schedule: interleaved (or zero-bubble)",
+        )
+    return settings.stages or (2 if settings.schedule == "interleaved" else 1)
+
+
+def bubble(schedule: str, ranks: int, stages: int, microbatches: int) -> float:
+    """The fraction of a step in which a rank is idle, if all stages take the same time."""
+    work = {"gpipe": 1, "1f1b": 1, "interleaved": stages, "zero-bubble": 3 * stages}[schedule] * microbatches
+    return (ranks - 1) / (work + ranks - 1)
+
+
+def choose_microbatches(settings: PipelineSection, ranks: int, samples: int) -> tuple[int, str]:
+    """The number of micro-batches for `samples` samples per rank, and a description of the schedule."""
+    stages = stages_per_rank(settings)
+    if settings.microbatches is not None:
+        count, reason = settings.microbatches, FROM_SETTINGS
+    else:
+        count, reason = 2 * ranks, "2 per pipeline rank"
+        if samples < count:
+            count, reason = (
+                max(ranks, samples // ranks * ranks),
+                f"{plural(samples, 'sample')} per rank",
+            )
+    idle = bubble(settings.schedule, ranks, stages, count)
+    return count, f"{settings.schedule}, {count} micro-batches ({reason}); pipeline bubble: {idle:.0%} of each step"
+
+
+def require_runnable(settings: PipelineSection, ranks: int) -> None:
+    """Reject micro-batch counts that torch's schedules do not support.
+
+    Schedules with several stages per rank process micro-batches in rounds of one per rank.
+    """
+    schedule, count = settings.schedule, settings.microbatches
+    if count is None or schedule == "gpipe":
+        return
+    if count >= ranks and (schedule == "1f1b" or count % (count // ranks) == 0):
+        return
+    raise LayoutError(
+        "microbatches",
+        f"pipeline.microbatches is {count}, which {schedule} does not support on {ranks} ranks.",
+        why="it needs at least one per rank" + ("" if schedule == "1f1b" else ", in rounds of equal length"),
+        fix=f"set it to a multiple of {ranks}, or remove it",
+    )
+
+
+def require_enough(layers: int, stages: int) -> None:
+    if layers < stages:
+        raise LayoutError(
+            "too-few-blocks",
+            f"The model has {plural(layers, 'layer')} with parameters, but the pipeline has {plural(stages, 'stage')}.",
+            why="every stage needs at least one layer",
+            fix=f"use a pipeline of at most {plural(layers, 'stage')} (ranks × pipeline.stages), or a deeper model",
+        )

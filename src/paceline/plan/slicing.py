@@ -7,9 +7,10 @@ statistics of a group agree between layouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Generic, TypeVar
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,46 @@ def slices_of(samples: int, batch: int, groups: int, rank: int, ranks: int) -> I
         group_start, group_stop = slice_bounds(samples, groups, group)
         start, stop = slice_bounds(group_stop - group_start, ranks, rank)
         yield BatchSlice(group, groups, group_start, group_stop, group_start + start, group_start + stop)
+
+
+Span = tuple[int, int]  # the first slice, and the one after the last
+T = TypeVar("T")
+
+
+class SliceSum(Generic[T]):
+    """Adds consecutive parts, in their order, as far as the tree allows: `parts` are the sums known so far.
+
+    A rank that adds n slices holds at most 1 + log2(n) values at a time, rounded down: 4 of 12.
+    """
+
+    def __init__(self, slices: int, add: Callable[[T, T], T]) -> None:
+        self._siblings, self._add = _siblings(slices), add
+        self.parts: list[tuple[Span, T]] = []
+
+    def push(self, span: Span, value: T) -> None:
+        parts = self.parts
+        while parts and (parts[-1][0], span) in self._siblings:
+            left, before = parts.pop()
+            span, value = (left[0], span[1]), self._add(before, value)
+        parts.append((span, value))
+
+
+def spans_of(slices: int, first: int, stop: int) -> list[Span]:
+    """The sums that remain when the slices from `first` to `stop` are added without the others."""
+    total = SliceSum[None](slices, lambda left, right: None)
+    for each in range(first, stop):
+        total.push((each, each + 1), None)
+    return [span for span, _ in total.parts]
+
+
+@cache
+def _siblings(slices: int) -> frozenset[tuple[Span, Span]]:
+    """The pairs of spans that are added. Of an odd number the first half is longer, so that fewer sums are held."""
+
+    def below(first: int, stop: int) -> list[tuple[Span, Span]]:
+        if stop - first == 1:
+            return []
+        middle = first + (stop - first + 1) // 2
+        return [((first, middle), (middle, stop)), *below(first, middle), *below(middle, stop)]
+
+    return frozenset(below(0, slices))

@@ -18,6 +18,11 @@ WINDOW = 5.0  # seconds over which it is averaged
 _MARGIN = 1.25  # reading times vary
 _LEAST = 1e-3  # seconds to read a step's data; below, passing it between processes costs as much
 _CHANGE = 2.0  # of the number of workers, or of the share, before it is said again
+_STARTS = (
+    "data: training waits {:.0%} of the time until {}, which every epoch starts anew, have read a first batch: "
+    "persistent_workers=True of a DataLoader around a map-style dataset keeps them, and "
+    'multiprocessing_context="fork" starts them faster than spawn'
+)
 
 Kind = Literal["dataset", "loader", "stream", "batches"]
 
@@ -35,6 +40,7 @@ class InputSource:
     kind: Kind
     workers: int = 0
     read: Callable[[], tuple[float, float]] | None = None  # seconds and micro-batches so far, measured in workers
+    started: Callable[[], float] | None = None  # seconds so far in which training waited for new workers
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,12 @@ class ReadTime:
     def __init__(self, source: InputSource, groups: int) -> None:
         self._source, self._groups = source, groups
         self._before, self._last = (0.0, 0.0) if source.read is None else source.read(), 0.0
+        self._started = 0.0
+
+    def starting(self) -> float:
+        """The seconds since the last call in which training waited for new workers."""
+        before, self._started = self._started, 0.0 if self._source.started is None else self._source.started()
+        return self._started - before
 
     def __call__(self, interval: Interval) -> float:
         """The mean of an interval. Where workers do not measure it, training waits because all of them are busy."""
@@ -83,17 +95,17 @@ class InputWatch:
 
     def __init__(self, source: InputSource, cores: int) -> None:
         self._source, self._cores = source, max(1, cores)
-        self._warm = False
+        self._warm = self._said_starts = False
         self._said: tuple[float, int] | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self._seconds = self._waited = self._reading = 0.0
+        self._seconds = self._waited = self._reading = self._starting = 0.0
         self._steps = 0
 
-    def add(self, seconds: float, steps: int, share: float, read: float) -> str | None:
-        """Take an interval of the slowest rank. Returns what to say: once, and again if it changes a lot. The first
-        interval does not count: workers start."""
+    def add(self, seconds: float, steps: int, share: float, read: float, starting: float = 0.0) -> str | None:
+        """Take an interval of the slowest rank, `starting` seconds of which went by until new workers had read a batch.
+        Returns what to say: once, and again if it changes a lot. The first interval does not count: workers start."""
         if not self._warm:
             self._warm = True
             return None
@@ -101,11 +113,16 @@ class InputWatch:
         self._steps += steps
         self._waited += share * seconds
         self._reading += read * steps
+        self._starting += min(starting, share * seconds)
         if self._seconds < WINDOW:
             return None
-        mean, each = self._waited / self._seconds, (self._seconds - self._waited) / self._steps
+        starts, rest = self._starting / self._seconds, self._seconds - self._starting
+        mean, each = (self._waited - self._starting) / max(rest, 1e-6), (self._seconds - self._waited) / self._steps
         read = self._reading / self._steps
         self._clear()
+        if starts >= NOTICEABLE and not self._said_starts:
+            self._said_starts = True
+            return _STARTS.format(starts, plural(self._source.workers, "worker"))
         if mean < NOTICEABLE or read < _LEAST or not self._is_news(mean, enough(read, each)):
             return None
         return advice(self._source, self._cores, mean, read, each)

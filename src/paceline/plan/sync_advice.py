@@ -10,13 +10,12 @@ changes training least: methods stand in that order. The time that compression i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
-from paceline.plan import gradient_bytes
-from paceline.plan.gradient_bytes import CAST_BYTES, INT8_BYTES, VALUE_BYTES, FactorBytes, Shape
-from paceline.plan.network_model import COLLECTIVES, LinkModel
-from paceline.plan.scaling_model import exposed_after
+from paceline.plan.network_model import COLLECTIVES, LinkModel, exposed_after
 
 SUFFICIENT = 0.15  # of a step
 MIN_RATIO = 2.0  # the default of sync.min_ratio
@@ -48,7 +47,7 @@ def compare(
     """What each method costs, uncompressed gradients first. `compute`: seconds of a step without communication.
     `buckets` of DDP: how many seconds before the last gradient each is ready, and its bytes. `links` are the fits of
     collectives; for one that was not measured, that of all_reduce is used."""
-    dense = gradient_bytes.dense_bytes(shapes)
+    dense = dense_bytes(shapes)
 
     def time(messages: Messages) -> float:
         return sum(links.get(name, links["all_reduce"]).time(name, size, ranks) for name, size in messages)
@@ -69,7 +68,7 @@ def compare(
     ]
     for rank in RANKS:
         name, settings = f"powersgd rank {rank}", f"{{compress: powersgd, rank: {rank}}}"
-        costs.append(cost(name, settings, _factors(gradient_bytes.powersgd_bytes(shapes, rank, MIN_RATIO), dense)))
+        costs.append(cost(name, settings, _factors(powersgd_bytes(shapes, rank, MIN_RATIO), dense)))
     settings = f"{{every: {EVERY}, outer: {{name: nesterov, lr: 0.7}}, compress: int8}}"
     costs.append(cost(f"a round every {EVERY} steps", settings, lambda size: _in_two_phases(size, INT8_BYTES), EVERY))
     return costs
@@ -102,3 +101,51 @@ def _factors(factors: FactorBytes, dense: float) -> Callable[[float], Messages]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+VALUE_BYTES = 4  # of a gradient in fp32
+CAST_BYTES = 2  # fp16 and bf16
+INT8_BLOCK = 256  # values that share a scale
+INT8_BYTES = 1 + VALUE_BYTES / INT8_BLOCK
+
+Shape = Sequence[int]
+
+
+class FactorBytes(NamedTuple):
+    """What PowerSGD all-reduces: the first factors with everything that stays uncompressed, then the second factors."""
+
+    first: int
+    second: int
+    uncompressed: int
+
+    @property
+    def total(self) -> int:
+        return self.first + self.second + self.uncompressed
+
+
+def dense_bytes(shapes: Iterable[Shape]) -> int:
+    return VALUE_BYTES * sum(prod(shape) for shape in shapes)
+
+
+def powersgd_bytes(shapes: Iterable[Shape], rank: int, min_ratio: float) -> FactorBytes:
+    first = second = uncompressed = 0
+    for shape in shapes:
+        if is_compressed(shape, rank, min_ratio):
+            rows, columns = as_matrix(shape)
+            first += rows * rank
+            second += columns * rank
+        else:
+            uncompressed += prod(shape)
+    return FactorBytes(VALUE_BYTES * first, VALUE_BYTES * second, VALUE_BYTES * uncompressed)
+
+
+def is_compressed(shape: Shape, rank: int, min_ratio: float) -> bool:
+    """Whether PowerSGD compresses a gradient of this shape."""
+    if len(shape) < 2:
+        return False
+    rows, columns = as_matrix(shape)
+    return (rows + columns) * rank * min_ratio <= rows * columns
+
+
+def as_matrix(shape: Shape) -> tuple[int, int]:
+    return shape[0], prod(shape[1:])

@@ -9,6 +9,7 @@ accumulation changes it. Elsewhere it is `torch.randn_like`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
-from paceline.runtime.rng import derive_seed
+from paceline.runtime.rng import derive_seed, rewound
 from paceline.runtime.sample_keys import SampleKeys, Samples, SavedKeys
 
 
@@ -50,17 +51,23 @@ class NoiseContext:
     cost microseconds. While it is `idle`, setting `samples` to None is enough to end one.
     """
 
-    __slots__ = ("_entered", "_outer", "_saved", "_seed", "_token", "captured", "draws", "idle", "keys", "samples")
+    __slots__ = (
+        "_around", "_entered", "_last", "_outer", "_saved", "_seed", "_token", "around", "captured", "draws", "idle",
+        "keys", "samples",
+    )  # fmt: skip
 
     def __init__(self, seed: int, samples: Samples | None = None, keys: SampleKeys | None = None) -> None:
         self._seed, self.samples, self.keys = seed, samples, keys
         self.draws = 0
         self.captured: dict[tuple[int, int], Draw] | None = None  # by (start, draw), of a step that is captured next
         self._saved: SavedKeys | None = None
+        self._last: NoiseContext | None = None  # where the last forward of a custom loop ended
+        self.around: Callable[[], AbstractContextManager[Any]] | None = None  # what copies enter as well
         self._entered = False
         self.idle = keys is None  # whether no dropout has been seen so far
 
     def __enter__(self) -> NoiseContext:
+        _recomputation.__enter__()
         self._token, self._entered = _current.set(self), True
         if self.keys is not None:
             self.keys.activate()
@@ -69,15 +76,21 @@ class NoiseContext:
             else:
                 self._outer = self.keys.save()
                 self.keys.restore(self._saved)
+        self._around = None if self.around is None else self.around()
+        if self._around is not None:
+            self._around.__enter__()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: Any) -> None:
+        if self._around is not None:
+            self._around.__exit__(*exc)
         if self.keys is not None:
             if self._saved is not None:
                 self.keys.restore(self._outer)
             self.keys.deactivate()
         _current.reset(self._token)
         self._entered = False
+        _recomputation.__exit__()
 
     def begin(self, samples: Samples) -> None:
         """Call before the forward of a micro-batch."""
@@ -100,6 +113,17 @@ class NoiseContext:
             self.keys.end()
             self.idle = self.keys.used is False and not self.keys.watches
 
+    def begin_forward(self, samples: Samples) -> None:
+        """Call before a forward of a custom loop. A further one of the same samples has other numbers."""
+        self.begin(samples)
+        last = None if self._last is None else self._last.samples
+        if self._last is not None and last is not None and _place(last) == _place(samples):
+            self.resume(self._last)
+
+    def end_forward(self) -> None:
+        self._last = self.copy()
+        self.end()
+
     def uninstalled(self) -> AbstractContextManager[Any]:
         """While the forwards of blocks are changed."""
         return nullcontext() if self.keys is None else self.keys.uninstalled()
@@ -118,6 +142,12 @@ class NoiseContext:
             return self._with(self.samples, self._saved)
         return self._with(self.samples, self.keys.save())
 
+    def resume(self, other: NoiseContext) -> None:
+        """Continue with the draws that follow in `other`, a copy."""
+        self.samples, self.draws = other.samples, other.draws
+        if self.keys is not None and other._saved is not None:
+            self.keys.restore(other._saved)
+
     def select(self, start: int, count: int, after: str | None = None) -> NoiseContext:
         """A copy for `count` of the samples in the model, from `start` on; `after`: behind this block of the model."""
         rows, batch = None, self.samples
@@ -128,13 +158,19 @@ class NoiseContext:
     def _with(self, samples: Samples | None, saved: SavedKeys | None) -> NoiseContext:
         context = NoiseContext(self._seed, samples, self.keys)
         context.draws, context._saved, context.captured = self.draws, saved, self.captured
+        context.around = self.around
         return context
+
+
+def _place(samples: Samples) -> tuple[int, int, int]:
+    return samples.step, samples.start, samples.samples
 
 
 _current: ContextVar[NoiseContext | None] = ContextVar("paceline_noise", default=None)
 
 
 current = _current.get
+_recomputation = rewound(current)
 
 
 def local_samples() -> int | None:

@@ -1,14 +1,22 @@
-"""Random number generators: derived seeds, such as one per (seed, epoch, sample), and the global state."""
+"""Random number generators: derived seeds, such as one per (seed, epoch, sample), and the global state.
+
+Dropout and noise are computed from counts of calls, which are not part of the state of torch's generators. While a step
+runs, whoever recomputes a forward restores them: torch's activation checkpointing in both variants, and what is built
+on it (`checkpoint_sequential`, `gradient_checkpointing_enable()` of transformers). Implementations of others, such as
+DeepSpeed's and reversible layers, restore the state of torch's generator, and in a backward the counts with it.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isnan, nan
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
+from torch import Tensor
+from torch.utils import checkpoint
 
 _MASK = (1 << 64) - 1
 
@@ -103,3 +111,87 @@ def _set_state(state: tuple[Any, Any, Any]) -> None:
     random.setstate(state[0])
     numpy.random.set_state(state[1])
     torch.default_generator.set_state(state[2])
+
+
+class Replacements:
+    """Attributes of torch that are replaced while this is entered."""
+
+    def __init__(self) -> None:
+        self._attributes: list[tuple[Any, str, Any, Any]] = []
+        self._depth = 0
+
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        # None: inherited.
+        self._attributes.append((owner, name, vars(owner).get(name), value))
+
+    def __enter__(self) -> None:
+        self._depth += 1  # the loops of two Trainers may be nested
+        if self._depth == 1:
+            for owner, name, _, value in self._attributes:
+                setattr(owner, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            for owner, name, original, _ in self._attributes:
+                if original is None:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
+
+
+class Counts(Protocol):
+    """Where a forward is in its random numbers. Entered, what follows repeats them."""
+
+    def copy(self) -> Counts: ...
+    def resume(self, other: Any) -> None: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _Repeated:
+    """A function that a checkpoint runs again. `ran`: whether the first run is not made through this object."""
+
+    def __init__(self, function: Callable[..., Any], counts: Counts, *, ran: bool) -> None:
+        self._function, self._counts, self._ran = function, counts, ran
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._function(*args, **kwargs)
+        with self._counts.copy():
+            return self._function(*args, **kwargs)
+
+
+def rewound(current: Callable[[], Counts | None]) -> Replacements:
+    """Of what recomputes forwards. `current` returns the counts in use, if any."""
+    frame, function = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
+    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+
+    def repeatable(run: Callable[..., Any], *, ran: bool) -> Callable[..., Any]:
+        counts = current()
+        return run if counts is None else _Repeated(run, counts.copy(), ran=ran)
+
+    class Reentrant:
+        @staticmethod
+        def apply(run: Callable[..., Any], *args: Any) -> Any:
+            return function.apply(repeatable(run, ran=False), *args)
+
+    def get_rng_state() -> Tensor:
+        state, counts = get_state(), current()
+        if counts is not None:
+            state.paceline_counts = counts.copy()  # type: ignore[attr-defined]
+        return state
+
+    def set_rng_state(new_state: Tensor) -> None:
+        set_state(new_state)
+        counts, saved = current(), getattr(new_state, "paceline_counts", None)
+        if counts is not None and saved is not None and torch._C._current_graph_task_id() != -1:
+            counts.resume(saved)
+
+    replaced = Replacements()
+    replaced.add(checkpoint, "_CheckpointFrame", lambda run, *args: frame(repeatable(run, ran=True), *args))
+    replaced.add(checkpoint, "CheckpointFunction", Reentrant)
+    replaced.add(torch, "get_rng_state", get_rng_state)
+    replaced.add(torch, "set_rng_state", set_rng_state)
+    return replaced

@@ -53,6 +53,7 @@ class SavedKeys(NamedTuple):
 
     rows: Tensor | None
     samples: int
+    begun: tuple[int, int, int]  # step, position of the first sample, and number of samples of the micro-batch
     visits: list[int]
     current: Scope
     calls: int
@@ -81,6 +82,7 @@ class SampleKeys:
         self.rows: Tensor | None = None  # (samples, 2), int32
         self.given: Tensor | None = None  # the rows of a step, which a captured one reads
         self.current, self.calls, self.samples = self.outside, 0, 0
+        self._begun = 0, 0, 0
         self.used: bool | None = None  # whether the model has dropout; None: not known yet
         self.lazy = True  # whether rows are made only if there is dropout: compiled code can't make them later
         self.exact_attention = False  # whether attention on a GPU is computed without a fused kernel
@@ -197,7 +199,7 @@ class SampleKeys:
     def save(self) -> SavedKeys:
         self.wake()
         visits = [scope.visits for scope in self.scopes]
-        return SavedKeys(self.rows, self.samples, visits, self.current, self.calls, self.shard)
+        return SavedKeys(self.rows, self.samples, self._begun, visits, self.current, self.calls, self.shard)
 
     def select(self, start: int, count: int, after: str | None = None) -> SavedKeys:
         """The present state, for `count` of the samples in the model, from `start` on; `after`: at the end of a block.
@@ -213,7 +215,7 @@ class SampleKeys:
         return saved._replace(rows=rows, samples=count)
 
     def restore(self, saved: SavedKeys) -> None:
-        self.rows, self.samples = saved.rows, saved.samples
+        self.rows, self.samples, self._begun = saved.rows, saved.samples, saved.begun
         for scope, visits in zip(self.scopes, saved.visits, strict=True):
             scope.visits = visits
         self.current, self.calls, self.shard = saved.current, saved.calls, saved.shard

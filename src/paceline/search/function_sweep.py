@@ -27,7 +27,7 @@ from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
 from paceline.run.ledger import Ledger
 from paceline.run.study_folder import StudyFolder
-from paceline.search import recipe_sweep, recipe_trials
+from paceline.search import recipe_trials
 from paceline.search.placement import TrialSlot, open_pool
 from paceline.search.scheduler import Sweep
 from paceline.search.study import Study, read_section
@@ -123,9 +123,9 @@ def sweep(
     config = _read_config(target)
     merged = read_section({**config.sweep.space, **(space or {})}, {**config.sweep.model_dump(), **settings})
     stem = Path(target).stem if isinstance(target, (str, Path)) else "recipe"
-    study = recipe_sweep.open_recipe_study(config, merged, name or f"{stem}-sweep", ranks)
+    study = recipe_trials.open_recipe_study(config, merged, name or f"{stem}-sweep", ranks)
     spec = LaunchSpec.resolve(config, {"ranks": ranks, "hosts": hosts, "ray": ray})
-    _require_finished(recipe_sweep.run_recipe_sweep(study, spec, is_forkable=False))
+    _require_finished(recipe_trials.run_recipe_sweep(study, spec, is_forkable=False))
     return study
 
 

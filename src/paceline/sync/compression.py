@@ -30,8 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from paceline.sync.collective_queue import CollectiveQueue, Collectives
-from paceline.sync.exchange import Exchange
+from paceline.sync.exchange import CollectiveQueue, Collectives, Exchange
 from paceline.sync.named_state import Slot
 
 if TYPE_CHECKING:
@@ -113,8 +112,7 @@ def dense_mean(flat: Tensor, exchange: Exchange) -> Collectives[None]:
 
 def build_compression(section: SyncSection, exchange: Exchange) -> Compression:
     """The compression that `sync.compress` names."""
-    from paceline.sync.casts import CastCompression
-    from paceline.sync.int8 import Int8Compression
+    from paceline.sync.casts import CastCompression, Int8Compression
     from paceline.sync.powersgd import PowerSGD
 
     match section.compress:

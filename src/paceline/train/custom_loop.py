@@ -175,7 +175,7 @@ class CustomLoop:
             self._check(micro)
         with self.engine.draw, self._sync_context():
             value, weight = self.engine.stepper.forward(micro)
-            self.engine.draw.end()
+            self.engine.draw.end_forward()
         mean = value if weight is None or isinstance(weight, Divisor) else value / weight
         self._current = (micro, value, weight, mean)
         return mean
@@ -192,8 +192,15 @@ class CustomLoop:
             raise own_loss.pipeline_error()
         if engine.stepper.before_micro is not None:
             engine.stepper.before_micro(self._added is None)
-        with self._sync_context():
-            return engine.module(inputs, lambda model, given: function(model, *given))
+        micro = self._expected
+        with engine.draw, self._sync_context():
+            if micro is not None:
+                engine.draw.begin_forward(micro)
+            try:
+                return engine.module(inputs, lambda model, given: function(model, *given))
+            finally:
+                if micro is not None:
+                    engine.draw.end_forward()
 
     def backward(self, loss: Tensor | Loss, weight: Tensor | float | None = None) -> None:
         """Backpropagate the result of `forward`, or a value computed from it, with the weight of that batch. With a

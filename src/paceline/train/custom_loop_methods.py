@@ -54,7 +54,7 @@ class CustomLoopMethods:
             2
         """
         data = adopt.look_at(data, self._engine.config.seed)
-        loader, batch = self._loaders.training(data)
+        loader, batch = self._loaders.training(data, announce=False)
         self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader))
         return EpochLoader(self._get_custom_loop(), loader, batch.groups)
 

@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, ModelError, PacelineError, TrainError
 from paceline.guard import origin
 from paceline.models.spec import declared_spec
 from paceline.models.zoo import find_model, get_model
-from paceline.monitor import run_environment
+from paceline.monitor import rank_stats
 from paceline.monitor.loggers import open_loggers
 from paceline.monitor.profiler import Profiler
 from paceline.monitor.rank_stats import RankStats
@@ -232,7 +232,7 @@ def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> No
     script = origin.main_script()
     if script is not None:
         rows = {**rows, "script": Derived(os.path.relpath(script, run.path.parent), "trains in this folder")}
-    regular_files.replace(run.environment, json.dumps(run_environment.describe(), indent=1).encode())
+    regular_files.replace(run.environment, json.dumps(rank_stats.describe(), indent=1).encode())
     regular_files.replace(run.derived, json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1).encode())
 
 

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from paceline.data.loader import Loader, MicroBatch
+from paceline.errors import TrainError
 from paceline.guard import forward_state, kept_state, loss_halves, preflight
+from paceline.guard.gradient_hooks import BackwardWatch
 from paceline.guard.random_draws import describe_draws
+from paceline.models.divisor import Divisor
 from paceline.parallel.replicas import Replicas
 from paceline.runtime import collectives
 from paceline.text import plural
@@ -56,8 +59,11 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         _compare_halves(engine, micro, groups)
         return
     stepper.weigh(several=groups > 1)
-    replicas = engine.wrapped.forward
-    with replicas.without_hook() if isinstance(replicas, Replicas) else nullcontext():
+    replicas, watch = engine.wrapped.forward, BackwardWatch(engine.model)
+    with (
+        replicas.without_hook() if isinstance(replicas, Replicas) else nullcontext(),
+        nullcontext() if config.compile else watch,  # a mode would be compiled into the graph
+    ):
         weight, depends, (own, counted) = preflight.check(
             engine.module,
             engine.wrapped,
@@ -74,6 +80,8 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     engine.checked = True
     stepper.nominal = preflight.nominal(weight, groups)
     stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
+    if _start_from_global_mean(engine, watch, weight * groups / micro.step_samples):
+        depends = False  # the weight of a step is reduced before its backward
     if depends and type(stepper) is Stepper and isinstance(replicas, Replicas) and replicas.carry_weight():
         code = [engine.task.criterion, engine.task.loss_fn]
         engine.draw.begin(micro)
@@ -90,6 +98,32 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     engine.log.info(f"pre-flight passed on {plural(engine.world.size, 'rank')}")
 
 
+def _start_from_global_mean(engine: Engine, watch: BackwardWatch, weight_per_sample: float) -> bool:
+    """Do so if anything sees gradients of activations. Collective."""
+    found = collectives.all_gather_object([watch.hooks, watch.functions])
+    hooks = [name for names, _ in found for name in names]
+    if not hooks and not any(names for _, names in found):
+        return False
+    stepper = engine.stepper
+    if type(stepper) is Stepper and engine.local_steps is None and engine.comm_hook is None:
+        stepper.start_from_global_mean(weight_per_sample)
+        return True
+    if hooks:
+        engine.log.warning(str(_scaled_activations(hooks[0])))
+    return False
+
+
+def _scaled_activations(hook: str) -> TrainError:
+    return TrainError(
+        "scaled-activations",
+        f"The model has {hook}, which sees gradients of activations in another scale than in one process.",
+        why="a pipeline, local steps, deterministic: everywhere and hooks on communication reduce gradients in their "
+        "own way: those of activations are larger by the number of ranks or micro-batches",
+        fix='use strategy="ddp" or fsdp without these settings, where such hooks see the gradients of one process, or '
+        "make the hook linear in the gradient",
+    )
+
+
 def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Sequence[str] = ()) -> None:
     """Warn if a batch is sliced, and the loss depends on how. `state`: what the forward changes, which is named."""
     degrees = engine.mesh.degrees
@@ -98,6 +132,8 @@ def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Seque
     trial, failed = _trial(engine, micro), None
     if degrees.pipeline == 1:
         own, counted, failed = kept_state.find(*trial)
+        if groups > 1 and degrees.is_replicated:
+            counted += kept_state.moved_parameters(*trial)
         forward_state.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
         state = [*state, *own, *counted]
     checks = LaterChecks(engine, micro, groups, modes=(False,) if state else (False, True))
@@ -173,6 +209,7 @@ def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.Trial:
 
 def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None:
     """One rank runs no trial: the first step itself shows the weight and the unused parameters."""
+    config = engine.config
     engine.checked = True
     engine.module.zero_grad(set_to_none=True)
     engine.stepper.measure = partial(preflight.nominal, groups=groups)
@@ -181,9 +218,18 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
         hook.remove()
         _name_draws(engine, micro, engine.log.info)
         unused = preflight.without_gradient(engine.model)
-        if unused and engine.config.unused_parameters == "error":
+        if unused and config.unused_parameters == "error":
             engine.log.warning(
                 f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error"
             )
 
     hook = engine.optimizer.register_step_pre_hook(check)
+    if groups > 1:
+        watch, code = BackwardWatch(engine.model), [engine.task.criterion, engine.task.loss_fn]
+        engine.stepper.weigh(several=True)
+        engine.draw.begin(micro)
+        with nullcontext() if config.compile else watch:
+            weight = preflight.warm_up(engine.model, engine.module, micro.batch, engine.draw, code)
+        engine.draw.end()
+        weight = weight.weight if isinstance(weight, Divisor) else micro.samples if weight is None else weight
+        _start_from_global_mean(engine, watch, float(weight) * groups / micro.step_samples)

@@ -33,8 +33,9 @@ class Loaders:
         """Samples per optimizer step, as far as known."""
         return self.plan.size if self.plan else self._engine.config.batch or DEFAULT_BATCH
 
-    def training(self, data: Any) -> tuple[Loader, BatchPlan]:
-        """Return the loader of training data and its batch plan. Collective."""
+    def training(self, data: Any, *, announce: bool = True) -> tuple[Loader, BatchPlan]:
+        """Return the loader of training data and its batch plan. `announce`: call `set_epoch` of a dataset, which the
+        user does in a custom loop. Collective."""
         meet()
         mesh = self._engine.mesh
         adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data, mesh.data_rank)), mesh.data_ranks)
@@ -47,7 +48,7 @@ class Loaders:
                 f"get no sample in any step; set batch to {mesh.data_ranks} or more"
             )
         self.plan = batch
-        loader = self._loader(data, batch.size, batch.groups)
+        loader = self._loader(data, batch.size, batch.groups, announce=announce)
         if batch.slices is not None:
             _require_same_everywhere(loader)
             assert isinstance(self._engine.stepper, SliceStepper)
@@ -117,7 +118,9 @@ class Loaders:
         self._engine.log.info(f'micro_batch="auto" selected {found} samples')
         return self._batch_plan(data)
 
-    def _loader(self, data: Any, batch: int, groups: int, *, evaluating: bool = False) -> Loader:
+    def _loader(
+        self, data: Any, batch: int, groups: int, *, evaluating: bool = False, announce: bool = False
+    ) -> Loader:
         engine = self._engine
         spec = adopt.LoaderSpec(
             batch=batch,
@@ -129,6 +132,7 @@ class Loaders:
             sharded=self._sharded,
             compare=engine.config.preflight,
             training=not evaluating,
+            announce=announce,
         )
         return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)
 

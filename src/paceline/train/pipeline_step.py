@@ -25,7 +25,7 @@ from paceline.models.spec import PipelineSpec
 from paceline.parallel.compose import Subject
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.tensor.apply import full_logits
-from paceline.plan.pipeline_schedule import choose_microbatches
+from paceline.plan.partition import choose_microbatches
 from paceline.runtime import collectives
 from paceline.runtime.whereabouts import progress
 from paceline.train.step import Stepper

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,8 @@ from paceline.plan.traffic import COLLECTIVES, Traffic
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.train.model_flops import ModelFlops
+
+_WAITS = 3  # numbers about waiting: the share of time, the time that reading takes, and that of new workers
 
 
 class Rates:
@@ -62,10 +65,12 @@ class Rates:
 
     def own(self, interval: Interval) -> list[float]:
         """This rank's numbers in a sum over all ranks."""
-        known, waits = self._flops.per_sample is not None, [0.0] * (2 * self._ranks)
+        known, waits = self._flops.per_sample is not None, [0.0] * (_WAITS * self._ranks)
         if self._reading is not None:
-            waits[self._rank] = interval.data_wait
-            waits[self._ranks + self._rank] = self._reading[0](interval)
+            starting = self._reading[0].starting()
+            waited = max(0.0, interval.waited - starting)
+            rest = replace(interval, seconds=max(0.0, interval.seconds - starting), waited=waited)
+            waits[self._rank :: self._ranks] = [interval.data_wait, self._reading[0](rest), starting]
         times = [0.0] * NUMBERS if self.own_time is None else self.own_time.numbers()
         gpu = [0.0] * gpu_stats.NUMBERS if self._gpu is None else self._gpu.numbers()
         gpus = [] if self._gpus is None else self._in_own_place(gpu)
@@ -85,16 +90,16 @@ class Rates:
             waits = sums[2 : 2 + self._ranks]
             slowest = max(range(self._ranks), key=waits.__getitem__)
             values["data_wait"] = round(waits[slowest], 4)
-            read = sums[2 + self._ranks + slowest]
-            said = self._reading[1].add(interval.seconds, interval.steps, waits[slowest], read)
+            read, starting = (sums[2 + number * self._ranks + slowest] for number in (1, 2))
+            said = self._reading[1].add(interval.seconds, interval.steps, waits[slowest], read, starting)
             if said is not None:
                 self._warn(said)
         if self.stragglers is not None:
-            times = sums[2 + 2 * self._ranks : 2 + (2 + NUMBERS) * self._ranks]
+            times = sums[2 + _WAITS * self._ranks : 2 + (_WAITS + NUMBERS) * self._ranks]
             self.stragglers.log_point(times, step, interval.steps, interval.seconds)
             values |= self.stragglers.values()
         if self._gpus is not None:
-            first = 2 + (2 + NUMBERS) * self._ranks
+            first = 2 + (_WAITS + NUMBERS) * self._ranks
             self._gpus.log_point(sums[first : first + gpu_stats.NUMBERS * self._ranks])
         if self.loss_scale is not None:
             values["loss_scale"] = float(self.loss_scale())

@@ -17,10 +17,9 @@ from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import Log
 from paceline.models.losses import Loss, means_of, weighted_means
 from paceline.models.metric_results import require_number
-from paceline.monitor.last_records import LastExchange
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
-from paceline.monitor.rank_stats import RankStats, process_memory
+from paceline.monitor.rank_stats import LastExchange, RankStats, process_memory
 from paceline.monitor.stragglers import OwnTime
 from paceline.plan.slow_input import InputSource, Interval
 from paceline.run.history import History, Record, require_free_names

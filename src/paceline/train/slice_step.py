@@ -1,7 +1,7 @@
 """The step of `deterministic: everywhere`: the same bits on any number of ranks.
 
 A batch is computed in a fixed number of slices. The gradient of each is computed by itself, from a seed that does not
-depend on the number of ranks, and all of them are added in a fixed order (`plan/slice_tree.py`), as are losses and
+depend on the number of ranks, and all of them are added in a fixed order (`plan/slicing.py`), as are losses and
 weights of slices.
 """
 
@@ -19,7 +19,7 @@ from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.slice_exchange import Gradients, SliceExchange, add_gradients
-from paceline.plan.slice_tree import SliceSum
+from paceline.plan.slicing import SliceSum
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.objects import message_device
 from paceline.train.backward import run_backward

@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.run.folder import RunFolder
-from paceline.watch import page_builder, page_values, run_lookup
+from paceline.watch import page_builder, page_values, run_list
 from paceline.watch.live_run import LiveRun, file_stamp
 from paceline.watch.log_search import log_lines
 from paceline.watch.plain_text import clean
@@ -91,7 +91,7 @@ class WatchedRuns:
 
 
 def _paths(root: Path) -> list[Path]:
-    return run_lookup.trial_paths(root) if run_lookup.is_study(root) else run_lookup.run_paths(root)
+    return run_list.trial_paths(root) if run_list.is_study(root) else run_list.run_paths(root)
 
 
 def _line_values(line: RunLine) -> dict[str, Any]:

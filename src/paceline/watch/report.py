@@ -15,7 +15,7 @@ from paceline.watch import page_builder, page_values
 from paceline.watch.live_run import LiveRun
 from paceline.watch.log_search import log_lines
 from paceline.watch.run_comparison import By
-from paceline.watch.run_recipe import recipe_value
+from paceline.watch.run_facts import recipe_value
 
 _BUCKETS = 3000  # of all runs together: 150 kB per curve
 _LOG_BYTES, _MIN_LOG_LINES, _MAX_LOG_LINES = 1 << 20, 5, 300  # of all ranks

@@ -10,9 +10,8 @@ from typing import Any, Literal
 from paceline.text import columns, format_duration
 from paceline.watch.metric_series import MetricSeries
 from paceline.watch.plain_text import clean, number_text
-from paceline.watch.run_facts import RunFacts
+from paceline.watch.run_facts import RunFacts, value_text
 from paceline.watch.run_list import speed_text, step_text
-from paceline.watch.run_recipe import value_text
 
 By = Literal["step", "time", "samples"]
 

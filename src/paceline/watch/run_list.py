@@ -1,4 +1,4 @@
-"""`paceline ls`: the runs and studies of a folder, one line each."""
+"""`paceline ls`: the runs and studies of a folder, one line each; and the run that a person means."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.run.folder import RunFolder
+from paceline.errors import CheckpointError, did_you_mean
+from paceline.run.folder import ROOT, RunFolder
 from paceline.run.study_folder import StudyFolder
 from paceline.text import columns, format_age, format_rate, plural
-from paceline.watch import run_lookup
 from paceline.watch.metric_series import finite
 from paceline.watch.plain_text import clean, number_text
 from paceline.watch.run_facts import RunFacts, read_facts
@@ -60,12 +60,12 @@ Line = RunLine | StudyLine
 
 def list_runs(root: Path, *, trials: bool = False) -> list[Line]:
     """The runs and studies in a folder, newest first; with `trials`, also the trials of studies."""
-    if run_lookup.is_study(root):
-        runs, studies = run_lookup.trial_paths(root), []
+    if is_study(root):
+        runs, studies = trial_paths(root), []
     else:
-        studies = run_lookup.study_paths(root)
-        runs = [path for path in run_lookup.run_paths(root) if path not in studies]
-        runs += [trial for study in studies if trials for trial in run_lookup.trial_paths(study)]
+        studies = study_paths(root)
+        runs = [path for path in run_paths(root) if path not in studies]
+        runs += [trial for study in studies if trials for trial in trial_paths(study)]
     lines: list[Line] = [RunLine(_name(path, root), _quick_facts(path)) for path in runs]
     lines += [_study_line(path, root) for path in studies]
     return sorted(lines, key=lambda line: (-line.updated, line.name))
@@ -108,10 +108,69 @@ def _quick_facts(path: Path) -> RunFacts:
 
 def _study_line(path: Path, root: Path) -> StudyLine:
     study = StudyFolder(path.absolute())
-    trials = [_quick_facts(trial) for trial in run_lookup.trial_paths(path)]
+    trials = [_quick_facts(trial) for trial in trial_paths(path)]
     updated = max((trial.updated for trial in trials), default=study.settings.stat().st_mtime)
     return StudyLine(_name(path, root), study, updated, Counter(trial.state.name for trial in trials))
 
 
 def _name(path: Path, root: Path) -> str:
     return path.name if path == root else str(path.relative_to(root))
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run has started in this folder, or ranks were launched for it."""
+    folder = RunFolder(path)
+    try:
+        return folder.has_run or folder.ledger.is_file() or folder.metrics.is_file()
+    except OSError:  # no permission
+        return False
+
+
+def is_study(path: Path) -> bool:
+    try:
+        return StudyFolder(path).exists
+    except OSError:
+        return False
+
+
+def find_run(name: str) -> RunFolder:
+    """The run at a path, which may be that of its checkpoints, or below runs/."""
+    places = [place.absolute() for place in (Path(name), ROOT / name)]
+    places += [place.parent for place in places if place == RunFolder(place.parent).checkpoints]
+    for found in filter(is_run, places):
+        return RunFolder(found)
+    for study in filter(is_study, places):
+        raise CheckpointError(
+            "no-run",
+            f"{clean(name)} is a study, not a run.",
+            fix=f"pass one of its trials, e.g. {clean(StudyFolder(study).trial(0).short)}; or use paceline sweep show",
+        )
+    known = [clean(path.name) for path in run_paths(ROOT)]
+    raise CheckpointError(
+        "no-run",
+        f"No run found at {clean(name)}.",
+        fix=did_you_mean(name, known) if known else "pass the folder of a run; paceline ls FOLDER lists runs",
+    )
+
+
+def run_paths(root: Path) -> list[Path]:
+    """The runs in a folder, or the folder itself if it is a run."""
+    if is_run(root):
+        return [root]
+    return [path for path in _entries(root) if is_run(path)]
+
+
+def study_paths(root: Path) -> list[Path]:
+    return [path for path in _entries(root) if is_study(path)]
+
+
+def trial_paths(study: Path) -> list[Path]:
+    """The run folders of the trials of a study."""
+    return [path for path in _entries(StudyFolder(study).trial(0).path.parent) if is_run(path)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # it is not a folder, or can't be read
+        return []

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+import paceline
+from paceline.monitor import rank_stats
 from paceline.monitor.rank_stats import RankStats, process_memory
 from paceline.run.folder import RunFolder
 
@@ -34,3 +36,10 @@ def test_memory_of_a_cpu_process_follows_what_it_holds_and_the_peak_stays() -> N
     assert with_tensor - before > 0.9 * size
     assert with_tensor - after > 0.9 * size
     assert peak > before + 0.9 * size
+
+
+def test_versions_host_and_command_are_recorded() -> None:
+    found = rank_stats.describe()
+    assert found["torch"] == torch.__version__ and found["paceline"] == paceline.__version__
+    assert {"command", "host", "python", "started", "system"} <= found.keys()
+    assert all(isinstance(value, str) for value in found.values()) and "CUDA" not in found

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline import dist
 from paceline.parallel import slice_exchange
 from paceline.parallel.slice_exchange import Gradients, SliceExchange, add_gradients
-from paceline.plan.slice_tree import SliceSum
+from paceline.plan.slicing import SliceSum
 from worlds import ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)

@@ -68,6 +68,19 @@ def test_short_intervals_are_averaged() -> None:
     assert found[:4] == [None] * 4 and found[4] is not None and "20% of the time" in found[4]
 
 
+def test_workers_that_are_started_in_every_epoch_are_named_instead_of_more_workers() -> None:
+    watch = InputWatch(InputSource("loader", 4), cores=64)
+    said = [watch.add(WINDOW, 5, 0.885, read=0.04, starting=0.88 * WINDOW) for _ in range(3)]
+    assert said[0] is None and said[1] is not None and said[2] is None
+    assert "88% of the time until 4 workers, which every epoch starts anew" in said[1]
+
+
+def test_the_time_in_which_workers_start_is_no_time_of_reading() -> None:
+    started = [7.0, 9.0]
+    read = ReadTime(InputSource("loader", 4, started=lambda: started.pop(0)), groups=1)
+    assert [read.starting(), read.starting()] == [7.0, 2.0]
+
+
 @pytest.mark.parametrize("share, read", [(0.09, 0.08), (0.5, 0.0005)])
 def test_short_waits_are_not_reported(share: float, read: float) -> None:
     watch = InputWatch(InputSource("dataset"), cores=64)

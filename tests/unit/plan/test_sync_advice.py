@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from paceline.plan.network_model import LinkModel
-from paceline.plan.sync_advice import EVERY, MethodCost, compare, sentence
+from paceline.plan.sync_advice import (
+    EVERY,
+    MethodCost,
+    as_matrix,
+    compare,
+    dense_bytes,
+    is_compressed,
+    powersgd_bytes,
+    sentence,
+)
 
 MLP = [(2048, 2048)] * 4  # 64 MiB of gradients
 DENSE = 4 * 4 * 2048**2
@@ -59,3 +68,24 @@ def test_each_message_takes_the_time_of_its_own_collective() -> None:
     links = {"all_reduce": slow, "all_to_all": fast, "all_gather": fast}
     costs = {cost.name: cost for cost in compare(MLP, compute=1.0, buckets=buckets(1.0), links=links, ranks=2)}
     assert costs["fp16"].seconds < 0.001 < costs["powersgd rank 1"].seconds
+
+
+def test_dense_gradients_are_four_bytes_per_value() -> None:
+    assert dense_bytes([(2048, 2048), (2048,), ()]) == 4 * (2048 * 2048 + 2048 + 1)
+
+
+def test_a_matrix_is_sent_as_two_factors_and_a_vector_as_it_is() -> None:
+    found = powersgd_bytes([(2048, 1024), (2048,)], rank=2, min_ratio=2.0)
+    assert found == (4 * 2 * 2048, 4 * 2 * 1024, 4 * 2048)
+    assert found.total == 4 * (2 * 2048 + 2 * 1024 + 2048)
+
+
+def test_a_kernel_is_a_matrix_of_its_output_channels() -> None:
+    assert as_matrix((64, 32, 3, 3)) == (64, 288)
+    assert powersgd_bytes([(64, 32, 3, 3)], rank=1, min_ratio=2.0).total == 4 * (64 + 288)
+
+
+def test_a_matrix_that_would_shrink_too_little_is_not_compressed() -> None:
+    assert is_compressed((8, 8), 2, 2.0)  # 32 values instead of 64
+    assert not is_compressed((8, 8), 2, 2.1) and not is_compressed((8, 8), 4, 2.0) and not is_compressed((64,), 1, 1.0)
+    assert powersgd_bytes([(8, 8)], rank=4, min_ratio=2.0) == (0, 0, 4 * 64)

@@ -7,11 +7,13 @@ exceptions the first known one counts: "During handling of the above exception, 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
-from paceline.diagnose.log_files import log_patterns
 from paceline.diagnose.log_files.log_lines import LogLine
 
 UNKNOWN = ""  # the code of an exception without a signature
@@ -250,7 +252,7 @@ class _Reader:
         own = _PACELINE.match(text)
         if own and own["code"] in self._own_codes:
             return own["code"], "cause"
-        found = log_patterns.match(text)
+        found = match(text)
         return (found.code, found.role) if found else None
 
     def _rank(self, stream: _Stream, line: LogLine) -> int | None:
@@ -259,3 +261,27 @@ class _Reader:
         if _TABLE_EXIT.match(line.text) or "received by PID" in line.text:
             return self._table_rank
         return stream.spawned
+
+
+Role = Literal["cause", "symptom", "waited", "consequence"]
+ROLES: tuple[Role, ...] = get_args(Role)  # a match of the first is worth most
+
+
+class LogSignature(NamedTuple):
+    code: str
+    role: Role
+    pattern: re.Pattern[str]
+
+
+@cache
+def signatures() -> tuple[LogSignature, ...]:
+    text = Path(__file__).with_name("log_patterns.toml").read_text(encoding="utf-8")
+    return tuple(
+        LogSignature(code, table["role"], re.compile("|".join(table["patterns"])))
+        for code, table in tomllib.loads(text).items()
+    )
+
+
+def match(text: str) -> LogSignature | None:
+    """The signature of a line."""
+    return next((signature for signature in signatures() if signature.pattern.search(text)), None)

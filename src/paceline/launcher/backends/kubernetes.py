@@ -1,17 +1,20 @@
-"""`--k8s`: prints Kubernetes manifests that run the command line in pods."""
+"""`--k8s`: Kubernetes manifests that run the command line in pods."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.config.launch import LaunchSpec, options_of
-from paceline.errors import did_you_mean
-from paceline.launcher.backends.kubernetes_manifest import ManifestOptions, invalid, manifest
+import yaml
+
+from paceline.config.launch import DEFAULT_PORT, LaunchSpec, options_of
+from paceline.errors import LaunchError, did_you_mean
 from paceline.launcher.workload import Workload
+from paceline.runtime.environment import TOKEN
 from paceline.text import parse_pairs
 
 _NUMBERS = ("gpus", "restarts", "grace")
@@ -88,3 +91,223 @@ def _for_pods(words: Sequence[str], own: int) -> list[str]:
             kept.append(word)
         index += 1
     return [*kept, *words[end:]]
+
+
+_JOB = _CONTAINER = "node"  # the names used by Kubeflow's runtimes
+
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035: both controllers require a letter first
+_MAX_NAME = 40  # pods add a suffix, up to 63 characters
+_OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of claims and secrets
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,499}")
+_QUANTITY = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MOUNT = re.compile(r"/[^:\x00-\x1f\x7f]{1,4000}")
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9/_.-]+")
+_MAX_ITEMS = 128  # arguments, or variables, of a TrainJob
+
+
+@dataclass(frozen=True)
+class ManifestOptions:
+    """`arguments` follow `paceline VERB`: options for each node, the script and its arguments."""
+
+    kind: Literal["trainjob", "jobset"]
+    name: str
+    image: str
+    nodes: int
+    ranks: int  # per node
+    arguments: Sequence[str]
+    verb: str = "launch"
+    namespace: str | None = None  # None: the current namespace of kubectl
+    gpus: int = 0  # per node
+    cpu: str | None = None  # e.g. 8 or 500m
+    memory: str | None = None  # e.g. 64Gi
+    secret: str | None = None  # that contains the token; default: NAME-token
+    claims: Mapping[str, str] = field(default_factory=dict)  # names of volume claims, with their mount paths
+    env: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 3  # maximum restarts of a JobSet after a pod is lost
+    grace: int = 120  # seconds between SIGTERM and SIGKILL
+
+
+def manifest(request: ManifestOptions) -> str:
+    """The manifest as YAML."""
+    _check(request)
+    made = _trainjob(request) if request.kind == "trainjob" else _jobset(request)
+    return yaml.dump(made, Dumper=_Dumper, sort_keys=False, width=math.inf)
+
+
+def _trainjob(request: ManifestOptions) -> dict[str, Any]:
+    volumes, mounts = _volumes(request)
+    pod = {
+        "terminationGracePeriodSeconds": request.grace,
+        "volumes": volumes,
+        "containers": [{"name": _CONTAINER, "volumeMounts": mounts}],
+    }
+    job = {"name": _JOB, "template": {"spec": {"template": {"spec": pod}}}}
+    trainer = {
+        "image": request.image,
+        "command": ["paceline", request.verb],
+        "args": _literal(request.arguments),
+        "env": _env(request),
+        "numNodes": request.nodes,
+        "numProcPerNode": request.ranks,
+        "resourcesPerNode": _resources(request),
+    }
+    patch = {"manager": "paceline", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(request),
+        "spec": {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": {key: value for key, value in trainer.items() if value not in ([], {})},
+            "runtimePatches": [patch],
+        },
+    }
+
+
+def _jobset(request: ManifestOptions) -> dict[str, Any]:
+    volumes, mounts = _volumes(request)
+    container = {
+        "name": _CONTAINER,
+        "image": request.image,
+        "command": ["paceline", request.verb],
+        "args": [*_place(request), "-n", str(request.ranks), *_literal(request.arguments)],
+        "env": _env(request),
+        "ports": [{"containerPort": DEFAULT_PORT, "protocol": "TCP"}],
+        "resources": _resources(request),
+        "volumeMounts": mounts,
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": request.grace,
+        "automountServiceAccountToken": False,  # training does not use the cluster API
+        "containers": [{key: value for key, value in container.items() if value not in ([], {})}],
+        "volumes": volumes,
+    }
+    job = {
+        "completionMode": "Indexed",  # the index of a pod is its node rank
+        "completions": request.nodes,
+        "parallelism": request.nodes,
+        "backoffLimit": 0,  # a single pod cannot rejoin, so the JobSet restarts all of them
+        "template": {"spec": pod},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(request),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": request.restarts},
+            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _metadata(request: ManifestOptions) -> dict[str, str]:
+    return {"name": request.name} | ({"namespace": request.namespace} if request.namespace else {})
+
+
+def _place(request: ManifestOptions) -> list[str]:
+    """Options for the node rank of a pod and the address of the first one, which JobSet derives from its index."""
+    if request.nodes == 1:
+        return []
+    master = f"{request.name}-{_JOB}-0-0.{request.name}:{DEFAULT_PORT}"
+    return ["--nodes", str(request.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--master", master]
+
+
+def _env(request: ManifestOptions) -> list[dict[str, Any]]:
+    variables: list[dict[str, Any]] = []
+    if request.nodes > 1:
+        secret = {"name": request.secret or f"{request.name}-token", "key": "token"}
+        variables.append({"name": TOKEN, "valueFrom": {"secretKeyRef": secret}})
+    return [*variables, *({"name": name, "value": _literal([value])[0]} for name, value in request.env.items())]
+
+
+def _literal(texts: Sequence[str]) -> list[str]:
+    return [text.replace("$", "$$") for text in texts]
+
+
+def _resources(request: ManifestOptions) -> dict[str, dict[str, str]]:
+    requests = {"cpu": request.cpu, "memory": request.memory}
+    limits = {"memory": request.memory, "nvidia.com/gpu": str(request.gpus) if request.gpus else None}
+    both = {"requests": requests, "limits": limits}
+    asked = {part: {name: amount for name, amount in each.items() if amount} for part, each in both.items()}
+    return {part: amounts for part, amounts in asked.items() if amounts}
+
+
+def _volumes(request: ManifestOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Includes /dev/shm, which loader workers and NCCL need; the default of a container is 64 MB."""
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    for number, (claim, path) in enumerate(request.claims.items()):
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"claim-{number}", "mountPath": path})
+    return volumes, mounts
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings that another parser might read as something else: PyYAML leaves 1e3 unquoted, which Kubernetes
+    parses as a number."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _PLAIN.fullmatch(text) else '"')
+
+
+_Dumper.add_representer(str, _represent_str)
+
+
+def _check(request: ManifestOptions) -> None:
+    label = "use lower-case letters, digits and -, with a letter first"
+    _require("name", _LABEL, request.name, f"{label}; at most {_MAX_NAME} characters", longest=_MAX_NAME)
+    _require("image", _IMAGE, request.image, "pass e.g. ghcr.io/me/train:1")
+    if request.namespace is not None:
+        _require("namespace", _LABEL, request.namespace, label, longest=63)
+    if request.secret is not None:
+        _require("secret", _OBJECT, request.secret, "use lower-case letters, digits, - and .")
+    for what, amount in (("cpu", request.cpu), ("memory", request.memory)):
+        if amount is not None:
+            _require(what, _QUANTITY, amount, "pass a quantity, e.g. 8, 500m or 64Gi")
+    for claim, path in request.claims.items():
+        _require("volume claim", _OBJECT, claim, "use lower-case letters, digits, - and .")
+        _require("mount path", _MOUNT, path, "pass an absolute path without a colon")
+    for name, value in request.env.items():
+        _require("variable name", _VARIABLE, name, "use letters, digits and _")
+        _require_text(f"variable {name}", value)
+        if name == TOKEN or name.startswith("PET_"):
+            raise invalid(
+                f"{name} cannot be set in a manifest.", "the token is read from a Secret; the runtime sets PET_*"
+            )
+    for argument in request.arguments:
+        _require_text("argument", argument)
+    _check_numbers(request)
+
+
+def _check_numbers(request: ManifestOptions) -> None:
+    least = {"nodes": 1, "ranks": 1, "gpus": 0, "restarts": 0, "grace": 1}
+    for what, fewest in least.items():
+        if not fewest <= getattr(request, what) <= 100_000:
+            raise invalid(f"Invalid value for {what}: {getattr(request, what)}.", f"pass at least {fewest}")
+    if request.kind == "trainjob" and max(len(request.arguments), len(request.env) + 1) > _MAX_ITEMS:
+        raise invalid(f"Too many arguments or variables for a TrainJob (limit: {_MAX_ITEMS}).", "use kind=jobset")
+
+
+def _require(what: str, pattern: re.Pattern[str], text: str, fix: str, *, longest: int = 4096) -> None:
+    if len(text) > longest or not pattern.fullmatch(text):
+        raise invalid(f"Invalid {what}: {text[:80]!a}.", fix)
+
+
+def _require_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = "\0"
+    if "\0" in text:
+        raise invalid(f"Invalid {what}: contains NUL or is not valid UTF-8.", "pass text only")
+
+
+def invalid(what: str, fix: str) -> LaunchError:
+    return LaunchError("bad-k8s", what, fix=fix)

@@ -10,8 +10,8 @@ One start of all ranks is a generation. After `stopping` comes the next one, or 
 coordinator is single-threaded and knows the nodes only through their channels: a launcher that is killed closes its
 connection and is lost at once; a machine that loses power falls silent and is lost after some seconds.
 
-A launcher that is killed leaves orphaned ranks behind, which keep training (reaper.py). If restarts are allowed, they
-may do so until another launcher has joined for their node: then the run pauses for a restart of the ranks only.
+A launcher that is killed leaves orphaned ranks behind, which keep training (rank_parent.py). If restarts are allowed,
+they may do so until another launcher has joined for their node: then the run pauses for a restart of the ranks only.
 
 Messages from a node: join, opened, started, failed, exited, interrupted, error, heartbeat; standstill, evidence,
 continued (inquiry.py). From the coordinator: joined, rejected, waiting, notice, open, start, stop, restart, end,

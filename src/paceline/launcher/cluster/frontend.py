@@ -21,7 +21,7 @@ from paceline.config.launch import Endpoint, LaunchSpec, NodeRange
 from paceline.errors import LaunchError
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.coordinator import Coordinator
-from paceline.launcher.cluster.orders import NodeOrder
+from paceline.launcher.cluster.fingerprint import NodeOrder
 from paceline.launcher.local import hang_report, interrupts
 from paceline.launcher.local import status as local_status
 from paceline.launcher.workload import Workload

@@ -22,16 +22,16 @@ from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, c
 from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.launcher.cluster.membership import JoinRequest
-from paceline.launcher.interface import interface_of
 from paceline.launcher.local import hang_report, interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.reaper import kill_orphans, start_time
+from paceline.launcher.local.rank_parent import kill_orphans, start_time
 from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
 from paceline.run.folder import short
 from paceline.run.ledger import Ledger
+from paceline.runtime.network import interface_of
 
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult

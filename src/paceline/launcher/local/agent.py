@@ -21,7 +21,7 @@ from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import RankExit, unrecorded
 from paceline.diagnose.oom_killer import OomKillDetector
 from paceline.errors import LaunchError
-from paceline.launcher.local import interrupts, rank_evidence, rendezvous
+from paceline.launcher.local import hang_report, interrupts, rendezvous
 from paceline.launcher.local.hang_report import HangPolicy
 from paceline.launcher.local.rank_env import rank_environment
 from paceline.launcher.local.rank_main import run_rank
@@ -162,7 +162,7 @@ class _Monitor:
             own_code = code if local in self._own_exit or code == 0 else None
             record = records.get(rank) or unrecorded(logs, rank, own_code, when)
             failures.release(logs, rank)
-            rank_evidence.remove_files(logs, rank)
+            hang_report.remove_files(logs, rank)
             ends.append(
                 RankExit(
                     rank=rank,

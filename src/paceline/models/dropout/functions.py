@@ -23,6 +23,7 @@ from torch.nn import Parameter, functional
 
 from paceline.models.dropout.mask import arrange, batched_shape, hash_elements, threshold
 from paceline.runtime import noise
+from paceline.runtime.rng import Replacements
 from paceline.runtime.sample_keys import SampleKeys, active
 
 _ALPHA = -1.7580993408473766  # what SELU returns for negative infinity
@@ -223,42 +224,22 @@ def _replace_bernoulli_(original: Callable[..., Tensor]) -> Callable[..., Tensor
     return bernoulli_
 
 
-class Replaced:
+class Replaced(Replacements):
     """While entered, torch's functions are replaced by those of this module."""
 
     def __init__(self) -> None:
-        self._functions: list[tuple[Any, str, Any, Any]] = []
-        self._depth = 0
+        super().__init__()
         f = functional
-        self._add(f, "dropout", _replace_dropout(f.dropout))
+        self.add(f, "dropout", _replace_dropout(f.dropout))
         for name, dims in (("dropout1d", 3), ("dropout2d", 4), ("dropout3d", 5)):
-            self._add(f, name, _replace_dropout(getattr(f, name), dims))
-        self._add(f, "alpha_dropout", _replace_alpha_dropout(f.alpha_dropout, channels=False))
-        self._add(f, "feature_alpha_dropout", _replace_alpha_dropout(f.feature_alpha_dropout, channels=True))
-        self._add(f, "scaled_dot_product_attention", attention)
-        self._add(torch, "rand", _replace_rand(torch.rand))
-        self._add(torch, "rand_like", _replace_rand_like(torch.rand_like))
-        self._add(torch, "bernoulli", _replace_bernoulli(torch.bernoulli))
-        self._add(Tensor, "bernoulli_", _replace_bernoulli_(Tensor.bernoulli_))
-
-    def _add(self, owner: Any, name: str, function: Any) -> None:
-        # None: inherited.
-        self._functions.append((owner, name, vars(owner).get(name), function))
-
-    def __enter__(self) -> None:
-        self._depth += 1  # the loops of two Trainers may be nested
-        if self._depth == 1:
-            for owner, name, _, function in self._functions:
-                setattr(owner, name, function)
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            for owner, name, original, _ in self._functions:
-                if original is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
+            self.add(f, name, _replace_dropout(getattr(f, name), dims))
+        self.add(f, "alpha_dropout", _replace_alpha_dropout(f.alpha_dropout, channels=False))
+        self.add(f, "feature_alpha_dropout", _replace_alpha_dropout(f.feature_alpha_dropout, channels=True))
+        self.add(f, "scaled_dot_product_attention", attention)
+        self.add(torch, "rand", _replace_rand(torch.rand))
+        self.add(torch, "rand_like", _replace_rand_like(torch.rand_like))
+        self.add(torch, "bernoulli", _replace_bernoulli(torch.bernoulli))
+        self.add(Tensor, "bernoulli_", _replace_bernoulli_(Tensor.bernoulli_))
 
 
 replaced = Replaced()

@@ -18,8 +18,15 @@ from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError, did_you_mean
 from paceline.models.spec import PipelineSpec, spec_of
 from paceline.parallel.shards import tied_parameters
-from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
-from paceline.plan.pipeline_schedule import require_enough, require_runnable, stages_per_rank
+from paceline.plan.partition import (
+    BalanceError,
+    UnknownLayerError,
+    balanced_partition,
+    parse_balance,
+    require_enough,
+    require_runnable,
+    stages_per_rank,
+)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import nodes
 from fresh import in_a_fresh_process
 from paceline.errors import LaunchError
-from paceline.launcher.local.rank_parent import RankProcesses, _Parent
+from paceline.launcher.local.rank_parent import RankProcesses, _Parent, kill_orphans, start_time
 from paceline.launcher.local.titles import set_title
 
 DEADLINE = 60.0
@@ -150,3 +152,24 @@ def test_ranks_have_titles(tmp_path: Path) -> None:
     title, name = json.loads((tmp_path / "shown").read_text())
     assert title.startswith("rank 0/1 a") and len(title) == len(before) - 1 and name == "pl-rank-0-of-ma\n"
     assert Path("/proc/self/cmdline").read_bytes() == before
+
+
+WAITS = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
+def test_a_leftover_rank_is_killed_but_not_a_process_that_got_its_number() -> None:
+    leftover, other = subprocess.Popen(WAITS), subprocess.Popen(WAITS)
+    try:
+        kill_orphans({leftover.pid: start_time(leftover.pid), other.pid: "1"})
+        assert leftover.wait() == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_process_that_is_gone_has_no_birth() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert start_time(gone.pid) is None
+    assert start_time(os.getpid()) == start_time(os.getpid()) is not None

@@ -9,16 +9,16 @@ from typing import get_args
 import pytest
 
 from paceline.diagnose import catalog
-from paceline.diagnose.log_files import log_patterns
-from paceline.diagnose.log_files.log_patterns import Role
+from paceline.diagnose.log_files import log_events
+from paceline.diagnose.log_files.log_events import Role
 from paceline.diagnose.log_files.verdict import explain_text
 
 
 def test_every_code_has_a_page_and_every_page_patterns() -> None:
-    codes = [signature.code for signature in log_patterns.signatures()]
+    codes = [signature.code for signature in log_events.signatures()]
     assert len(codes) == len({*codes}) >= 80
     assert {*codes} == {*catalog.log_pages()}
-    assert {signature.role for signature in log_patterns.signatures()} == {*get_args(Role)}
+    assert {signature.role for signature in log_events.signatures()} == {*get_args(Role)}
 
 
 def test_a_code_is_either_ours_or_of_a_log() -> None:
@@ -46,7 +46,7 @@ def test_what_a_page_shows_is_found() -> None:
 
 
 def _matched(texts: list[str]) -> set[str]:
-    return {found.code for text in texts if (found := log_patterns.match(text))}
+    return {found.code for text in texts if (found := log_events.match(text))}
 
 
 FRAGMENTS = [
