@@ -358,7 +358,9 @@ class CustomLoop:
     def _check(self, micro: MicroBatch) -> None:
         self._start()
         loader = self.loader
-        first_step.check(self.engine, micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
+        if not self.engine.checked:
+            first_step.check(self.engine, micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
+            self._due = self._job.agenda.next_due(self._reached)
 
     def _start(self) -> None:
         """Called before the first step."""
