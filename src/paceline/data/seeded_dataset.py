@@ -18,9 +18,9 @@ from zlib import crc32
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paceline.data.batches import digest
-from paceline.data.generator_states import GeneratorStates, exchange_states, same_states, save_states
 from paceline.errors import DataError
 from paceline.run.user_frame import place_of
+from paceline.runtime.generator_states import GeneratorStates, exchange_states, same_states, save_states
 from paceline.runtime.rng import derive_seed, seed_cpu
 
 Step = tuple[int, Sequence[Any]]  # epoch and indices
