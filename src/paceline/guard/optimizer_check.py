@@ -24,14 +24,13 @@ _STEPS = 2
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuse unsupported optimizers before anything is built."""
-    required = [
-        name
-        for name, parameter in inspect.signature(getattr(optimizer, "step", print)).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if isinstance(optimizer, torch.optim.Optimizer) and required:
-        raise needs_closure(optimizer)
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # Of the class: a scheduler replaces the method of the object.
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
+            raise needs_closure(optimizer)
+        return
+    if optimizer is None:
         return
     if isinstance(optimizer, (list, tuple, set)):
         raise TrainError(
