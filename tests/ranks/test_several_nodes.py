@@ -13,6 +13,7 @@ import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import SCRIPT, STEPS, Job, ended, eventually, launchers, run_unbroken
 from paceline.launcher.local import agent as _agent  # noqa: F401
 from paceline.runtime.network import LOOPBACK, listen
+from system import two_nodes
 
 
 @pytest.fixture
@@ -91,6 +92,10 @@ def test_an_interrupt_on_any_node_saves_on_all(job: Job, unbroken: Job) -> None:
         assert "interrupted" in node.said and "Traceback" not in node.said and "failed first" not in node.said
     assert ended(*job.both(options=("--resume",))) == [0, 0]
     job.assert_same(unbroken, began=range(11, 12))
+
+
+def test_a_second_interrupt_kills_a_rank_of_the_other_node_that_hangs_in_a_lock(job: Job) -> None:
+    assert two_nodes.interrupt_twice(job, "gil") == []
 
 
 def test_nodes_are_numbered_in_the_order_of_joining_and_missing_ones_are_named(job: Job) -> None:

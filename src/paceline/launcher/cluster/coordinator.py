@@ -20,7 +20,6 @@ heartbeat; inquire, hang, continued.
 
 from __future__ import annotations
 
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -191,7 +190,7 @@ class Coordinator:
                 if self._phase == "running":
                     self._broadcast({"kind": "ended"}) if member.succeeded else self._stop(0)
             case "interrupted":
-                number = signal.Signals(message["signal"])
+                number = member.note_signal(message["signal"])
                 self._signal = self._signal or number
                 if self._phase in ("joining", "opening"):
                     self._end(128 + self._signal)
@@ -216,7 +215,7 @@ class Coordinator:
                 "its ranks keep running until a new launcher takes over"
             )
         elif self._phase in ("opening", "running", "stopping"):
-            has_cause = self._phase == "stopping" and any(exited.code for each in self._all() for exited in each.exits)
+            has_cause = self._phase == "stopping" and any(each.has_cause for each in self._all())
             if (member.is_busy or self._phase == "opening") and not has_cause:
                 self._lost[member.node] = f"{member.host}: {reason}"
             self._lost_exits += member.exits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class NodeMember:
     exits: list[RankExit] = field(default_factory=list)
     oom_killed: list[int] = field(default_factory=list)
     suspects: dict[int, list[int]] = field(default_factory=dict)
+    was_interrupted: bool = False
 
     @property
     def rank_range(self) -> range:
@@ -69,6 +71,16 @@ class NodeMember:
     @property
     def succeeded(self) -> bool:
         return bool(self.exits) and all(each.code == 0 for each in self.exits)
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether one of its ranks failed. Ranks that a lost launcher stops may stop the others with SIGTERM."""
+        return any(each.code not in (None, 0, -signal.SIGTERM, 128 + signal.SIGTERM) for each in self.exits)
+
+    def note_signal(self, number: int) -> signal.Signals:
+        """What a signal that its launcher received means. A second Ctrl-C kills ranks, also if its own have exited."""
+        again, self.was_interrupted = self.was_interrupted and number == signal.SIGINT, True
+        return signal.SIGKILL if again else signal.Signals(number)
 
     def record_start(self, message: Message) -> None:
         """The processes of its ranks."""

@@ -278,7 +278,8 @@ class Node(AgentObserver):
         self._send({"kind": "failed"})
 
     def interrupted(self, number: int) -> None:
-        if not self._was_stopped:
+        # Stopping ranks because the coordinator seems lost is no signal, and the connection may work again by now.
+        if self._lost_at is None and (not self._was_stopped or number == signal.SIGKILL):
             self._send({"kind": "interrupted", "signal": number})
 
     def order(self) -> int | None:

@@ -197,6 +197,9 @@ class _Monitor:
             if not self._has_reported_signal:
                 self._has_reported_signal = True
                 self._watch.interrupted(self._heard.ending)
+            if self._heard.was_repeated:
+                self._heard.was_repeated = False
+                self._watch.interrupted(signal.SIGKILL)
             if self._heard.is_over:
                 self._heard.kill()
             return
