@@ -1,7 +1,7 @@
 """Two machines (network namespaces): their link is cut and healed, and Ctrl-C is pressed twice while a rank of the
 other one hangs in a lock.
 
-    PYTHONPATH=tests python benchmarks/two_nodes.py [--rounds 20]
+    python benchmarks/two_nodes.py [--rounds 20] [--only cut]
 
 Exit status 1 if a side ends with another verdict, later than it says, or leaves a process. Needs root.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import Job

@@ -114,3 +114,36 @@ def test_running_statistics_of_instance_norm_are_those_of_all_ranks(layout: str)
     strategy, number = layout.split(":")
     found = paceline.launch(evaluations_of, ranks=int(number), strategy=strategy)
     assert found == pytest.approx(evaluations_of(), rel=1e-9)
+
+
+def follow_in_place(model: Any, inputs: Tensor) -> None:
+    model.target.weight.data.mul_(0.99).add_(model.layer.weight.data, alpha=0.01)
+
+
+def follow_by_assignment(model: Any, inputs: Tensor) -> None:
+    model.target.weight.data = model.target.weight.data * 0.99 + model.layer.weight.data * 0.01
+
+
+def project(model: Any, inputs: Tensor) -> None:
+    """Doing it again changes nothing."""
+    model.target.weight.copy_((model.target.weight * 8).round() / 8)
+
+
+def teacher_of(change: Callable[[Any, Tensor], object]) -> Changing:
+    model = Changing(change)
+    model.target.load_state_dict(model.layer.state_dict())  # a teacher begins as a copy
+    return model
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_teacher_that_every_micro_batch_moves_is_named(world: int) -> None:
+    @ranks(world)
+    def body() -> None:
+        for change in (follow, follow_in_place, follow_by_assignment):
+            lines = warnings_of(teacher_of(change), accumulate=2)
+            expected = ["the forward changes target.weight once per micro-batch"] * (dist.rank() == 0)
+            assert [line.split(",")[0] for line in lines] == expected
+            assert warnings_of(teacher_of(change)) == []
+        assert warnings_of(teacher_of(project), accumulate=2) == []
+
+    body()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import SCRIPT, STEPS, Job, ended, eventually, launchers, run_unbroken
 from paceline.launcher.local import agent as _agent  # noqa: F401
 from paceline.runtime.network import LOOPBACK, listen
-from system import two_nodes
 
 
 @pytest.fixture
@@ -94,8 +94,14 @@ def test_an_interrupt_on_any_node_saves_on_all(job: Job, unbroken: Job) -> None:
     job.assert_same(unbroken, began=range(11, 12))
 
 
-def test_a_second_interrupt_kills_a_rank_of_the_other_node_that_hangs_in_a_lock(job: Job) -> None:
-    assert two_nodes.interrupt_twice(job, "gil") == []
+def test_a_second_ctrl_c_kills_a_rank_of_another_node_that_blocks(job: Job) -> None:
+    first, second = job.both("0:11:block")
+    eventually((job.folder / "blocked").exists)
+    os.killpg(first.pid, signal.SIGINT)
+    eventually(lambda: first.says("press Ctrl-C again"))
+    os.killpg(first.pid, signal.SIGINT)
+    assert ended(first, second) == [130, 130], first.said + second.said
+    assert "coordinator-lost" not in second.said
 
 
 def test_nodes_are_numbered_in_the_order_of_joining_and_missing_ones_are_named(job: Job) -> None:

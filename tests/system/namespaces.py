@@ -34,8 +34,8 @@ class Machine:
         """Pull the cable: nothing is told to anybody, as when a machine loses power."""
         _ip("-n", self.name, "link", "set", self.interface, "down")
 
-    def plug_in(self) -> None:
-        """Put it back."""
+    def heal(self) -> None:
+        """Put the cable back."""
         _ip("-n", self.name, "link", "set", self.interface, "up")
 
     def listening(self) -> set[tuple[str, int]]:

@@ -70,7 +70,7 @@ def cut_and_heal(job: Job, machine: namespaces.Machine, seconds: float) -> list[
     (job.folder / "cut").touch()
     with suppress(TimeoutError):
         eventually(lambda: False, seconds)
-    machine.plug_in()
+    machine.heal()
     wrong = _end(first, second)
     took = time.monotonic() - cut
     statuses = (first.status, second.status)

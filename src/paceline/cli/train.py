@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli import options, workloads
 from paceline.config.launch import LaunchSpec
-from paceline.launcher.rank_count import reject_launch_on_rank
+from paceline.launcher.workload import reject_launch_on_rank
 from paceline.runtime import environment
 
 if TYPE_CHECKING:

@@ -161,11 +161,13 @@ def without_gradient(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
-def warm_up(model: nn.Module, forward: Forward, batch: Any, draw: NoiseContext, user_code: Sequence[Any]) -> None:
-    """Run a batch with weight zero through a new DDP wrapper: after its first backward, DDP rebuilds its buckets."""
+def warm_up(model: nn.Module, forward: Forward, batch: Any, draw: NoiseContext, user_code: Sequence[Any]) -> Any:
+    """Run a batch with weight zero through a new DDP wrapper: after its first backward, DDP rebuilds its buckets.
+    Returns its weight."""
     with snapshot.preserved(model, *user_code), draw.copy():
-        value, _ = forward(snapshot.copied(batch))
+        value, weight = forward(snapshot.copied(batch))
         (value * 0.0).backward()
+    return weight
 
 
 @contextmanager

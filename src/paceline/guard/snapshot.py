@@ -33,7 +33,7 @@ from paceline.runtime.rng import preserve_rng_state
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device, torch.Size)
 _SHARED = (threading.Thread, type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_PARAMETER_BYTES = 1 << 30  # parameters are copied up to this size: forwards that change them are rare
+PARAMETER_BYTES = 1 << 30  # parameters are copied up to this size: forwards that change them are rare
 
 
 @contextmanager
@@ -81,7 +81,7 @@ class _Recording:
         self._packages = {type(module).__module__.partition(".")[0] for module in modules}
         parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
         self.gpus = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
-        small = sum(local_shard(p.detach()).nbytes for p in parameters.values()) <= _PARAMETER_BYTES
+        small = sum(local_shard(p.detach()).nbytes for p in parameters.values()) <= PARAMETER_BYTES
         for key, parameter in parameters.items():
             self._alive[key] = parameter
             with suppress(Exception):

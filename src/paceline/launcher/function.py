@@ -23,8 +23,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import manual, node_env
 from paceline.launcher.local import rank_logs
 from paceline.launcher.local.start import LocalStart, NodeAssignment
-from paceline.launcher.rank_count import choose_ranks, reject_launch_on_rank
-from paceline.launcher.workload import Workload
+from paceline.launcher.workload import Workload, choose_ranks, reject_launch_on_rank
 from paceline.log import Log
 from paceline.run import failures
 from paceline.run.folder import RunFolder

@@ -78,7 +78,7 @@ def _require_pair(batch: Any) -> None:
 
 def _require_mean(criterion: Any) -> None:
     reduction = getattr(criterion, "reduction", "mean")
-    if reduction != "mean":
+    if reduction not in ("mean", "batchmean"):  # that of KLDivLoss: a mean over samples
         raise TrainError(
             "criterion-not-a-mean",
             f"Unsupported reduction={reduction!r} of {type(criterion).__name__}.",

@@ -35,6 +35,7 @@ class Agenda:
     max_steps: int | None = None
     is_pause: bool = False  # at max_steps: the run continues later
     steps_per_epoch: int | None = None
+    epochs_from: int = 0  # the step at which the first epoch of this length began
     eval_every: int | None = None  # None: at the end of every epoch
     save_every: int | None = None
     profiler: Profiler | None = None
@@ -46,17 +47,23 @@ class Agenda:
     poll: RankPoll | None = None
     on_nonfinite: Callable[[Record, bool], str | None] = _nothing  # with whether this rank has seen it
     on_first_log: Callable[[], None] = _nothing
+    checks: Callable[[], Any] = _nothing  # of the loss, after some steps: `first_step.LaterChecks`
     reason: str = END_OF_DATA
 
     def next_due(self, step: int) -> int:
-        intervals = (self.log_every, self.eval_every, self.save_every, self.steps_per_epoch)
+        intervals = (self.log_every, self.eval_every, self.save_every)
         due = [(step // interval + 1) * interval for interval in intervals if interval]
+        if self.steps_per_epoch:
+            done = (step - self.epochs_from) // self.steps_per_epoch
+            due.append((done + 1) * self.steps_per_epoch + self.epochs_from)
         if self.max_steps is not None:
             due.append(self.max_steps)
         if self.profiler is not None:
             due.append(step + 1)
         if self.poll is not None:
             due.append(max(self.poll.next, step + 1))
+        if (checks := self.checks()) is not None:
+            due.append(max(checks.next, step + 1))
         return min(due)
 
     def begin(self, step: int, epoch: int) -> bool:
@@ -79,6 +86,8 @@ class Agenda:
     def run_due(self, step: int, epoch: int) -> bool:
         """Do what is due after `step`. Returns whether to continue."""
         self._profile(step)
+        if (checks := self.checks()) is not None:
+            checks.after(step)
         reason = None
         if step % self.log_every == 0:
             reason = self._log()
@@ -98,7 +107,8 @@ class Agenda:
 
     def _after_epoch_and_evaluation(self, step: int, epoch: int) -> str | None:
         """Do whichever of the two is due after `step` and not done yet."""
-        ends = self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
+        in_epochs = step - self.epochs_from  # zero: the end of the last epoch of other data was handled
+        ends = self.steps_per_epoch is not None and in_epochs > 0 and in_epochs % self.steps_per_epoch == 0
         if ends:
             self.end_epoch(step, epoch)
         due = ends if self.eval_every is None else step % self.eval_every == 0
@@ -132,6 +142,8 @@ class Agenda:
         signalled = self.poll is not None and self.poll.request  # a checkpoint is saved; there is no time for more
         if stepped and not signalled:
             self.recorder.check_replicas(step)
+            if (checks := self.checks()) is not None:
+                checks.after(step, last=True)
             if epoch_ends and self.eval_every is None:
                 self._evaluate(step, epoch)
             self.save_last(step)

@@ -35,6 +35,8 @@ class PipelineLossModule(LossModule):
     """The loss module of a pipeline. Calling it runs a batch through all stages, without gradients, and applies the
     loss (or `function`) to the outputs on the last stage; other ranks return None."""
 
+    can_repeat = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -126,6 +128,8 @@ class PipelineStepper(Stepper):
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
+        if self.checks is not None and micro.group == self.checks.group:
+            self.checked = micro
         if self.before_micro is not None:
             self.before_micro(not micro.group)
         progress.micros += 1
@@ -158,6 +162,8 @@ class PipelineStepper(Stepper):
         self._draw.begin(micro)
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
         self._draw.end()
+        if counts:
+            self._draw.look(micro)
         if self._counts_samples is None:
             kinds = [float(self._last_is_mean), float(self._divides)]
             self._counts_samples, self._divides = map(bool, self._pipeline.broadcast_from_last(kinds))

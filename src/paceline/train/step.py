@@ -29,7 +29,9 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.data.loader import MicroBatch
+from paceline.errors import TrainError
 from paceline.guard.nonfinite import NonfiniteGuard
+from paceline.log import rank_log
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule, changed_kind
 from paceline.parallel.carried_weight import CarriedWeight
@@ -42,6 +44,8 @@ from paceline.runtime.noise import NoiseContext
 from paceline.runtime.whereabouts import progress
 from paceline.sync.local_steps import LocalSteps
 from paceline.train.backward import run_backward
+
+_OFF = 1e-6  # above the rounding of weights
 
 
 class Stepper:
@@ -72,6 +76,10 @@ class Stepper:
         self.before_micro: Callable[[bool], None] | None = None  # called with whether it is the first one of a step
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
         self.traffic: Traffic | None = None  # counts the bytes that this rank sends
+        self.checks: Any = None
+        self.checked: MicroBatch | None = None  # the last micro-batch of the group that these ask for
+        self._warned = False
+        self._from_global = False  # whether backwards start from the gradient of the mean over all ranks
         self._sums: bool | None = None  # whether losses are sums with weights; None: not known yet
         self.reset()
 
@@ -93,6 +101,10 @@ class Stepper:
         if self._module.weighs is not weighs:
             self._module.weighs = weighs
 
+    def check_later(self, checks: Any) -> None:
+        """`checks`: of the loss, after some steps (`first_step.LaterChecks`)."""
+        self.checks = checks
+
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch and return its loss. The last one reduces the gradients."""
         draw = self._draw
@@ -111,6 +123,8 @@ class Stepper:
             draw.samples = None
         else:
             draw.end()
+        if draw.watch is not None:
+            draw.look(micro)
         return loss
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | Divisor | None]:
@@ -125,13 +139,15 @@ class Stepper:
     def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
         """Keep the loss of the micro-batch and run its backward, seeded with its share of the step."""
         loss = value.detach()
+        if self.checks is not None and micro.group == self.checks.group:
+            self.checked = micro
         if self._local_steps is not None:
             self._count(micro)
         is_mean = weight is None or type(weight) is Divisor
         if is_mean is self._sums or self._sums is None:
             self.note_kind(sums=not is_mean)
         if weight is None:
-            self.data_weighted |= not micro.exact
+            self.data_weighted |= not micro.exact or self._from_global
             self.losses.append((loss, micro.samples))
             factor = self._ranks * micro.samples / micro.step_samples  # the reduction averages over data ranks
             seed = self._seed(factor, value)
@@ -145,6 +161,8 @@ class Stepper:
             if not is_mean and self.nominal is None and self.measure is not None:
                 self.nominal = self.measure(float(weight))
             loss = zero_without_weight(loss, weight)
+            if self._from_global:
+                self._expect_total(micro, weight, value, is_mean=is_mean)
             if is_mean:
                 seed, loss = self._share(micro, weight, value), loss * weight
             else:
@@ -160,6 +178,21 @@ class Stepper:
             self._start_weight_reduction(micro, value.device)
         run_backward(value, seed)
         return loss
+
+    def start_from_global_mean(self, weight_per_sample: float) -> None:
+        """From now on, backwards start from the gradient of the step's mean over all ranks and micro-batches, as in one
+        process. Gradients are multiplied by the number of ranks after they are averaged."""
+        self._from_global, self._ranks, self.per_sample = True, 1, weight_per_sample
+
+    def _expect_total(self, micro: MicroBatch, weight: Tensor | float, value: Tensor, *, is_mean: bool) -> None:
+        """The weight of the step is known here if it has one micro-batch, or if all samples weigh the same."""
+        total = torch.tensor([float(micro.step_samples * self.per_sample)], dtype=torch.float64, device=value.device)
+        if micro.last and not micro.group:
+            total.fill_(weight if self._reports_loss else 0.0)
+            if self._world > 1:
+                torch_dist.all_reduce(total)
+        expected = total.item() or 1.0
+        self._mean_weight, self.nominal = (expected, self.nominal) if is_mean else (None, expected)
 
     def _count(self, micro: MicroBatch) -> None:
         self._samples = self._samples + micro.samples if micro.group else micro.samples
@@ -182,7 +215,8 @@ class Stepper:
         """The gradient that the backward of a mean starts from: its weight, relative to the nominal one."""
         if self._ranks == 1 and self._mean_weight is None:
             self._mean_weight = _positive(weight)
-            return self._seed(1.0, mean)
+            if not isinstance(weight, Tensor):  # without a target that counts, a penalty has no weight either
+                return self._seed(1.0 if weight > 0 else 0.0, mean)
         if self._ranks > 1:
             self._mean_weight = micro.step_samples * self.per_sample
         if not isinstance(weight, Tensor) and weight * self._ranks == self._mean_weight:
@@ -249,8 +283,18 @@ class Stepper:
             self._start_weight_reduction(micro, self.losses[0][0].device)
 
     def factor(self) -> Tensor | float:
-        """The factor for the reduced gradients if weights depend on the data. Zero for a step of weight zero (only
-        padding)."""
+        """The factor for the reduced gradients if weights depend on the data, or seeds on no rank. Zero for a step of
+        weight zero (only padding)."""
+        factor = self._correction()
+        if not self._from_global:
+            return factor
+        off = abs(float(factor) - 1.0) > _OFF and float(factor) > 0.0
+        if off and not self._warned:
+            self._warned = True
+            rank_log(torch_dist.get_rank() if self._world > 1 else 0).warning(str(_other_total(float(factor))))
+        return factor * self._mesh.data_ranks  # of which the reduction took the mean
+
+    def _correction(self) -> Tensor | float:
         if self._carried is not None:
             number = self._carried.total()
             if number is not None:
@@ -269,6 +313,16 @@ class Stepper:
             number = total.item()
             return float(self._nominal) / number if number > 0 else 0.0
         return torch.where(total > 0, self._nominal / total, 0.0)
+
+
+def _other_total(factor: float) -> TrainError:
+    return TrainError(
+        "scaled-activations",
+        f"Hooks and autograd functions have seen gradients of activations that are {factor:.3g} times too small.",
+        why="micro-batches of a step have other weights (padding, ignored targets) than those of the first step, and "
+        "the weight of all of them is known only after their backwards",
+        fix="set accumulate=1, or make what depends on the size of these gradients linear",
+    )
 
 
 def _positive(weight: Tensor | float) -> Tensor | float:

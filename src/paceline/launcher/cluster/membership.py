@@ -62,7 +62,6 @@ class NodeMember:
     exits: list[RankExit] = field(default_factory=list)
     oom_killed: list[int] = field(default_factory=list)
     suspects: dict[int, list[int]] = field(default_factory=dict)
-    was_interrupted: bool = False
 
     @property
     def rank_range(self) -> range:
@@ -76,11 +75,6 @@ class NodeMember:
     def has_cause(self) -> bool:
         """Whether one of its ranks failed. Ranks that a lost launcher stops may stop the others with SIGTERM."""
         return any(each.code not in (None, 0, -signal.SIGTERM, 128 + signal.SIGTERM) for each in self.exits)
-
-    def note_signal(self, number: int) -> signal.Signals:
-        """What a signal that its launcher received means. A second Ctrl-C kills ranks, also if its own have exited."""
-        again, self.was_interrupted = self.was_interrupted and number == signal.SIGINT, True
-        return signal.SIGKILL if again else signal.Signals(number)
 
     def record_start(self, message: Message) -> None:
         """The processes of its ranks."""

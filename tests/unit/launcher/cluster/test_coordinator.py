@@ -244,15 +244,6 @@ def test_a_second_interrupt_kills_the_ranks_of_every_node(cluster: Cluster) -> N
     assert [cluster.expect(node, "end")["status"] for node in (first, second)] == [130, 130]
 
 
-def test_an_interrupt_is_the_second_one_after_the_ranks_of_its_node_have_exited(cluster: Cluster) -> None:
-    first, second, _ = start_ranks(cluster)
-    first.send({"kind": "interrupted", "signal": 2})
-    first.send(exited(rank0=0, rank1=0))
-    assert cluster.expect(second, "stop")["signal"] == 2
-    first.send({"kind": "interrupted", "signal": 2})
-    assert cluster.expect(second, "stop")["signal"] == 9
-
-
 def test_a_node_that_stopped_its_ranks_and_with_them_the_others_is_lost(cluster: Cluster) -> None:
     """It lost the connection for a moment, its ranks did not: SIGTERM makes all of them save and exit together."""
     first, second, _ = start_ranks(cluster)
