@@ -20,6 +20,7 @@ heartbeat; inquire, hang, continued.
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable
