@@ -216,7 +216,7 @@ class Coordinator:
                 "its ranks keep running until a new launcher takes over"
             )
         elif self._phase in ("opening", "running", "stopping"):
-            has_cause = self._phase == "stopping" and any(exited.code for each in self._all() for exited in each.exits)
+            has_cause = self._phase == "stopping" and any(each.has_cause for each in self._all())
             if (member.is_busy or self._phase == "opening") and not has_cause:
                 self._lost[member.node] = f"{member.host}: {reason}"
             self._lost_exits += member.exits

@@ -280,7 +280,8 @@ class Node(AgentObserver):
         self._send({"kind": "failed"})
 
     def interrupted(self, number: int) -> None:
-        if number == signal.SIGKILL or not self._was_stopped:
+        # Stopping ranks because the coordinator seems lost is no signal, and the connection may work again by now.
+        if self._lost_at is None and (number == signal.SIGKILL or not self._was_stopped):
             self._is_ending = True
             self._send({"kind": "interrupted", "signal": number})
 
