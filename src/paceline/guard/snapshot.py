@@ -161,6 +161,8 @@ class _Recording:
 
         def restore() -> None:
             if leaf:
+                if not tensor.is_leaf:  # it was changed in a forward with gradients
+                    tensor.detach_()
                 tensor.requires_grad_(needs)
                 tensor.grad = gradient
             for name, registered in hooks:
