@@ -49,7 +49,7 @@ def main() -> int:
             if options.only and not name.startswith(options.only):
                 continue
             began = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder, two_nodes.joined(Path(folder)) as (job, machine):
+            with tempfile.TemporaryDirectory() as folder, two_nodes.on_two_machines(Path(folder)) as (job, machine):
                 wrong = run(job, machine)
             failed += bool(wrong)
             print(f"{number:3d}  {name}: {time.monotonic() - began:.1f} s  {'WRONG' if wrong else 'ok'}", flush=True)

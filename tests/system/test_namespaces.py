@@ -70,13 +70,13 @@ def test_an_unreachable_machine_is_noticed_and_the_other_continues(
     "seconds", [1.0, pytest.param(4.5, marks=pytest.mark.nightly), pytest.param(9.0, marks=pytest.mark.nightly)]
 )
 def test_a_link_that_is_cut_and_healed_is_survived_or_ends_both_sides(seconds: float, tmp_path: Path) -> None:
-    with two_nodes.joined(tmp_path) as (job, machine):
+    with two_nodes.on_two_machines(tmp_path) as (job, machine):
         assert two_nodes.cut_and_heal(job, machine, seconds) == []
 
 
 @pytest.mark.parametrize("lock", ["gil", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("python", "c"))])
 def test_a_second_interrupt_ends_a_rank_of_the_other_machine_that_hangs_in_a_lock(lock: str, tmp_path: Path) -> None:
-    with two_nodes.joined(tmp_path) as (job, _):
+    with two_nodes.on_two_machines(tmp_path) as (job, _):
         assert two_nodes.interrupt_twice(job, lock) == []
 
 

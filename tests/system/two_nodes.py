@@ -4,6 +4,7 @@ other one hangs in a lock. Each returns what is wrong: a verdict, the time to it
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from system import namespaces
 # All ranks train; in step 12, the last one may take a lock that it has, in Python or in C, where no handler of a signal
 # runs, with the GIL or without.
 SCRIPT = """
-import ctypes, os, sys, threading, time
+import ctypes, os, sys, threading
 from pathlib import Path
 import tiny
 
@@ -38,11 +39,9 @@ def act(*_):
     step = trainer.step_count + 1
     if step == 12 and lock != "none" and rank == world - 1:
         hang()
-    if lock == "none" and step > 8:
-        Path(f"steps-{rank}").write_text(str(step))
-        while not Path("cut").exists() and step > 12:
-            time.sleep(0.01)  # the link is cut while all ranks train
-        time.sleep(0.02)
+    if step == 12 and lock == "none":  # the link is cut while all ranks train
+        Path(f"trains-{rank}").touch()
+        open(f"cut-{rank}").close()
 
 trainer.model.register_forward_pre_hook(act)
 trainer.train(tiny.blobs(160), max_steps=30)
@@ -54,7 +53,7 @@ LIMIT = 40.0  # for both sides to end: the silence, the time for ranks to exit, 
 
 
 @contextmanager
-def joined(folder: Path) -> Iterator[tuple[Job, namespaces.Machine]]:
+def on_two_machines(folder: Path) -> Iterator[tuple[Job, namespaces.Machine]]:
     """A job on two machines, and the second of them."""
     with namespaces.joined() as machines, launchers(folder) as launch:
         enter = {number: each.enter for number, each in enumerate(machines)}
@@ -63,15 +62,19 @@ def joined(folder: Path) -> Iterator[tuple[Job, namespaces.Machine]]:
 
 def cut_and_heal(job: Job, machine: namespaces.Machine, seconds: float) -> list[str]:
     """The link is down for so long. Shorter than the silence, it is not noticed; longer, both sides end."""
-    first, second = _start(job, "none")
-    eventually(lambda: all((job.folder / f"steps-{rank}").exists() for rank in range(4)))
+    pipes = [job.folder / f"cut-{rank}" for rank in range(4)]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    first, second = _launched(job, "none")
+    eventually(lambda: all((job.folder / f"trains-{rank}").exists() for rank in range(4)))
     machine.cut_off()
     cut = time.monotonic()
-    (job.folder / "cut").touch()
+    for pipe in pipes:
+        pipe.open("w").close()
     with suppress(TimeoutError):
         eventually(lambda: False, seconds)
     machine.heal()
-    wrong = _end(first, second)
+    wrong = _what_is_left(first, second)
     took = time.monotonic() - cut
     statuses = (first.status, second.status)
     if seconds < SILENCE - 2:
@@ -83,32 +86,32 @@ def cut_and_heal(job: Job, machine: namespaces.Machine, seconds: float) -> list[
         wrong += ["node 1 is not said to be lost"] * ("node 1 was lost" not in first.said)
         wrong += ["the coordinator is not said to be lost"] * ("[launch.coordinator-lost]" not in second.said)
     wrong += [f"took {took:.1f} s"] * (took > seconds + LIMIT)
-    return _explained(wrong, first, second)
+    return _with_output(wrong, first, second)
 
 
 def interrupt_twice(job: Job, lock: str, node: int = 0) -> list[str]:
     """Ctrl-C twice on a node, while the last rank of the second one hangs."""
-    both = _start(job, lock)
+    both = _launched(job, lock)
     eventually((job.folder / "hangs").exists)
     pressed = both[node]
     pressed.send(signal.SIGINT)
     eventually(lambda: pressed.says("press Ctrl-C again to kill them"))
     pressed.send(signal.SIGINT)
     again = time.monotonic()
-    wrong = _end(*both)
+    wrong = _what_is_left(*both)
     took = time.monotonic() - again
     statuses = tuple(each.status for each in both)
     wrong += [f"statuses {statuses}"] * (statuses != (130, 130))
     wrong += [f"took {took:.1f} s"] * (took > KILLED)
-    return _explained(wrong, *both)
+    return _with_output(wrong, *both)
 
 
-def _start(job: Job, lock: str) -> tuple[Launcher, Launcher]:
+def _launched(job: Job, lock: str) -> tuple[Launcher, Launcher]:
     (job.folder / "script.py").write_text(SCRIPT)
     return job.node(0, lock), job.node(1, lock)
 
 
-def _end(*both: Launcher) -> list[str]:
+def _what_is_left(*both: Launcher) -> list[str]:
     """Wait for the end of both, and name what is left."""
     wrong = []
     for each in both:
@@ -119,5 +122,5 @@ def _end(*both: Launcher) -> list[str]:
     return wrong
 
 
-def _explained(wrong: list[str], *both: Launcher) -> list[str]:
+def _with_output(wrong: list[str], *both: Launcher) -> list[str]:
     return [*wrong, *(f"node {number} said:\n{each.said}" for number, each in enumerate(both))] if wrong else []

@@ -27,7 +27,7 @@ from typing import Any
 from paceline.diagnose.log_files import log_events
 from paceline.doctor.known_words import defines, has_quantity, installed, is_known, kind_of, variables
 
-_UNITS = {"s", "ms", "us", "µs", "ns", "h", "m", "k", "M", "G", "T", "x", "B", "g", "%", "°C", "W"}
+_UNITS = {"s", "ms", "us", "µs", "ns", "h", "m", "k", "M", "G", "T", "x", "B", "KB", "MB", "GB", "g", "%", "°C", "W"}
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _BREAK = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
@@ -169,7 +169,7 @@ class Redactor:
             return chunk
         if number := _NUMBER.fullmatch(bare):
             unit = number[1]
-            if unit and unit not in _UNITS and (len(unit) < 2 or not is_known(unit.lstrip("kMGT"))):
+            if unit and unit not in _UNITS and (len(unit) < 3 or not is_known(unit.lstrip("kMGT"))):
                 return ""
             is_short = not _LONG.search(re.sub(r"\.\d+", "", bare))
             near = " ".join(filter(is_known, (unit, before, after)))

@@ -95,7 +95,7 @@ KINDS = {
     "Datadog": ("{H32}", "DD_API={}"),
     "W&B": ("{H40}", "wandb login {}"),
     "Shopify": ("shp~at_{H32}", "shopify {}"),
-    "Mailgun": ("key~-{H32}", "mailgun {}"),
+    "Mailgun": ("key~-{D2}{H30}", "mailgun {}"),
     "DigitalOcean": ("dop~_v1_{H64}", "doctl {}"),
     "Terraform": ("{L14}.atlas~v1.{L60}", "credentials {}"),
     "Vault": ("hv~s.{L24}", "VAULT {}"),

@@ -103,7 +103,8 @@ def leaked(run: Path, seed: int, findings: list[Finding], variables: dict[str, s
     found = gzip.decompress(target.read_bytes()).decode()
     # Columns of sizes and times in the archive, and numbers of placeholders, are no part of a secret.
     found = re.sub(
-        r"<#\d+>|removed-\d+|^ +\d+  |\x00[0-7]{6,11}[ \x00]|paceline-\w+-\d{8}-\d{6}|.{0,2}\d+ (?:line|value)s?",
+        r"<#\d+>|removed-\d+|^ +\d+  |(?<=\x00)[0-7]{6,11}(?=[ \x00])|paceline-\w+-\d{8}-\d{6}"
+        r"|.{0,2}\d+ (?:line|value)s?",
         "\n",
         found,
         flags=re.M,

@@ -120,7 +120,7 @@ def test_the_peak_of_saved_activations_is_what_the_formula_says(kind: str) -> No
     assert found < 0.85 * off
 
 
-def sequential(depth: int = 9) -> nn.Sequential:
+def layers_in_sequence(depth: int = 9) -> nn.Sequential:
     torch.manual_seed(1)
     layers = [part for _ in range(depth) for part in (nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU())]
     return nn.Sequential(*layers)
@@ -137,7 +137,7 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = sequential(2), sequential(2)
+        self.encoder, self.decoder = layers_in_sequence(2), layers_in_sequence(2)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.decoder(self.encoder(inputs)).square().mean()  # type: ignore[no-any-return]
@@ -146,7 +146,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize(("kind", "count"), [("full", 3), ("every-2", 2)])
 def test_single_layers_of_a_sequential_are_recomputed_in_groups(kind: str, count: int) -> None:
     inputs = torch.randn(6, 8)
-    plain, found = Stacked(sequential()), Stacked(sequential())
+    plain, found = Stacked(layers_in_sequence()), Stacked(layers_in_sequence())
     assert recompute(found, kind) == f"recompute: {kind}, {count} of 3 groups of layers"
     assert list(found.state_dict()) == list(plain.state_dict())
     for expected, gradient in zip(gradients(plain, inputs)[0], gradients(found, inputs)[0], strict=True):
