@@ -24,13 +24,10 @@ _STEPS = 2
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuse unsupported optimizers before anything is built."""
-    required = [
-        name
-        for name, parameter in inspect.signature(getattr(optimizer, "step", print)).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if isinstance(optimizer, torch.optim.Optimizer) and required:
-        raise needs_closure(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise needs_closure(optimizer)
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(optimizer, (list, tuple, set)):

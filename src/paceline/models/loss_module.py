@@ -13,6 +13,8 @@ from paceline.errors import TrainError
 from paceline.models.divisor import Divisor, Proportions, divisors_of
 from paceline.models.model_call import CallRule, read_loss
 
+CRITERION = "<criterion>"  # in names of parameters and buffers; no module of a user has this name
+
 
 class LossModule(nn.Module):
     """The module that DDP or FSDP wraps: maps a batch to (mean, None), (mean, Divisor) or (sum, weight).
@@ -21,9 +23,17 @@ class LossModule(nn.Module):
     model is a submodule, so its parameter names get no prefixes.
     """
 
-    def __init__(self, model: nn.Module, context: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        context: AbstractContextManager[Any] | None = None,
+        stateful_loss: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.loss_state = [] if stateful_loss is None else [stateful_loss]  # in a list: its buffers are its own
+        if stateful_loss is not None and any(each.requires_grad for each in stateful_loss.parameters()):
+            self.add_module(CRITERION, stateful_loss)  # its gradients are reduced with those of the model
         self.context = context
         self.call: CallRule | None = None
         self.metrics: Mapping[str, Any] | None = None  # of the last forward, if the model returns any
@@ -66,6 +76,19 @@ class LossModule(nn.Module):
         if self.divides is None:
             self.divides = count is not None
         return None if count is None else Divisor(count)
+
+
+def stateful(*losses: Any) -> nn.Module | None:
+    """The criterion or `loss_fn` if it is a module of the user with buffers or parameters, which belong to the run.
+    Buffers of torch's own, such as class weights, are settings."""
+    for loss in losses:
+        if isinstance(loss, nn.Module) and not type(loss).__module__.startswith("torch.") and loss.state_dict():
+            return loss
+    return None
+
+
+def parameters_of_loss(loss: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    return [] if loss is None else [(f"{CRITERION}.{name}", parameter) for name, parameter in loss.named_parameters()]
 
 
 def changed_kind(*, sums: bool) -> TrainError:
