@@ -27,8 +27,7 @@ from checkpoint_cost import Batches, model_of
 from torch import nn
 
 import paceline
-from paceline.checkpoint.host_copy import HostCopy
-from paceline.checkpoint.host_memory import HostMemory
+from paceline.checkpoint.host_copy import HostCopy, HostMemory
 from paceline.checkpoint.state import TrainingState
 from paceline.checkpoint.writer import Writer
 from paceline.train.checkpointing.run_handle import RunHandle

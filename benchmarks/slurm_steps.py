@@ -29,9 +29,9 @@ from paceline.run.folder import RunFolder
 from paceline.runtime.scheduler_env import SlurmAllocation, read_allocation
 from paceline.search import recipe_trials
 from paceline.search.placement import Machine, Pool, TrialSlot
+from paceline.search.results import Trial
 from paceline.search.scheduler import Sweep
 from paceline.search.study import Study
-from paceline.search.trial import Trial
 from system import slurm_cluster
 
 _TRIALS = 25  # of a study: reading it takes longer with each

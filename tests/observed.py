@@ -14,7 +14,7 @@ from typing import Any
 import paceline
 from paceline.diagnose.evidence import RankEvidence
 from paceline.errors import PacelineError
-from paceline.launcher.local import rank_evidence
+from paceline.launcher.local import hang_report
 from paceline.run import rank_page
 from paceline.run.folder import RunFolder
 from paceline.run.rank_page import RankPage
@@ -62,7 +62,7 @@ class Observer:
                 self.pages = rank_page.read_pages(self.logs)
         pids = {rank: page.pid for rank, page in self.pages.items()}
         while not self.evidence or not (self._enough(self.evidence) or time.monotonic() > deadline):
-            self.evidence = rank_evidence.collect(self.logs, pids, node=0)
+            self.evidence = hang_report.collect(self.logs, pids, node=0)
 
 
 def observe(

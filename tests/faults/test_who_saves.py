@@ -104,6 +104,20 @@ def test_with_sharded_weights_a_missing_rank_is_named(tmp_path: Path, layout: st
     assert [checkpoint.folder.name for checkpoint in directory.verified(tmp_path)] == ["all"]
 
 
+def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
+    """It computes, so it may still come: only the end of the time says that it does not."""
+
+    def body() -> str:
+        trainer, heard = trained(strategy="fsdp", checkpoint={"wait": 1.0}), ""
+        if this_rank() == 0:
+            heard = hears(lambda: trainer.save_checkpoint(tmp_path / "alone"))
+            (tmp_path / "heard").touch()
+        nodes.eventually((tmp_path / "heard").exists)
+        return heard
+
+    assert "[world.different-calls] Rank 0 called trainer.save_checkpoint()" in worlds.values(2, body)[0]
+
+
 @pytest.mark.parametrize(
     ("strategy", "caller"),
     [("ddp", 0), ("fsdp", 1), pytest.param("ddp", 1, marks=LATER), pytest.param("fsdp", 0, marks=LATER)],

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.checkpoint import directory, host_copy, host_memory
+from paceline.checkpoint import directory, host_copy
 from paceline.checkpoint.host_copy import HostCopy
 from paceline.checkpoint.planner import LocalShard, plan_save
 from paceline.checkpoint.shard_file import bytes_of, lay_out
@@ -77,8 +77,7 @@ def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path: Path) -> None:
 
 def test_a_copy_has_the_state_of_its_step_although_nothing_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors span several pieces of page-locked memory; small ones are concatenated on the GPU first."""
-    for module in (host_copy, host_memory):
-        monkeypatch.setattr(module, "PIECE", 8 << 20)
+    monkeypatch.setattr(host_copy, "PIECE", 8 << 20)
     draw = torch.Generator("cuda").manual_seed(0)
     tensors = {
         "weights": torch.randn(3000, 5001, device="cuda", generator=draw),

@@ -130,7 +130,7 @@ class Net(nn.Module):
         return self.function(self, *inputs)
 
 
-def net_of(function: Callable[..., Any], **layers: Callable[[], nn.Module | nn.Parameter]) -> Callable[[], nn.Module]:
+def built_of(function: Callable[..., Any], **layers: Callable[[], nn.Module | nn.Parameter]) -> Callable[[], nn.Module]:
     return lambda: Net(function, **{name: make() for name, make in layers.items()})
 
 
@@ -362,13 +362,13 @@ LEGITIMATE: dict[str, Legitimate] = {
         lambda model, batch: F.cross_entropy(model(*batch[:2]), batch[2]), Packed, sequences, collate=pad_in_batches
     ),
     "causal attention": by(by_token, Attends, tokens),
-    "attention with padding": by(entropy, net_of(
+    "attention with padding": by(entropy, built_of(
         attends_with_padding, attention=lambda: nn.MultiheadAttention(2, 1, batch_first=True), last=dense(2)
     )),
-    "straight-through rounding": by(entropy, net_of(
+    "straight-through rounding": by(entropy, built_of(
         lambda model, inputs: model.last(Rounded.apply(model.first(inputs))), first=dense(8, 8), last=dense()
     )),
-    "a filter of complex numbers": by(entropy, net_of(
+    "a filter of complex numbers": by(entropy, built_of(
         filtered, filter=lambda: nn.Parameter(torch.ones(5, 2)), last=dense()
     )),
     "a frozen first layer": by(entropy, frozen_below),
@@ -377,23 +377,23 @@ LEGITIMATE: dict[str, Legitimate] = {
     "layers that were lazy": by(entropy, lazy),
     "a bag of words": by(
         lambda model, batch: F.cross_entropy(model(batch[0]), batch[0][:, 0] % CLASSES),
-        net_of(embedded, bag=lambda: nn.EmbeddingBag(20, 6), last=dense(6)), tokens,
+        built_of(embedded, bag=lambda: nn.EmbeddingBag(20, 6), last=dense(6)), tokens,
     ),
-    "several heads": by(of_heads, net_of(
+    "several heads": by(of_heads, built_of(
         several_heads, body=dense(8, 8), heads=lambda: nn.ModuleDict({"near": nn.Linear(8, 3), "far": nn.Linear(8, 3)})
     )),
-    "soft experts": by(entropy, net_of(
+    "soft experts": by(entropy, built_of(
         soft_experts, gate=dense(8, 2), experts=lambda: nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
     )),
-    "one module that is called three times": by(entropy, net_of(
+    "one module that is called three times": by(entropy, built_of(
         lambda model, inputs: model.last(model.body(model.body(model.body(inputs)).tanh())),
         body=dense(8, 8), last=dense(),
     )),
-    "a scale without dims": by(entropy, net_of(
+    "a scale without dims": by(entropy, built_of(
         lambda model, inputs: model.scale * model.last(inputs),
         scale=lambda: nn.Parameter(torch.tensor(0.7)), last=dense(),
     )),
-    "a list of parameters": by(entropy, net_of(
+    "a list of parameters": by(entropy, built_of(
         lambda model, inputs: sum(each * model.last(inputs) for each in model.scales),
         scales=lambda: nn.ParameterList([torch.ones(3), torch.full((3,), 0.5)]), last=dense(),
     )),
@@ -408,21 +408,21 @@ LEGITIMATE: dict[str, Legitimate] = {
         lambda model, batch: F.mse_loss(model(batch[0][:, None]), batch[0][:, None]),
         lambda: nn.Sequential(nn.Conv1d(1, 3, 2, 2), nn.Tanh(), nn.ConvTranspose1d(3, 1, 2, 2)),
     ),
-    "a bilinear layer": by(entropy, net_of(
+    "a bilinear layer": by(entropy, built_of(
         lambda model, inputs: model.pair(inputs[:, :4], inputs[:, 4:]), pair=lambda: nn.Bilinear(4, 4, 3)
     )),
-    "a recurrent cell in a Python loop": by(entropy, net_of(
+    "a recurrent cell in a Python loop": by(entropy, built_of(
         lambda model, inputs: model.last(_unrolled(model.cell, inputs)), cell=lambda: nn.GRUCell(2, 6), last=dense(6)
     )),
-    "own checkpointing, not reentrant": by(entropy, net_of(
+    "own checkpointing, not reentrant": by(entropy, built_of(
         lambda model, inputs: model.last(checkpoint(model.body, inputs, use_reentrant=False)),
         body=dense(8, 8), last=dense(),
     )),
-    "own checkpointing, reentrant": by(entropy, net_of(
+    "own checkpointing, reentrant": by(entropy, built_of(
         lambda model, inputs: model.last(checkpoint(model.body, model.first(inputs), use_reentrant=True)),
         first=dense(8, 8), body=dense(8, 8), last=dense(),
     )),
-    "tied weights": by(by_token, net_of(
+    "tied weights": by(by_token, built_of(
         lambda model, words: model.words(words) @ model.words.weight.T, words=lambda: nn.Embedding(20, 8)
     ), tokens),
     "a buffer that is not saved": by(entropy, lambda: _with_buffer()),
@@ -435,7 +435,7 @@ LEGITIMATE: dict[str, Legitimate] = {
     "focal loss": by(focal),
     "two views, each the other's target": by(logistic),
     "a bonus for entropy": by(with_entropy_bonus),
-    "connectionist classification": by(connectionist, net_of(
+    "connectionist classification": by(connectionist, built_of(
         lambda model, steps: model.last(steps), last=dense(2)
     )),
     "binary, weighted by class": judged(
@@ -492,7 +492,7 @@ def _with_buffer() -> nn.Module:
     return model
 
 
-def trained_plainly(program: Legitimate) -> dict[str, Tensor]:
+def plain_training(program: Legitimate) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = program.model().double()
     optimizer = program.optimizer(model)

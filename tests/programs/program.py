@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.data.permutation import Permutation
+from paceline.data.sample_order import Permutation
 from programs import parts
 
 EPOCHS, STEPS = 3, 11

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import paceline
-from programs.legitimate import LEGITIMATE, SAMPLES, STEPS, trained_plainly
+from programs.legitimate import LEGITIMATE, SAMPLES, STEPS, plain_training
 from samples import ALL
 from worlds import run_on_ranks
 
@@ -28,7 +28,7 @@ class Said(logging.Handler):
             self.lines.append(record.getMessage())
 
 
-def trained(name: str, layout: str) -> dict[str, torch.Tensor]:
+def trained_on_ranks(name: str, layout: str) -> dict[str, torch.Tensor]:
     program = LEGITIMATE[name]
     torch.manual_seed(0)
     model, data = program.model(), program.rows()
@@ -57,13 +57,13 @@ def failures(names: list[str], layout: str) -> dict[str, str]:
         said = Said()
         logger.addHandler(said)
         try:
-            weights = trained(name, layout)
+            weights = trained_on_ranks(name, layout)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
             continue
         finally:
             logger.removeHandler(said)
-        expected = trained_plainly(LEGITIMATE[name]) if weights else {}  # rank 0 has all of them
+        expected = plain_training(LEGITIMATE[name]) if weights else {}  # rank 0 has all of them
         apart = max([(weights[key] - value).abs().max().item() for key, value in expected.items()], default=0.0)
         if said.lines or not apart < 1e-9:
             found[name] = f"{apart:.2g} away; {said.lines}"

@@ -58,6 +58,22 @@ def selected(layer: Any, batch: Any) -> Tensor:
     return ((layer(batch[0])[mask] - batch[0][mask][:, :CLASSES]) ** 2).mean()
 
 
+def is_counted(batch: Any) -> Tensor:
+    return batch[1] >= 0
+
+
+def squares(layer: Any, batch: Any) -> Tensor:
+    return ((layer(batch[0]) - batch[0][:, :CLASSES]) ** 2).mean(1)
+
+
+def with_penalties(layer: Any, batch: Any) -> Tensor:
+    loss = functional.cross_entropy(layer(batch[0]), batch[1])
+    for _ in range(9):
+        for parameter in layer.parameters():
+            loss = loss + 1e-3 * parameter.square().sum()
+    return loss
+
+
 LossFunction = Callable[[Any, Any], Tensor]
 LOSSES: dict[str, LossFunction] = {
     "cross-entropy": lambda layer, batch: functional.cross_entropy(layer(batch[0]), batch[1]),
@@ -65,6 +81,17 @@ LOSSES: dict[str, LossFunction] = {
     "label smoothing": lambda layer, batch: functional.cross_entropy(layer(batch[0]), batch[1], label_smoothing=0.2),
     "sum / count": masked,
     "selected": selected,
+    "selected by index": lambda layer, batch: (
+        squares(layer, batch).index_select(0, is_counted(batch).nonzero()[:, 0]).mean()
+    ),
+    "nanmean": lambda layer, batch: torch.where(is_counted(batch), squares(layer, batch), torch.nan).nanmean(),
+    "einsum": lambda layer, batch: (
+        torch.einsum("i,i->", squares(layer, batch), is_counted(batch).double()) / is_counted(batch).sum()
+    ),
+    "reciprocal": lambda layer, batch: (
+        (squares(layer, batch) * is_counted(batch)).sum() * (1.0 / is_counted(batch).sum())
+    ),
+    "deep below penalties": with_penalties,
 }
 
 

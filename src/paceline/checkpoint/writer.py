@@ -24,8 +24,7 @@ from torch import Tensor
 
 from paceline.checkpoint import directory, transfer
 from paceline.checkpoint.filesystem import Filesystem
-from paceline.checkpoint.host_copy import HostCopy
-from paceline.checkpoint.host_memory import lower_priority
+from paceline.checkpoint.host_copy import HostCopy, lower_priority
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
 from paceline.checkpoint.planner import Group, LocalShard, plan_save, signature
 from paceline.checkpoint.shard_file import FileLayout, bytes_of, lay_out, write_file

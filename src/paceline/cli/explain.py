@@ -39,7 +39,7 @@ def explain(
 
     The exit status is 1 if a log has a failure that is not in the catalog."""
     from paceline.diagnose import catalog
-    from paceline.diagnose.log_files import log_report, verdict
+    from paceline.diagnose.log_files import verdict
 
     if subject == "-" or _is_log(subject):
         found = verdict.explain_log(subject)
@@ -48,7 +48,7 @@ def explain(
     else:
         print(catalog.page(subject.strip("[]")) if subject else catalog.summaries(catalog.pages()))
         return
-    print(json_format.dumps(found.to_json(), indent=2) if json else log_report.describe(found))
+    print(json_format.dumps(found.to_json(), indent=2) if json else verdict.describe(found))
     raise typer.Exit(1 if found.code == "unknown" else 0)
 
 

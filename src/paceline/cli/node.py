@@ -17,7 +17,7 @@ def node() -> None:
     from paceline.launcher.cluster import fingerprint
     from paceline.launcher.cluster.node import Node
     from paceline.launcher.local.rank_env import prepare_environment
-    from paceline.launcher.rank_count import choose_ranks
+    from paceline.launcher.workload import choose_ranks
 
     order = fingerprint.read(0)
     _enter(order.folder)

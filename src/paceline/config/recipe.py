@@ -17,8 +17,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Private
 from pydantic.json_schema import GenerateJsonSchema
 
 from paceline.config import files, validation
-from paceline.config.components import LOGGERS, METRICS, PRECISIONS
-from paceline.config.registered_name import NameIn
+from paceline.config.components import LOGGERS, METRICS, PRECISIONS, NameIn
 from paceline.config.sections import (
     SHORTHANDS,
     BestSection,

@@ -27,8 +27,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from paceline.config import launch
-from paceline.config.components import OPTIMIZERS, SCHEDULES
-from paceline.config.registered_name import NameIn
+from paceline.config.components import OPTIMIZERS, SCHEDULES, NameIn
 
 
 def as_list(value: Any) -> Any:

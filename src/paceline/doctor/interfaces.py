@@ -22,8 +22,7 @@ from typing import NamedTuple
 from paceline.config.launch import DEFAULT_PORT
 from paceline.doctor.finding import Finding
 from paceline.errors import LaunchError
-from paceline.launcher.interface import interface_of
-from paceline.runtime.network import LOOPBACK, is_loopback, listen
+from paceline.runtime.network import LOOPBACK, interface_of, is_loopback, listen
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921
 _RUNNING = 0x40  # flag of an interface: up, and a cable is connected

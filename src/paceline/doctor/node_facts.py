@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from paceline.doctor.finding import Finding
 from paceline.doctor.network_check import NodeFacts
 from paceline.launcher.cluster.fingerprint import fingerprint
-from paceline.launcher.interface import interface_of
 from paceline.runtime import environment
-from paceline.runtime.network import LOOPBACK
+from paceline.runtime.network import LOOPBACK, interface_of
 
 _GLOO_INTERFACE = next(iter(environment.interfaces("")))  # the name of the variable
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: get the IPv4 address and the MTU of an interface

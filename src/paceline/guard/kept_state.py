@@ -6,7 +6,6 @@ caches, so two forwards on the same batch are compared: the second sees what the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isclose, isnan
@@ -21,6 +20,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
 from paceline.guard import snapshot
 from paceline.guard.forward_state import instance_statistics
+from paceline.guard.loss_halves import not_checked
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.models.weight_bits import checksum
@@ -35,23 +35,26 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 def find(
     module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, user_code: Sequence[Any]
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[str], str | None]:
     """The attributes that the forward changes and that the next one reads: those with different values on different
-    ranks, and the others. Collective. `run` computes the loss of a batch."""
+    ranks, and the others; and a warning if a forward failed. Collective. `run` computes the loss of a batch."""
+    failed: list[str] = []
     before = _attributes(module.model, module.loss_state)
     with _trial(module, user_code):
-        first = trial_loss(run, micro, draw)
+        first = trial_loss(run, micro, draw, failed)
         after = _attributes(module.model, module.loss_state)
         changed = {name: value for name, value in after.items() if before.get(name) != value}
         ranks = collectives.all_gather_object(changed)
-        second = trial_loss(run, micro, draw) if any(ranks) else first
+        second = trial_loss(run, micro, draw, failed) if any(ranks) else first
     reshard_all(module)
     buffers = instance_statistics(module.model) if collectives.world() == 1 else []  # else the pre-flight finds them
+    error = next((text for texts in collectives.all_gather_object(failed) for text in texts), None)
+    error = error and not_checked("whether the forward keeps something for the next one", error)
     if not any(ranks) or not any(collectives.all_gather_object(not isclose(first, second, rel_tol=TOLERANCE))):
-        return [], buffers
+        return [], buffers, error
     names = sorted({name for values in ranks for name in values})
     own = [name for name in names if any(values.get(name) != ranks[0].get(name) for values in ranks)]
-    return own, buffers + [name for name in names if name not in own]
+    return own, buffers + [name for name in names if name not in own], error
 
 
 @contextmanager
@@ -80,7 +83,7 @@ def moved_parameters(
             if each.requires_grad and each.is_floating_point():
                 each.detach().mul_(1 + 2**-8)
         for _ in range(2):
-            trial_loss(run, micro, draw)
+            trial_loss(run, micro, draw, [])  # a failure has been noted by `find`
             states.append({name: checksum(each.detach()) if small else each._version for name, each in named.items()})
     return [name for name in named if states[0][name] != states[1][name]]
 
@@ -99,21 +102,17 @@ def _attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[st
     return found
 
 
-def trial_loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> float:
-    """The loss of a micro-batch; zero if it fails."""
+def trial_loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, failed: list[str]) -> float:
+    """The loss of a micro-batch; zero if it fails, with the exception in `failed`."""
     with preserve_rng_state():
-        return _loss(run, micro, draw)
-
-
-def _loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext) -> float:
-    draw.begin(micro)
-    try:
-        value = float(read_loss(run(snapshot.copied(micro.batch)))[0].detach())
-        return 0.0 if isnan(value) else value
-    except LayoutError:  # as in loss_halves
-        raise
-    except Exception as error:  # training reports it
-        logging.getLogger(__name__).debug("attributes were not compared: %r", error)
-        return 0.0
-    finally:
-        draw.end()
+        draw.begin(micro)
+        try:
+            value = float(read_loss(run(snapshot.copied(micro.batch)))[0].detach())
+            return 0.0 if isnan(value) else value
+        except LayoutError:  # as in loss_halves
+            raise
+        except Exception as error:
+            failed.append(f"{type(error).__name__}: {error}")
+            return 0.0
+        finally:
+            draw.end()

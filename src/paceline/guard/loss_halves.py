@@ -1,104 +1,169 @@
-"""Compares the loss of a batch with those of its halves, before the first step.
+"""Compares the loss of a batch with those of its halves: before the first step, and now and then later.
 
 If the loss of a batch is not the weighted mean of the losses of its slices, it depends on the number of ranks and
 micro-batches: a mean over something other than samples, a sum, a loss across samples, or a batch whose first dim is not
 its samples. Nothing can be done about it here, so it is a warning.
 
-The model runs in eval mode (with dropout by sample, in training mode too), uncompiled, without gradients and in full
-precision where possible. A loss that is random is not judged, nor is one whose halves fail. Ranks run equally many.
+The model runs in eval mode, and then in training mode, in which it may couple samples as well; uncompiled, in full
+precision where possible, and each time from the same state and random state. A loss that is random is not judged. Ranks
+run equally many. A loss that could be computed in neither mode is named, with the exception.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import isclose, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.data.batches import apply, layout_of, rows_of
+from paceline.data.batches import apply, layout_of, rows_of, tensors_in
 from paceline.data.loader import MicroBatch
-from paceline.errors import LayoutError
+from paceline.errors import LayoutError, TrainError
 from paceline.guard import snapshot
-from paceline.models.divisor import LossGraph, divisor_of, weighted_mean
+from paceline.models.divisor import divisor_of, means_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.models.usage_errors import Broadcasts
 from paceline.parallel.fsdp import reshard_all
-from paceline.runtime import collectives
+from paceline.runtime import collectives, rng
 from paceline.runtime.noise import NoiseContext
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-5}
 _HALF = 2e-2
+_NOT_CHECKED = "not-checked"
 _SMALL = 1e-2  # losses are compared as if they were at least this
 
 _CAUSES = (
-    "If it is a mean over something other than samples, or a sum, return paceline.Loss(sum, weight). If it couples "
+    "if it is a mean over something other than samples, or a sum, return paceline.Loss(sum, weight). If it couples "
     "samples (a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If output "
     "and target have different shapes, they broadcast: make them equal. If the first dim of the batch is not its "
     "samples, change the collate function"
 )
 _IN_TRAINING = (
-    "In eval mode it does not. If the first dim of a dropout is a multiple of the samples, but not the samples (as "
-    "tokens may be), put the samples first. If the model couples samples in training, it does so per micro-batch"
+    "In eval mode it does not: if the model couples samples in training, it does so per micro-batch. If the first dim "
+    "of a dropout is a multiple of the samples, but not the samples (as tokens may be), put the samples first"
 )
-Sum = tuple[float, float]  # the sum of a loss and its weight
 
 
-def compare(
-    module: LossModule,
-    run: Callable[[Any], Any],
-    micro: MicroBatch,
-    draw: NoiseContext,
-    user_code: Sequence[Any],
-    *,
-    replicated: bool,
-    training: bool = False,
-    twice: bool = False,
-) -> str | None:
-    """Return a warning, or None. Collective. `run` computes the loss of a batch, on the ranks that have it. `training`:
-    in training mode. `twice`: micro-batches are of one sample, and a pair of copies is compared."""
+class Sum(NamedTuple):
+    """The sum of a loss, its weight, and what the means in it were divided by."""
+
+    value: float
+    weight: float
+    counts: tuple[float, ...] = ()
+
+
+class Trial(NamedTuple):
+    """What runs the loss of a batch once more. `run` computes it, on the ranks that have it, with a graph."""
+
+    module: LossModule
+    run: Callable[[Any], Any]
+    micro: MicroBatch
+    draw: NoiseContext
+    user_code: Sequence[Any]
+
+
+def compare(trial: Trial, *, replicated: bool, partner: MicroBatch | None, modes: Sequence[bool]) -> str | None:
+    """Return a warning, or None. Collective. `partner`: another micro-batch, to be joined if all have one sample.
+    `modes`: whether to train or to evaluate, one after the other."""
+    error = None
+    for training in modes:
+        found, failed, judged = _compare(trial, replicated, partner, training=training)
+        if found is not None:
+            return found
+        error = failed or (None if judged else error)
+    return error
+
+
+def _compare(
+    trial: Trial, replicated: bool, partner: MicroBatch | None, *, training: bool
+) -> tuple[str | None, str | None, bool]:
+    """A difference, an error, and whether the loss was computed."""
+    module, micro = trial.module, trial.micro
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-    if any(part.running_mean is None or (training and part.training) for part in norms):
-        return None  # a loss across samples, by intention
-    if training and not all(collectives.all_gather_object(draw.keys is not None and draw.keys.covers_all)):
-        return None
+    if any(part.running_mean is None for part in norms):
+        return None, None, True  # a loss across samples, by intention
     known = layout_of(micro.batch) if micro.samples > 1 else None
     judges = known is not None and known[0] == micro.samples
     sizes = collectives.all_gather_object(micro.samples if judges else 0)
     samples = min((size for size in sizes if size), default=0)
     if not samples:
-        if twice:
-            return None
-        doubled = apply(micro.batch, lambda tensor: torch.cat([tensor, tensor]) if tensor.shape[:1] == (1,) else tensor)
-        pair = replace(micro, batch=doubled, samples=2 * micro.samples)
-        return compare(module, run, pair, draw, user_code, replicated=replicated, training=training, twice=True)
-    spans = [(0, samples), (0, samples // 2), (samples // 2, samples)]
+        joined = _joined(micro, partner)
+        if not any(collectives.all_gather_object(joined is not None)):
+            return None, None, True
+        return _compare(trial._replace(micro=joined or micro), replicated, None, training=training)
+    spans = [(0, samples), (0, samples // 2), (samples // 2, samples)] if judges else [None] * 3
+    failed: list[str] = []
+    reshard_all(module)
     with (
-        snapshot.preserved(module.model, *user_code),
+        snapshot.preserved(module.model, *trial.user_code),
         _trial_mode(module, replicated, training) as tolerance,
         Broadcasts(module.call and module.call.criterion) as mixed,
     ):
-        batch, half, rest = (_loss(module, run, micro, span if judges else None, draw) for span in spans)
+        if training:
+            for norm in norms:
+                norm.eval()  # what they couple is synchronized
+        one = partial(_loss, trial, failed, training)
+        batch, half, rest = (one(span) for span in spans)
         differs = mixed.found is not None or (judges and not _adds_up(batch, half, rest, tolerance))
-        if not any(collectives.all_gather_object(differs)):
-            return None
-        torch.manual_seed(torch.initial_seed() ^ 1)
-        again = _loss(module, run, micro, spans[0] if judges else None, draw)
-        is_random = again is None or not _adds_up(batch, again, (0.0, 0.0), tolerance)
-    text = mixed.found
-    if text is None and differs and not is_random and batch and half and rest:
-        total, weight = half[0] + rest[0], half[1] + rest[1]
-        text = (
-            f"the loss of {samples} samples is {batch[0] / batch[1]:.6g}, but {total / weight:.6g} from its halves, "
-            f"of weights {half[1]:g} and {rest[1]:g}: it depends on the number of ranks and micro-batches. "
-            f"{_IN_TRAINING if training else _CAUSES}"
-        )
-    return next((found for found in collectives.all_gather_object(text) if found), None)
+        text = not_checked("whether the loss depends on how a batch is sliced", failed[0]) if failed else None
+        ranks = collectives.all_gather_object((differs, text))
+        if any(rank[0] for rank in ranks):
+            again = one(spans[0], torch.initial_seed() ^ 1)
+            is_random = again is None or not _adds_up(batch, again, Sum(0.0, 0.0), tolerance)
+    if batch and half and len(batch.counts) == len(half.counts) and not training:
+        module.proportions.over_samples = [a > b for a, b in zip(batch.counts, half.counts, strict=True)]
+    error = next((text for _, text in ranks if text), None)
+    if not any(rank[0] for rank in ranks):
+        return None, error, error is None
+    found = mixed.found and f"loss: {mixed.found}"
+    if found is None and differs and not is_random and batch and half and rest:
+        total, weight = half.value + rest.value, half.weight + rest.weight
+        found = TrainError(
+            "loss-of-slices",
+            f"The loss of {samples} samples is {batch.value / batch.weight:.6g}, but {total / weight:.6g} from its "
+            f"halves, of weights {half.weight:g} and {rest.weight:g}.",
+            why="so it depends on the number of ranks and micro-batches",
+            fix=_IN_TRAINING if training else _CAUSES,
+        ).text()
+    return next((each for each in collectives.all_gather_object(found) if each), None), error, error is None
+
+
+def _joined(micro: MicroBatch, partner: MicroBatch | None) -> MicroBatch | None:
+    """Two samples, of micro-batches of one. None if their shapes differ. Without a partner, it is a pair of copies."""
+    other = partner or micro
+    if micro.samples != 1 or other.samples != 1:
+        return None
+    others = list(tensors_in(other.batch))
+    pairs = zip(tensors_in(micro.batch), others, strict=False)
+    if len(others) != len(list(tensors_in(micro.batch))) or any(a.shape[1:] != b.shape[1:] for a, b in pairs):
+        return None
+    rest = iter(others)
+    batch = apply(micro.batch, lambda one: _joined_rows(one, next(rest)))
+    return replace(micro, batch=batch, samples=2, step_samples=micro.step_samples + 1)
+
+
+def _joined_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.cat([one, other]) if one.shape[:1] == (1,) else one
+
+
+def not_checked(what: str, error: str) -> str:
+    """The warning for a check that failed itself."""
+    return TrainError(
+        _NOT_CHECKED,
+        f"Checking {what} failed: {error}.",
+        why="a trial of the loss, on a part of a batch or in eval mode, raised an exception that training did not",
+        fix="compute the loss for any number of samples; compare layouts by `paceline parity`",
+    ).text()
+
+
+def is_failure(warning: str) -> bool:
+    return warning.startswith(f"[train.{_NOT_CHECKED}]")
 
 
 @contextmanager
@@ -126,37 +191,48 @@ def _trial_mode(module: LossModule, replicated: bool, training: bool) -> Iterato
 
 
 def _loss(
-    module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, span: tuple[int, int] | None, draw: NoiseContext
+    trial: Trial,
+    failed: list[str],
+    training: bool,
+    span: tuple[int, int] | None,
+    seed: int | None = None,
 ) -> Sum | None:
+    module, run, micro, draw, user_code = trial
     start, stop = span or (0, micro.samples)
     draw.begin(micro)
     try:
         rows = micro.batch if span is None else rows_of(micro.batch, start, stop)
-        with draw.select(start, stop - start), LossGraph():
-            result = run(snapshot.copied(rows))
+        with snapshot.preserved(module.model, *user_code) if training else rng.preserve_rng_state():
+            if seed is not None:
+                rng.seed_everything(seed)
+            with draw.select(start, stop - start):
+                result = run(snapshot.copied(rows))
+            if training:
+                reshard_all(module)  # an RNN keeps its parameters in a list as well, which is restored
         if result is None:  # not on this stage of a pipeline
             return None
         value, weight, _ = read_loss(result)
         module.has_weights = weight is not None
+        counts = () if weight is not None else tuple(float(mean.divisor) for mean in means_of(value))
         if weight is None:
             if module.divides and divisor_of(value) is None:  # another loss than in training
                 return None
             value, weight = weighted_mean(value, stop - start, divides=module.divides)
-        return float(value), float(weight)
+        return Sum(float(value), float(weight), counts)
     except LayoutError:  # ranks ran different modules, and do not wait for each other in the same places
         raise
     except Exception as error:
-        logging.getLogger(__name__).debug("the loss of samples %d to %d was not compared: %r", start, stop, error)
+        failed.append(f"{type(error).__name__}: {error}")
         return None
     finally:
         draw.end()
 
 
 def _adds_up(batch: Sum | None, half: Sum | None, rest: Sum | None, tolerance: float) -> bool:
-    if batch is None or half is None or rest is None or not all(map(isfinite, (*batch, *half, *rest))):
+    if batch is None or half is None or rest is None or not all(map(isfinite, (*batch[:2], *half[:2], *rest[:2]))):
         return True  # not judged
-    if not batch[1] or not (half[1] or rest[1]):
+    if not batch.weight or not (half.weight or rest.weight):
         return True
-    largest = max(abs(batch[0]), abs(half[0]) + abs(rest[0]), _SMALL * abs(batch[1]))
-    weights_add_up = isclose(batch[1], half[1] + rest[1], rel_tol=tolerance)
-    return weights_add_up and abs(batch[0] - half[0] - rest[0]) <= tolerance * largest
+    largest = max(abs(batch.value), abs(half.value) + abs(rest.value), _SMALL * abs(batch.weight))
+    weights_add_up = isclose(batch.weight, half.weight + rest.weight, rel_tol=tolerance)
+    return weights_add_up and abs(batch.value - half.value - rest.value) <= tolerance * largest

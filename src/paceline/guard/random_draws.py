@@ -23,6 +23,7 @@ from paceline.data.batches import tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
 from paceline.guard.kept_state import TOLERANCE, trial_loss
+from paceline.guard.loss_halves import not_checked
 from paceline.models.loss_module import LossModule
 from paceline.parallel.fsdp import reshard_all
 from paceline.run.user_frame import UserFrame
@@ -48,7 +49,7 @@ def describe_draws(
     keys = draw.keys
     if keys is None or not any(collectives.all_gather_object(bool(keys.drawn))):
         return None
-    calls = [f"{what} of shape {shape}" for what, shape in keys.kept.items()]
+    calls, failed = [f"{what} of shape {shape}" for what, shape in keys.kept.items()], list[str]()
     if not pipelined:  # there, a trial does not know the samples of each part of a batch
         recorder = RandomCalls(keys)
         with (
@@ -57,12 +58,15 @@ def describe_draws(
             torch.compiler.set_stance("force_eager"),
             draw.copy() as trial,
         ):
-            trial_loss(run, micro, trial)
-            first = trial_loss(partial(_seeded, 0, partial(recorder.record, run), keys), micro, trial)
-            others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial) for seed in range(1, 8)]
+            trial_loss(run, micro, trial, failed)
+            first = trial_loss(partial(_seeded, 0, partial(recorder.record, run), keys), micro, trial, failed)
+            others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial, failed) for seed in range(1, 8)]
         reshard_all(module)
         calls = [] if all(isclose(first, other, rel_tol=TOLERANCE) for other in others) else recorder.found
-    found = sorted({call for rank in collectives.all_gather_object(calls) for call in rank})
+    ranks = collectives.all_gather_object((calls, failed))
+    if errors := [error for _, texts in ranks for error in texts]:
+        return not_checked("random numbers", errors[0])
+    found = sorted({call for rank, _ in ranks for call in rank})
     return _ADVICE.format("; ".join(found[:_SHOWN]) + ("; …" if len(found) > _SHOWN else "")) if found else None
 
 

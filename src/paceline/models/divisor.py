@@ -5,37 +5,43 @@ backward needs the number that it was divided by, so the graph holds it: no rule
 
     F.cross_entropy(…), nn.CrossEntropyLoss, model(**batch).loss     the weight of the counted targets
     (losses * mask).sum() / mask.sum()                               the divisor
-    losses[mask].mean()                                              the number of elements
+    losses[mask].mean(), losses.index_select(0, rows).mean()         the number of elements
+    losses.sum() * (1 / mask.sum())                                  the inverse of the factor
 
 Casts, views, constant factors and added terms are looked through. Of several means, the divisor of the first is taken;
-the pre-flight compares the loss of a batch with that of its halves.
+`Proportions` compares it with the others in every micro-batch. What the graph does not show (weights that were
+normalized before, a Python number) shows when the loss of a batch is compared with that of its halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from paceline.errors import TrainError
+
 _MEAN = 1  # torch's number for reduction="mean"
-_DEPTH = 12  # nodes from the loss to its mean; a regularization term may be deep
+_NODES = 10_000  # that are looked at: a loop over parameters adds some for each of them
 _COUNTED = ("NllLossBackward0", "NllLoss2DBackward0")
-_SUMS = ("SumBackward0", "DotBackward0")
+_SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0", "BmmBackward0")  # einsum is a product
 _SAME_VALUE = ("ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0",
                "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "SelectBackward0", "CloneBackward0",
-               "SplitBackward0", "UnbindBackward0")  # fmt: skip
+               "SplitBackward0", "UnbindBackward0", "PermuteBackward0")  # fmt: skip
 _LINEAR = ("AddBackward0", "SubBackward0", "RsubBackward1", "MulBackward0", "MulBackward1", "DivBackward0",
            "DivBackward1", "NegBackward0", "StackBackward0", "WhereBackward0", "NanToNumBackward0")  # fmt: skip
 _ELEMENTWISE = ("PowBackward0", "AbsBackward0", "SquareBackward0", "ExpBackward0", "LogBackward0", "ClampBackward1")
 _COUNTS = (*_SAME_VALUE, "ClampBackward0", "ClampBackward1", "ClampMinBackward0", "AddBackward0", "MaximumBackward0")
 _INTERVAL = 64  # micro-batches between two looks at the device
+_FACTORS = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDED = 1e-6  # of the inverse of a count
 _ROUNDING = 1e-3  # of the divisors of label smoothing with class weights
 _START = "_paceline_start"
-_SELECTIONS = ("IndexBackward0", "MaskedSelectBackward0")
+_SELECTIONS = ("IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0")
 
 
 class Divisor(NamedTuple):
@@ -44,15 +50,18 @@ class Divisor(NamedTuple):
     weight: Tensor | float
 
 
+class Mean(NamedTuple):
+    """A mean that a loss adds, and whether what it was divided by depends on the data: then that is the weight of the
+    loss."""
+
+    divisor: Tensor | float
+    weighs: bool
+
+
 def divisor_of(loss: Tensor) -> Tensor | float | None:
     """What a scalar loss was divided by; None if its graph does not show it (a mean over all samples, a sum, a loss
     computed in a compiled graph)."""
-    return next(_divisors(loss.grad_fn, _DEPTH), None)
-
-
-def divisors_of(loss: Tensor) -> list[Tensor | float]:
-    """Those of all means that a loss adds up."""
-    return list(_divisors(loss.grad_fn, _DEPTH))
+    return next((mean.divisor for mean in means_of(loss) if mean.weighs), None)
 
 
 class Proportions:
@@ -61,31 +70,54 @@ class Proportions:
 
     def __init__(self) -> None:
         self.warn: Callable[[str], object] | None = None
+        self.said: str | None = None  # on this rank; only rank 0 logs it
+        self.over_samples: list[bool] = []  # the means whose count is smaller for a half of a batch
         self._first: list[float] | None = None
         self._changed: Any = False
         self._added = 0
 
-    def add(self, divisors: list[Any]) -> None:
+    def add(self, means: list[Mean]) -> None:
+        reference = next(number for number, mean in enumerate(means) if mean.weighs)
+        divisors = [mean.divisor for mean in means]
         if self._first is None:
             numbers = [float(divisor) for divisor in divisors]
-            self._changed = len(set(numbers)) > 1 and not all(numbers)
+            several = len({float(mean.divisor) for mean in means if mean.weighs}) > 1
+            self._changed = several and not all(numbers)
             self._first = numbers if all(numbers) else None
-        else:
-            for other, first in zip(divisors[1:], self._first[1:], strict=False):
-                expected = divisors[0] * (first / self._first[0])
-                changed = abs(other - expected) > _ROUNDING * abs(expected)
-                if isinstance(other, Tensor) and not other.is_floating_point():
+        elif len(self._first) == len(means):
+            ratio = divisors[reference] / self._first[reference]
+            known = self.over_samples if len(self.over_samples) == len(means) else None
+            for number, (mean, first) in enumerate(zip(means, self._first, strict=True)):
+                if number == reference or not (mean.weighs if known is None else known[number]):
+                    continue
+                expected: Any = ratio * first
+                other = mean.divisor
+                changed: Any = abs(other - expected) > _ROUNDING * abs(expected)
+                if known is None and isinstance(other, Tensor) and not other.is_floating_point():
                     changed &= other != first  # a constant may be the size of a weight, in a penalty
                 self._changed = self._changed | changed
         self._added += 1
         waits = isinstance(self._changed, Tensor) and self._changed.device.type != "cpu"  # for the device
-        if self.warn is not None and (not waits or self._added % _INTERVAL == 0) and self._changed:
-            self.warn(
-                f"loss: it adds up {len(divisors)} means, which were divided by {', '.join(map(_shown, divisors))}, in "
-                "another proportion than before. They are weighted by the first one, so the result depends on the "
-                "number of ranks and micro-batches. Return paceline.Loss(sum, weight) with one weight for all of them"
+        if self.is_listening and (not waits or self._added % _INTERVAL == 0) and self._changed:
+            self.say(
+                f"The loss adds up {len(divisors)} means, which were divided by {', '.join(map(_shown, divisors))}, in "
+                "another proportion than before."
             )
-            self.warn = None
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether a warning would be the first one."""
+        return self.said is None and self.warn is not None
+
+    def say(self, what: str) -> None:
+        self.said = TrainError(
+            "loss-of-slices",
+            what,
+            why="it has one weight, so the result depends on the number of ranks and micro-batches",
+            fix="return paceline.Loss(sum, weight) with a weight that is right for all of it, or one mean",
+        ).text()
+        if self.warn is not None:
+            self.warn(self.said)
 
 
 def _shown(number: Tensor | float) -> str:
@@ -100,24 +132,61 @@ def weighted_mean(mean: Tensor, samples: int, *, divides: bool | None) -> tuple[
     return torch.where(torch.as_tensor(count) > 0, mean.detach(), 0.0) * count, count
 
 
-def _divisors(node: Any, depth: int) -> Iterator[Tensor | float]:
-    if node is None or not depth:
-        return
-    name = type(node).__name__
+def means_of(loss: Tensor) -> list[Mean]:
+    """All means that a loss adds up, in the order of its terms."""
+    found: list[Mean] = []
+    todo: list[Any] = [loss.grad_fn]
+    left = _NODES
+    while todo and left:
+        node, left = todo.pop(), left - 1
+        name = type(node).__name__
+        mean = _mean_at(node, name)
+        if mean is not None:
+            found.append(mean)
+        elif name in _SAME_VALUE or name in _LINEAR or _reduces_stack(node, name):
+            todo += [inner for inner, _ in reversed(node.next_functions) if inner is not None]
+    return found
+
+
+def _mean_at(node: Any, name: str) -> Mean | None:
     if name in _COUNTED:
-        if node._saved_reduction == _MEAN:
-            yield _counted_targets(node)
-        return
-    found = None
+        return Mean(_counted_targets(node), True) if node._saved_reduction == _MEAN else None
     if name == "DivBackward0" and _is_count(node.next_functions[1][0]):
-        found = _divisor_of_quotient(node)
-    elif name in ("MeanBackward0", "MeanBackward1") or getattr(node, "_saved_reduction", None) == _MEAN:
-        found = _selected_elements(node, name)
-    if found is not None:
-        yield found
-    elif name in _SAME_VALUE or name in _LINEAR or _reduces_stack(node, name):
-        for inner, _ in node.next_functions:
-            yield from _divisors(inner, depth - 1)
+        divisor = _divisor_of_quotient(node)
+    elif name == "MulBackward0" and None in (node.next_functions[0][0], node.next_functions[1][0]):
+        divisor = _inverse_factor(node)
+    elif name in ("MeanBackward0", "MeanBackward1") and not _reduces_stack(node, name):
+        return Mean(float(node._saved_self_sym_numel), _selects_before(node))
+    elif getattr(node, "_saved_reduction", None) == _MEAN:
+        return Mean(float(node._saved_self.numel()), _selects_before(node))
+    else:
+        return None
+    return None if divisor is None else Mean(divisor, True)
+
+
+def _inverse_factor(node: Any) -> Tensor | None:
+    """The divisor of sum * (1 / count)."""
+    is_first = node.next_functions[1][0] is None
+    inner = _skip_same_value(node.next_functions[not is_first][0])
+    if type(inner).__name__ not in _SUMS or _is_penalty(inner):
+        return None
+    factor = node._saved_other if is_first else node._saved_self
+    if factor is None or factor.numel() != 1 or factor.dtype not in _FACTORS:  # it may be a Python number
+        return None
+    divisor = 1 / factor.detach().reshape(()).double()
+    divisor = torch.where(torch.isfinite(divisor), divisor, 0.0)
+    node.register_hook(_NoGradientWithoutWeight(divisor))
+    return torch.where((divisor.round() - divisor).abs() < _ROUNDED * divisor, divisor.round(), divisor)
+
+
+def _is_penalty(node: Any, depth: int = 6) -> bool:
+    """Whether this is computed from parameters alone, element by element."""
+    name = type(node).__name__
+    if name == "AccumulateGrad":
+        return isinstance(node.variable, nn.Parameter)
+    inner = [each for each, _ in node.next_functions if each is not None]
+    known = name in _SUMS or name in _SAME_VALUE or name in _LINEAR or name in _ELEMENTWISE
+    return depth > 0 and known and bool(inner) and all(_is_penalty(each, depth - 1) for each in inner)
 
 
 def _counted_targets(node: Any) -> Tensor:
@@ -142,7 +211,7 @@ def _divisor_of_quotient(node: Any) -> Tensor | float | None:
     is_constant = divisor.dtype is torch.float64 and metadata is not None and metadata.dtype is not torch.float64
     if is_constant:  # a Python float
         return None
-    if name in _SUMS and not _reduces_stack(inner, name):
+    if name in _SUMS and not _reduces_stack(inner, name) and not _is_penalty(inner):
         node.register_hook(_NoGradientWithoutWeight(divisor))
         return divisor
     if name == "MeanBackward0" and divisor.is_floating_point():
@@ -166,11 +235,9 @@ def _is_recorded(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad" and hasattr(node.variable, _START)
 
 
-def _selected_elements(node: Any, name: str) -> float | None:
-    """The number of elements of a mean, if a mask selected them."""
-    if not any(_selects(inner, 4) for inner, _ in node.next_functions):
-        return None
-    return float(node._saved_self_sym_numel if name == "MeanBackward0" else node._saved_self.numel())
+def _selects_before(node: Any) -> bool:
+    """Whether a mask or an index selected the elements of a mean."""
+    return any(_selects(inner, 4) for inner, _ in node.next_functions)
 
 
 def _selects(node: Any, depth: int) -> bool:
@@ -207,19 +274,21 @@ class _NoGradientWithoutWeight:
 
 class LossGraph(TorchFunctionMode):
     """Without gradients, record the graph of the loss alone: from the first reduction to a scalar, or selection by a
-    mask, on. The graph of the model is not recorded, so no activations are kept."""
+    mask, on. The graph of the model is not recorded, so no activations are kept. Without `sums`, only losses of torch
+    count as such: a sum may be that of targets."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sums: bool = True) -> None:
         super().__init__()
-        self._started = False
+        self._started, self._starts = False, _STARTS if sums else _LOSSES
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _STARTS and _starts(func, args, kwargs) and not torch.is_grad_enabled():
+        if func in self._starts and _starts(func, args, kwargs) and not torch.is_grad_enabled():
             self._started = True
-            if args[0].grad_fn is None:
-                start = args[0].detach().requires_grad_()
+            first = _first(func)
+            if args[first].grad_fn is None:
+                start = args[first].detach().requires_grad_()
                 setattr(start, _START, True)
-                args = (start, *args[1:])
+                args = (*args[:first], start, *args[first + 1 :])
         elif not self._started or not _has_graph(args):
             return func(*args, **kwargs) if kwargs else func(*args)
         with torch.enable_grad():
@@ -233,8 +302,14 @@ def _has_graph(args: Any) -> bool:
     )
 
 
+def _first(func: Any) -> int:
+    """The position of the first tensor."""
+    return int(func is torch.einsum)
+
+
 def _starts(func: Any, args: Any, kwargs: Any) -> bool:
-    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+    given = args[_first(func) :]
+    if not given or not isinstance(given[0], Tensor) or not given[0].is_floating_point():
         return False
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -244,7 +319,7 @@ def _starts(func: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
-_STARTS = {
+_LOSSES = {
     functional.cross_entropy,
     functional.nll_loss,
     functional.mse_loss,
@@ -253,11 +328,22 @@ _STARTS = {
     functional.huber_loss,
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
+}
+_STARTS = _LOSSES | {
     torch.sum,
     torch.mean,
     torch.masked_select,
+    torch.index_select,
+    torch.take,
+    torch.nansum,
+    torch.nanmean,
+    torch.einsum,
     Tensor.sum,
     Tensor.mean,
     Tensor.masked_select,
+    Tensor.index_select,
+    Tensor.take,
+    Tensor.nansum,
+    Tensor.nanmean,
     Tensor.__getitem__,
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TrainError
-from paceline.models.divisor import Divisor, Proportions, divisors_of
+from paceline.models.divisor import Divisor, LossGraph, Proportions, means_of
 from paceline.models.model_call import CallRule, read_loss
 
 CRITERION = "<criterion>"  # in names of parameters and buffers; no module of a user has this name
@@ -22,6 +22,8 @@ class LossModule(nn.Module):
     It computes the loss too, so that a loss function may call any method of the model under the wrapper. The user's
     model is a submodule, so its parameter names get no prefixes.
     """
+
+    can_repeat = True  # whether a rank may run a forward once more than the others
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class LossModule(nn.Module):
         self.weighs = False  # whether means are averaged: a step has several micro-batches
         self.has_weights = False  # whether the last loss in an evaluation came with a weight
         self.proportions = Proportions()
+        self.records_sums = True  # whether `recorded` records sums and means as well
         self.divides: bool | None = None  # whether means show what they were divided by; None: not known yet
 
     def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
@@ -63,14 +66,31 @@ class LossModule(nn.Module):
             return value, self.divisor(value)
         return value, weight
 
+    def recorded(self, work: Callable[[], Any]) -> Any:
+        """Compute a loss without gradients in a `LossGraph`. What a loss does with a sum of its targets (class weights,
+        `numpy()`) may not work with a tensor that has a graph: then it is computed again, without that of sums."""
+        try:
+            with LossGraph(sums=self.records_sums):
+                return work()
+        except Exception:
+            if not (self.records_sums and self.can_repeat):
+                raise
+        self.records_sums = False
+        return self.recorded(work)
+
     def divisor(self, mean: Tensor) -> Divisor | None:
         """What a mean was divided by; None: it is weighted by its samples."""
+        means = means_of(mean)
+        count = next((each.divisor for each in means if each.weighs), None)
         if self.divides is False:
+            if count is not None and self.proportions.is_listening:
+                self.proportions.say(
+                    f"The mean of this batch was divided by {float(count):g}, that of the first one by what its graph "
+                    "does not show: it is weighted by its samples."
+                )
             return None
-        divisors = divisors_of(mean)
-        if len(divisors) > 1:
-            self.proportions.add(divisors)
-        count = divisors[0] if divisors else None
+        if count is not None and len(means) > 1:
+            self.proportions.add(means)
         if count is None and self.divides:
             raise _changed_kind("a mean that does not show its divisor", "means that show it (cross-entropy)")
         if self.divides is None:

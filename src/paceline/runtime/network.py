@@ -1,9 +1,11 @@
-"""Listening sockets, and the addresses of this machine."""
+"""Listening sockets, the addresses of this machine, and the interface that leads to a host."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import socket
+import struct
 from contextlib import suppress
 
 from paceline.errors import LaunchError
@@ -49,3 +51,21 @@ def own_addresses_of(host: str) -> list[str]:
             probe.bind((address[0], 0))
             own.append(str(address[0]))
     return list(dict.fromkeys(own))
+
+
+_SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface with this IPv4 address."""
+    if is_loopback(address):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

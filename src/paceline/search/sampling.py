@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.sections import SweepSection
+from paceline.errors import SearchError
 from paceline.search.space import Parameter, grid_cell
 
 if TYPE_CHECKING:
@@ -53,3 +55,22 @@ def _sampler(section: SweepSection, number: int) -> BaseSampler:
     if section.sampler == "cmaes":
         return CmaEsSampler(seed=seed)
     return RandomSampler(seed=seed)
+
+
+def import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise SearchError(
+            "no-optuna", "A sweep needs Optuna, which is not installed.", fix="pip install 'paceline[sweep]'"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Parts of Optuna are marked as experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

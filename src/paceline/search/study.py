@@ -18,7 +18,7 @@ from paceline.errors import SearchError
 from paceline.optim.best import Best
 from paceline.run.study_folder import StudyFolder
 from paceline.search import sampling
-from paceline.search.optuna_access import import_optuna, quiet
+from paceline.search.sampling import import_optuna, quiet
 from paceline.search.space import Parameter, grid_size, parse_space
 from paceline.search.trial import Trial, TrialStatus
 

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from paceline.sync.collective_queue import CollectiveQueue, Collectives
-from paceline.sync.exchange import Exchange
+from paceline.sync.exchange import CollectiveQueue, Collectives, Exchange
 from paceline.sync.named_state import Slot
 
 if TYPE_CHECKING:

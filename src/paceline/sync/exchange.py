@@ -8,9 +8,10 @@ Bytes are worked out from sizes, as described in `plan/traffic.py`.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from math import prod
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -96,3 +97,58 @@ class Scratch:
         if memory is None or memory.numel() < needed or memory.device != device:
             memory = self._memory[use] = torch.empty(needed, dtype=torch.uint8, device=device)
         return memory[:needed].view(dtype).view(size)
+
+
+Result = TypeVar("Result")
+Collectives = Generator[Any, None, Result]  # yields what a collective with async_op=True returns
+
+
+def wait_for(sequence: Collectives[Result]) -> Result:
+    """Run a sequence to its end."""
+    try:
+        while True:
+            next(sequence).wait()
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
+class CollectiveQueue:
+    def __init__(self) -> None:
+        self._last: Future[None] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def submit(self, sequence: Collectives[None], output: Tensor) -> Future[Tensor]:
+        """A future of `output`, complete when the sequence has ended. Call from one thread only."""
+        if output.is_cuda:
+            return self._enqueue(sequence, output)
+        before, done = self._last, Future[None]()
+        self._last = done
+
+        def advance(finished: Future[Any] | None) -> None:
+            try:
+                if finished is not None:
+                    finished.value()  # raises the error of a failed collective
+                collective = next(sequence)
+            except StopIteration:
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)  # type: ignore[arg-type]
+            else:
+                collective.get_future().add_done_callback(advance)
+
+        if before is None:
+            advance(None)
+        else:
+            before.add_done_callback(advance)
+        return done.then(lambda finished: (finished.value(), output)[1])
+
+    def _enqueue(self, sequence: Collectives[None], output: Tensor) -> Future[Tensor]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(output.device)
+        self._stream.wait_stream(torch.cuda.current_stream(output.device))
+        future = Future[Tensor](devices=[output.device])
+        with torch.cuda.stream(self._stream):
+            wait_for(sequence)
+            future.set_result(output)  # records the stream, for which whoever waits then waits
+        return future

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.data.loader import Loader
 from paceline.monitor.profiler import Profiler
 from paceline.run.history import Record
 from paceline.train.callbacks import Callbacks, Epoch
@@ -47,7 +48,14 @@ class Agenda:
     poll: RankPoll | None = None
     on_nonfinite: Callable[[Record, bool], str | None] = _nothing  # with whether this rank has seen it
     on_first_log: Callable[[], None] = _nothing
+    checks: Callable[[], Any] = _nothing  # of the loss, after some steps: `first_step.LaterChecks`
     reason: str = END_OF_DATA
+
+    def count_epochs(self, loader: Loader | None) -> int | None:
+        """Take over the length of epochs of this data, which is returned."""
+        self.steps_per_epoch = loader.lengths.per_epoch if loader else None
+        self.epochs_from = self.position.begins.skip
+        return self.steps_per_epoch
 
     def next_due(self, step: int) -> int:
         intervals = (self.log_every, self.eval_every, self.save_every)
@@ -61,6 +69,8 @@ class Agenda:
             due.append(step + 1)
         if self.poll is not None:
             due.append(max(self.poll.next, step + 1))
+        if (checks := self.checks()) is not None:
+            due.append(max(checks.next, step + 1))
         return min(due)
 
     def begin(self, step: int, epoch: int) -> bool:
@@ -83,6 +93,8 @@ class Agenda:
     def run_due(self, step: int, epoch: int) -> bool:
         """Do what is due after `step`. Returns whether to continue."""
         self._profile(step)
+        if (checks := self.checks()) is not None:
+            checks.after(step)
         reason = None
         if step % self.log_every == 0:
             reason = self._log()
@@ -137,6 +149,8 @@ class Agenda:
         signalled = self.poll is not None and self.poll.request  # a checkpoint is saved; there is no time for more
         if stepped and not signalled:
             self.recorder.check_replicas(step)
+            if (checks := self.checks()) is not None:
+                checks.after(step, last=True)
             if epoch_ends and self.eval_every is None:
                 self._evaluate(step, epoch)
             self.save_last(step)

@@ -63,6 +63,7 @@ def open_custom_loop(
         log_every=config.log_every,
         save_every=None if run.folder is None else config.save_every,
         end_of_epoch=rates.epoch_ended,
+        checks=lambda: engine.stepper.checks,
         save=saver.save,
         poll=RankPoll(engine, saver, run, Signals(), config.save_minutes) if timed else None,
         on_nonfinite=lambda record, seen: on_nonfinite(custom.loader, record, seen),

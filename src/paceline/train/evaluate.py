@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from paceline.data.batches import apply
 from paceline.data.loader import MicroBatch
 from paceline.data.predictions import gather_outputs
 from paceline.errors import TrainError
-from paceline.models.divisor import LossGraph, weighted_mean
+from paceline.models.divisor import divisor_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.losses import WeightedSums, weighted_means
 from paceline.models.metric_results import weigh_metric
@@ -125,11 +126,13 @@ def _add_loss(sums: WeightedSums, module: LossModule, micro: MicroBatch, *, want
     assert module.call is not None
     # It costs time in every operation. A criterion shows its divisor without it.
     needs_graph = module.call.criterion is None and module.divides is not False and not module.has_weights
-    with LossGraph() if needs_graph else nullcontext():
-        result, outputs = _run(module, micro.batch, want_outputs=want_outputs)
+    work = partial(_run, module, micro.batch, want_outputs=want_outputs)
+    result, outputs = module.recorded(work) if needs_graph else work()
     value, weight, inner = read_loss(result)
     module.has_weights = weight is not None
     if weight is None:
+        if needs_graph and module.divides and divisor_of(value) is None and module.proportions.is_listening:
+            module.proportions.say("In evaluation, a mean does not show its divisor: it is weighted by its samples.")
         value, weight = weighted_mean(value, micro.samples, divides=module.divides)
     sums.add("loss", value, weight)
     for name, metric in (inner or {}).items():
@@ -152,7 +155,7 @@ def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, An
     call = module.call
     assert call is not None
     if isinstance(module, PipelineLossModule):  # both are None on ranks without the last stage
-        outputs = module(batch, call.outputs)
+        outputs = module(batch, _without_targets)
         return None if outputs is None else module.result_of(outputs, batch, call.loss), outputs
     if want_outputs and call.criterion is not None:
         both: tuple[Any, Any] = module(batch, _with_outputs(call.loss))
@@ -162,6 +165,11 @@ def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, An
         return result, None
     outputs = outputs_in(result)
     return result, module(batch, call.outputs) if outputs is None else outputs
+
+
+def _without_targets(model: Any, batch: Any) -> Any:
+    """For the last stage of a pipeline, which has the outputs."""
+    return model(batch)
 
 
 def _with_outputs(loss: ModelCall) -> ModelCall:

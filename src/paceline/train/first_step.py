@@ -1,12 +1,16 @@
-"""Checks before the first step: does it mean the same on other ranks and with other micro-batches?"""
+"""Checks before the first step, and some later: does it mean the same on other ranks and with other micro-batches?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from math import ceil
+from time import perf_counter
 from typing import Any
+
+import torch
 
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
@@ -21,9 +25,11 @@ from paceline.train import bucket_size, factory, standstill
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.local_replicas import replicas_differ
-from paceline.train.pipeline_step import PipelineStepper
+from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper
 from paceline.train.recorder import Recorder
 from paceline.train.step import Stepper
+
+_FIRST, _SHARE = 8, 200  # steps after which a later check takes at most this part of the time
 
 
 def checked_micros(
@@ -82,7 +88,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, code)
         engine.draw.end()
     bucket_size.choose(engine, micro)
-    _compare_halves(engine, micro, groups)
+    _compare_halves(engine, micro, groups, [*own, *counted])
     _name_draws(engine, micro, engine.log.warning)
     several = groups > 1 or engine.mesh.degrees.pipeline > 1 or config.fixed_order
     forward_state.warn_of_buffers(own, counted, engine.warn, several=several)
@@ -118,22 +124,67 @@ def _scaled_activations(hook: str) -> TrainError:
     )
 
 
-def _compare_halves(engine: Engine, micro: MicroBatch, groups: int) -> None:
-    """Warn if a batch is sliced, and the loss depends on how."""
+def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Sequence[str] = ()) -> None:
+    """Warn if a batch is sliced, and the loss depends on how. `state`: what the forward changes, which is named."""
     degrees = engine.mesh.degrees
     if engine.mesh.data_ranks * groups * degrees.pipeline == 1 and not engine.wrapped.slices:
         return
-    trial = _trial(engine, micro)
+    trial, failed = _trial(engine, micro), None
     if degrees.pipeline == 1:
-        own, counted = kept_state.find(*trial)
+        own, counted, failed = kept_state.find(*trial)
         if groups > 1 and degrees.is_replicated:
             counted += kept_state.moved_parameters(*trial)
         forward_state.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
-    warning = loss_halves.compare(*trial, replicated=degrees.is_replicated)
-    if warning is None and degrees.pipeline == 1:
-        warning = loss_halves.compare(*trial, replicated=degrees.is_replicated, training=True)
-    if warning is not None:
-        engine.log.warning(f"loss: {warning}")
+        state = [*state, *own, *counted]
+    checks = LaterChecks(engine, micro, groups, modes=(False,) if state else (False, True))
+    checks.failed = failed
+    checks.compare(micro)
+    engine.stepper.check_later(checks)
+
+
+class LaterChecks:
+    """Compares the loss of a batch with its halves again, because masks may begin later, and a first micro-batch of one
+    sample can't be halved: after steps 1, 2, 4 and 8, then in a small share of the time, and after the last step."""
+
+    def __init__(self, engine: Engine, micro: MicroBatch, groups: int, modes: Sequence[bool]) -> None:
+        """`modes`: of training, in which the loss is compared."""
+        self.group, self._groups = groups - 1, groups  # the micro-batch of a step that is compared: each in its turn
+        self.next = self._began = engine.position.step
+        self._engine, self._before, self._modes, self._warned = engine, micro, modes, False
+        self.failed: str | None = None  # of the checks before the first step: reported if that does not fail itself
+        self._checked, self._since = self._began, perf_counter()
+
+    def compare(self, micro: MicroBatch) -> None:
+        """Collective. Warns once."""
+        engine, other = self._engine, self._before
+        step, began = engine.position.step, perf_counter()
+        partner = None if other is micro else other
+        replicated, trial = engine.mesh.degrees.is_replicated, _trial(engine, micro)
+        found = loss_halves.compare(trial, replicated=replicated, partner=partner, modes=self._modes)
+        said = collectives.all_gather_object(engine.module.proportions.said)
+        found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
+        if found is not None:
+            self._warned = True
+            if step == self._began and loss_halves.is_failure(found):
+                self.failed = self.failed or found
+            else:
+                engine.log.warning(found)
+        now, steps = perf_counter(), step - self._began
+        pause = _SHARE * (now - began) / max(now - self._since, 1e-9) * (step - self._checked)
+        self.next = step + max(steps, 1, 0 if steps < _FIRST else collectives.broadcast_object(ceil(pause)))
+        self._before, self._checked, self._since = micro, step, now
+
+    def after(self, step: int, *, last: bool = False) -> None:
+        """Call after a step on every rank."""
+        micro = self._engine.stepper.checked
+        if self.failed is not None:
+            self._engine.log.warning(self.failed)
+            self.failed = None
+        if (step >= self.next or (last and step > self._checked)) and micro is not None and not self._warned:
+            if micro is not self._before or step > self._began + 1:  # a captured step has one batch
+                self.compare(micro)
+            self.group = (self.group + 1) % self._groups
+        self.next = max(self.next, step + 1)
 
 
 def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -> None:
@@ -141,10 +192,19 @@ def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -
         (engine.warn if engine.config.fixed_order else say)(found)
 
 
-def _trial(engine: Engine, micro: MicroBatch) -> tuple[Any, ...]:
+def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.Trial:
     """The arguments of checks that run the forward once more."""
-    task = engine.task
-    return engine.module, partial(run_loss, engine.module), micro, engine.draw, [task.criterion, task.loss_fn]
+    module, code = engine.module, [engine.task.criterion, engine.task.loss_fn]
+
+    def run(batch: Any) -> Any:
+        """With the graph that shows what a mean was divided by, and that a loss may need (a gradient penalty)."""
+        # FSDP and pipelines would take a forward with gradients for one of training.
+        if not engine.mesh.degrees.is_replicated or isinstance(module, PipelineLossModule):
+            return module.recorded(partial(run_loss, module, batch))
+        with torch.enable_grad():
+            return run_loss(module, batch)
+
+    return loss_halves.Trial(module, run, micro, engine.draw, code)
 
 
 def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None:

@@ -48,9 +48,9 @@ def _run(job: Job) -> None:
     stepper = job.engine.graphed or job.engine.stepper
     position, telemetry = job.engine.position, job.engine.telemetry
     recorder, agenda = job.recorder, job.agenda
-    due = agenda.next_due(position.step)
     telemetry.begins(position.step)
     micros = job.micros()
+    due = agenda.next_due(position.step)
     running = agenda.begin(position.step, position.epoch)
     job.engine.after_user_code()
     since = perf_counter()

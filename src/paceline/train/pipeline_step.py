@@ -35,6 +35,8 @@ class PipelineLossModule(LossModule):
     """The loss module of a pipeline. Calling it runs a batch through all stages, without gradients, and applies the
     loss (or `function`) to the outputs on the last stage; other ranks return None."""
 
+    can_repeat = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -128,6 +130,8 @@ class PipelineStepper(Stepper):
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
+        if self.checks is not None and micro.group == self.checks.group:
+            self.checked = micro
         if self.before_micro is not None:
             self.before_micro(not micro.group)
         progress.micros += 1

@@ -76,6 +76,8 @@ class Stepper:
         self.before_micro: Callable[[bool], None] | None = None  # called with whether it is the first one of a step
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
         self.traffic: Traffic | None = None  # counts the bytes that this rank sends
+        self.checks: Any = None
+        self.checked: MicroBatch | None = None  # the last micro-batch of the group that these ask for
         self._warned = False
         self._from_global = False  # whether backwards start from the gradient of the mean over all ranks
         self._sums: bool | None = None  # whether losses are sums with weights; None: not known yet
@@ -98,6 +100,10 @@ class Stepper:
         weighs = several or self._always_weighs
         if self._module.weighs is not weighs:
             self._module.weighs = weighs
+
+    def check_later(self, checks: Any) -> None:
+        """`checks`: of the loss, after some steps (`first_step.LaterChecks`)."""
+        self.checks = checks
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch and return its loss. The last one reduces the gradients."""
@@ -131,6 +137,8 @@ class Stepper:
     def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
         """Keep the loss of the micro-batch and run its backward, seeded with its share of the step."""
         loss = value.detach()
+        if self.checks is not None and micro.group == self.checks.group:
+            self.checked = micro
         if self._local_steps is not None:
             self._count(micro)
         is_mean = weight is None or type(weight) is Divisor
@@ -205,7 +213,8 @@ class Stepper:
         """The gradient that the backward of a mean starts from: its weight, relative to the nominal one."""
         if self._ranks == 1 and self._mean_weight is None:
             self._mean_weight = _positive(weight)
-            return self._seed(1.0, mean)
+            if not isinstance(weight, Tensor):  # without a target that counts, a penalty has no weight either
+                return self._seed(1.0 if weight > 0 else 0.0, mean)
         if self._ranks > 1:
             self._mean_weight = micro.step_samples * self.per_sample
         if not isinstance(weight, Tensor) and weight * self._ranks == self._mean_weight:

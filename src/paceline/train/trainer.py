@@ -330,6 +330,7 @@ class Trainer(EvaluationMethods, CheckpointMethods, CustomLoopMethods, MethodHin
             end_of_epoch=self._rates.epoch_ended,
             evaluate=None if val is None else partial(self._evaluated, recorder, val),
             is_evaluated=self._run.is_evaluated,
+            checks=lambda: engine.stepper.checks,
             save=poll.save,
             save_last=self._save_last if config.save_last else poll.finish,
             poll=poll,

@@ -20,12 +20,10 @@ from paceline.diagnose.goodput import LABELS
 from paceline.text import parse_pairs
 from paceline.watch.checkpoint_list import checked_checkpoints
 from paceline.watch.live_run import LiveRun
-from paceline.watch.metric_series import MetricSeries, RunMetrics, finite
+from paceline.watch.metric_series import DIGITS, TIME_DIGITS, MetricSeries, RunMetrics, finite, histogram, rounded, thin
 from paceline.watch.plain_text import clean, clean_lines
-from paceline.watch.run_facts import RunFacts, read_json, recipe_rows
+from paceline.watch.run_facts import Event, RunFacts, read_json, recipe_rows
 from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
-from paceline.watch.run_state import Event
-from paceline.watch.thinning import DIGITS, TIME_DIGITS, histogram, rounded, thin
 
 BUCKETS = 1500
 _COLUMNS = 200  # of the table of ranks

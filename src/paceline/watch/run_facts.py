@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.config import files
 from paceline.diagnose.goodput import Goodput, summarize
 from paceline.errors import ConfigError
-from paceline.run import heartbeat, ledger, regular_files
+from paceline.run import heartbeat, ledger, lock, regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.heartbeat import Heartbeat
 from paceline.text import flatten
 from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
 from paceline.watch.plain_text import clean
-from paceline.watch.run_state import Event, RunState, find_state
 
 _MAX_LEDGER = 1 << 26  # bytes; a week of training writes one megabyte
 _MAX_JSON = 1 << 20
@@ -159,3 +160,71 @@ def recipe_value(folder: RunFolder, key: str) -> object:
 def value_text(value: object, limit: int = 200) -> str:
     """As it is written in a recipe."""
     return clean("null" if value is None else str(value).lower() if isinstance(value, bool) else value, limit)
+
+
+Event = dict[str, Any]
+
+_INTERRUPTS = (129, 130, 138, 143)  # exit statuses of a launch: SIGHUP, SIGINT, SIGUSR1 and SIGTERM
+_START_SECONDS = 120.0  # how long ranks may need until rank 0 takes the lock
+
+
+@dataclass(frozen=True)
+class RunState:
+    name: Literal["running", "finished", "failed", "interrupted", "unknown"]
+    reason: str = ""
+    failure: Event | None = None  # of the ledger
+
+    def __str__(self) -> str:
+        return f"{self.name} ({clean(self.reason, 60)})" if self.reason else self.name
+
+
+def find_state(folder: RunFolder, events: Sequence[Event]) -> RunState:
+    """`events` are those of the ledger."""
+    last = last_launch(events)
+    try:
+        is_held, holder = lock.look(folder)
+    except OSError:  # there is no lock, or it can't be read
+        is_held, holder = False, None
+    if is_held:
+        return RunState("running", _hang(last))
+    for event in reversed(last):
+        if event["event"] == "ended":
+            return _ended(event, last)
+        if event["event"] == "failed":
+            return RunState("failed", _cause(event), event)
+        if event["event"] == "finished":  # a script without a launcher
+            return RunState("finished")
+    if not last:
+        return RunState("unknown", "" if events else "no ledger")
+    if holder is None and 0 <= time.time() - last[-1]["time"] < _START_SECONDS:
+        return RunState("running", "starting")
+    host = str((holder or {}).get("host", ""))
+    if host and host != socket.gethostname():  # it may still run there, and this is a copy
+        return RunState("unknown", f"last seen running on {host}")
+    return RunState("interrupted", "killed" if host else "")
+
+
+def last_launch(events: Sequence[Event]) -> Sequence[Event]:
+    """The events since ranks were last started: earlier failures were overcome by a restart."""
+    starts = [number for number, event in enumerate(events) if event["event"] == "launched"]
+    return events[starts[-1] :] if starts else []
+
+
+def _ended(event: Event, last: Sequence[Event]) -> RunState:
+    status = event.get("status")
+    failure = next((each for each in reversed(last) if each["event"] == "failed"), None)
+    if status == 0:
+        return RunState("finished")
+    if failure is None and status in _INTERRUPTS:
+        return RunState("interrupted")
+    return RunState("failed", f"exit status {status}" if failure is None else _cause(failure), failure)
+
+
+def _cause(event: Event) -> str:
+    return str(event.get("cause", "unknown cause"))
+
+
+def _hang(last: Sequence[Event]) -> str:
+    """That ranks make no progress, if that was the last thing the launcher had to say about it."""
+    told = [event for event in last if event["event"] in ("hang", "continued", "stepped")]
+    return "hung" if told and told[-1]["event"] == "hang" else ""

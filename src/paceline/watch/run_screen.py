@@ -13,9 +13,8 @@ from paceline.text import columns, format_bytes, format_duration, format_rate, n
 from paceline.watch.checkpoint_list import saved_checkpoints
 from paceline.watch.metric_series import MetricSeries, finite
 from paceline.watch.plain_text import clean, clean_lines, number_text
-from paceline.watch.run_facts import RunFacts
+from paceline.watch.run_facts import Event, RunFacts, last_launch
 from paceline.watch.run_list import run_values, speed_text, step_text
-from paceline.watch.run_state import Event, last_launch
 
 _MAX_RECORDS = 1 << 26  # bytes of all failure records
 _MAX_CHECKPOINTS, _MAX_WARNINGS, _MAX_RANKS, _VERDICT_LINES = 6, 4, 16, 12

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import mmap
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from paceline.checkpoint.host_copy import HostCopy
+from paceline.checkpoint import host_copy
+from paceline.checkpoint.host_copy import HostCopy, HostMemory
 from paceline.checkpoint.planner import LocalShard, plan_save
 from paceline.checkpoint.shard_file import bytes_of, lay_out
 
@@ -55,3 +59,38 @@ def test_volatile_tensors_may_change_as_soon_as_begin_returns(copy: HostCopy) ->
     current["scalar"].zero_()
     copy.finish()
     assert contents(copy) == expected(TENSORS)
+
+
+def test_every_byte_can_be_used_and_is_backed_by_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "PIECE", 1000)
+    memory = HostMemory(10_001, None)
+    memory.prepare()
+    assert memory.bytes.shape == (10_001,) and not memory.bytes.any()
+    memory.bytes.fill_(7)
+    view = memory.bytes[9_000:]
+    memory.unlock()
+    del memory
+    assert torch.equal(view, torch.full((1_001,), 7, dtype=torch.uint8))
+
+
+def test_preparing_can_be_ended_early() -> None:
+    memory = HostMemory(1 << 34, None)  # more than this machine may have: nothing is allocated until it is touched
+    memory.stop()
+    thread = threading.Thread(target=memory.prepare)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_forked_process_that_drops_the_memory_keeps_its_own() -> None:
+    """With MADV_DONTFORK, mappings of the child are placed where the memory was, and removed with it."""
+    size = 1 << 24
+    kept = [host_copy._map(size) for _ in range(4)]
+    child = os.fork()
+    if not child:
+        own = [mmap.mmap(-1, size) for _ in range(8)]
+        kept.clear()
+        for each in own:
+            each[0] = 1  # a segmentation fault if it is gone
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

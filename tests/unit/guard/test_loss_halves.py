@@ -72,6 +72,7 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "near zero": lambda model, batch: (model(batch[0]) - model(batch[0])).mean(),
     "random": lambda model, batch: (model(batch[0]) - torch.randn(len(batch[0]), 8)).pow(2).mean(),
     "noise": lambda model, batch: (model(batch[0]) - paceline.noise(model(batch[0]))).pow(2).mean(),
+    "with half a penalty": lambda model, batch: model(batch[0]).pow(2).mean() + model.last.weight.pow(2).sum() / 2,
     "with a penalty": lambda model, batch: model(batch[0]).pow(2).mean() + 0.1 * model.last.weight.pow(2).sum(),
     "a sum and its weight": lambda model, batch: paceline.Loss(model(batch[0]).pow(2).sum(), len(batch[0])),
 }
@@ -157,6 +158,143 @@ def test_halves_that_fail_are_not_judged_and_leave_no_trace(capsys: Any) -> None
 
     assert warnings_of(loss_fn, capsys) == ""
     assert set(calls) == {6}, "what the loss function keeps is restored"
+
+
+def test_a_loss_that_is_computed_in_no_mode_is_named_with_its_exception(capsys: Any) -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        if len(batch[0]) < 6:
+            raise ValueError("a batch of six is needed")
+        return model(batch[0]).pow(2).mean()
+
+    found = warnings_of(loss_fn, capsys)
+    assert "train.not-checked" in found and "ValueError: a batch of six is needed" in found
+
+
+def with_gradient_penalty(model: Any, batch: Any) -> Tensor:
+    x = batch[0].clone().requires_grad_()
+    [slope] = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+    return slope.pow(2).sum(1).mean()
+
+
+def test_a_loss_with_gradients_in_it_is_checked(capsys: Any) -> None:
+    assert (
+        warnings_of(with_gradient_penalty, capsys, model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+        == ""
+    )
+
+
+class InTraining(nn.Module):
+    """Couples samples in training mode only."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self._change = nn.Linear(6, 12), nn.Linear(12, 8), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self._change(x) if self.training else x)
+
+
+COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
+    "own norm": lambda x: (x - x.mean(0)) / (x.var(0) + 1e-3).sqrt(),
+    "batch norm without statistics": lambda x: functional.batch_norm(x, None, None, training=True),
+    "batch top-k": lambda x: x * (x.abs() >= x.abs().flatten().kthvalue(x.numel() // 2).values),
+    "mixing": lambda x: 0.8 * x + 0.2 * x.roll(1, 0),
+}
+
+
+@pytest.mark.parametrize("name", COUPLING)
+def test_a_model_that_couples_samples_in_training_mode_only_is_warned_about(name: str, capsys: Any) -> None:
+    model = InTraining(COUPLING[name])
+    assert "In eval mode it does not" in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
+    model = InTraining(COUPLING[name])
+    model.last = nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 8))
+    assert "In eval mode it does not" in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
+
+
+TRAINED_BY_SAMPLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "noise": lambda x: x + 0.1 * torch.randn_like(x),
+    "layers that are left out": lambda x: x if torch.rand(()) < 0.5 else 2 * x,
+    "normalized samples": lambda x: functional.layer_norm(x, x.shape[1:]),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED_BY_SAMPLE)
+def test_a_model_that_only_draws_or_changes_samples_in_training_mode_is_not(name: str, capsys: Any) -> None:
+    model = nn.Sequential(InTraining(TRAINED_BY_SAMPLE[name]), nn.BatchNorm1d(8), nn.Dropout(0.1))
+    assert "from its halves" not in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
+
+
+def ratio(model: Any, batch: Any) -> Tensor:
+    p, t = model(batch[0]).sigmoid(), batch[0].abs()
+    return 1 - (p[:, :6] * t).sum() / (p.sum() + t.sum())
+
+
+def positive_weight(model: Any, batch: Any) -> Tensor:
+    t = (batch[0] > 0.3 * batch[0][0, 0]).float()
+    return functional.binary_cross_entropy_with_logits(
+        model(batch[0])[:, :6], t, pos_weight=(t.numel() - t.sum()) / t.sum().clamp(min=1)
+    )
+
+
+def correlated(model: Any, batch: Any) -> Tensor:
+    p, t = model(batch[0]).mean(1), batch[0].mean(1)
+    p, t = p - p.mean(), t - t.mean()
+    return 1 - (p * t).sum() / (p.norm() * t.norm() + 1e-3)
+
+
+@pytest.mark.parametrize("loss_fn", [ratio, positive_weight, correlated])
+def test_micro_batches_of_one_sample_are_joined(loss_fn: Any, capsys: Any) -> None:
+    found = warnings_of(loss_fn, capsys, nn.Linear(6, 8), accumulate=12)
+    assert "train.loss-of-slices" in found and "The loss of 2 samples" in found
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "mean of squares", "noise", "a sum and its weight"])
+def test_micro_batches_of_one_sample_may_be_means(name: str, capsys: Any) -> None:
+    assert warnings_of(INDEPENDENT[name], capsys, nn.Linear(6, 8), accumulate=12) == ""
+
+
+def errors_of(model: Any, batch: Any) -> Tensor:
+    return (model(batch[0])[:, 0] - batch[0].sum(1)).square()
+
+
+def normalized(model: Any, batch: Any) -> Tensor:
+    mask = (batch[1] >= 0).float()
+    return (errors_of(model, batch) * (mask / mask.sum())).sum()
+
+
+def only_if_padded(model: Any, batch: Any) -> Tensor:
+    losses, counted = errors_of(model, batch), batch[1] >= 0
+    return losses.mean() if counted.all() else losses[counted].mean()
+
+
+LATER: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
+    "multi-task": (
+        lambda m, b: functional.cross_entropy(m(b[0])[:, 1:], b[1]) + errors_of(m, b).mean(), "another proportion",
+    ),
+    "normalized weights": (normalized, "from its halves"),
+    "item": (lambda m, b: (errors_of(m, b) * (b[1] >= 0)).sum() / (b[1] >= 0).float().sum().item(), "from its halves"),
+    "only if padded": (only_if_padded, "that of the first one by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_masks_that_begin_later_are_warned_about(name: str, capsys: Any) -> None:
+    loss_fn, expected = LATER[name]
+    settings: dict[str, Any] = {"accumulate": 2, "run": False, "quiet": True}
+    trainer = paceline.Trainer(nn.Linear(6, 8), {"name": "sgd", "lr": 0.1}, loss_fn=loss_fn, **settings)
+    trainer.train([batch(ignored=0), batch(ignored=2), batch(ignored=5)], epochs=1)
+    assert expected in capsys.readouterr().out
+
+
+def test_masks_that_begin_after_the_first_steps_are_warned_about_at_the_end(capsys: Any) -> None:
+    settings: dict[str, Any] = {"accumulate": 2, "run": False, "quiet": True}
+    trainer = paceline.Trainer(nn.Linear(6, 8), {"name": "sgd", "lr": 0.1}, loss_fn=normalized, **settings)
+    last = batch(ignored=0)
+    last[1][[1, 7]] = -100
+    trainer.train([batch(ignored=0)] * 10 + [last], epochs=1)
+    assert "from its halves" in capsys.readouterr().out
 
 
 def test_two_means_that_ignore_different_targets_only_later_are_warned_about(capsys: Any) -> None:

@@ -35,6 +35,11 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "selected rows": (lambda x: x[MASK].mean(), 20),
     "selected, squared": (lambda x: ((x - OTHER)[MASK] ** 2).mean(), 20),
     "selected, in a loss": (lambda x: functional.mse_loss(x[MASK], OTHER[MASK]), 20),
+    "index_select": (lambda x: x.index_select(0, MASK.nonzero()[:, 0]).mean(), 20),
+    "nanmean": (lambda x: torch.where(COLUMN, x, torch.nan).nanmean(), 20),
+    "einsum / count": (lambda x: torch.einsum("i,i->", x[:, 0], MASK.float()) / MASK.sum(), 4),
+    "sum * reciprocal": (lambda x: (x * COLUMN).sum() * (1.0 / MASK.sum()), 4),
+    "below many terms": (lambda x: sum((0 * x.sum() for _ in range(30)), cross_entropy(x, TARGETS)), 5),
     "masked_select": (lambda x: torch.masked_select(x, COLUMN).mean(), 20),
     "mean": (lambda x: functional.mse_loss(x, OTHER), None),
     "scaled mean": (lambda x: x.mean() / 2, None),
@@ -63,8 +68,9 @@ def test_the_divisor_is_that_of_the_mean_with_and_without_gradients(name: str) -
         lambda x: cross_entropy(x, torch.full((6,), -100)),
         lambda x: cross_entropy(x, torch.zeros(6, dtype=torch.long), torch.tensor([0.0, 1, 1, 1, 1])),
         lambda x: (x * 0.0).sum() / torch.zeros(6).sum(),
+        lambda x: (x * 0.0).sum() * (1.0 / torch.zeros(6).sum()),
     ],
-    ids=["all ignored", "only classes of weight zero", "empty mask"],
+    ids=["all ignored", "only classes of weight zero", "empty mask", "reciprocal of an empty mask"],
 )
 def test_a_mean_over_nothing_has_no_gradient_at_weight_zero(loss: Callable[[Tensor], Tensor]) -> None:
     x = X.clone().requires_grad_()

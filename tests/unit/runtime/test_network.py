@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
+from paceline.runtime.network import LOOPBACK, interface_of, is_loopback, listen, own_addresses_of
 
 
 def test_a_free_port_is_found_and_accepts_connections() -> None:
@@ -37,3 +37,8 @@ def test_only_addresses_that_this_machine_can_bind_are_its_own() -> None:
     assert own_addresses_of(LOOPBACK) == [LOOPBACK] and LOOPBACK in own_addresses_of("localhost")
     assert own_addresses_of("192.0.2.77") == []  # reserved for documentation: nobody has it
     assert own_addresses_of("no-such-host.invalid") == []
+
+
+def test_an_address_that_no_interface_has_gives_none() -> None:
+    assert interface_of(LOOPBACK) == "lo"
+    assert interface_of("192.0.2.77") is None

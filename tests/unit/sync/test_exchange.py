@@ -9,8 +9,7 @@ from torch import Tensor
 
 import hooked
 from paceline import dist
-from paceline.sync.collective_queue import CollectiveQueue, Collectives
-from paceline.sync.exchange import Exchange
+from paceline.sync.exchange import CollectiveQueue, Collectives, Exchange
 from worlds import ranks
 
 

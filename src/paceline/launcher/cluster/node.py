@@ -22,7 +22,6 @@ from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, c
 from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.launcher.cluster.membership import JoinRequest
-from paceline.launcher.interface import interface_of
 from paceline.launcher.local import hang_report, interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
@@ -32,6 +31,7 @@ from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
 from paceline.run.folder import short
 from paceline.run.ledger import Ledger
+from paceline.runtime.network import interface_of
 
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult
@@ -73,6 +73,7 @@ class Node(AgentObserver):
         self._pending: list[Message] = []
         self._was_stopped = False  # by the coordinator, which then already knows of the signal
         self._has_reported_signal = False
+        self._is_ending = False  # the job, after a signal here or on another node
         self._wants_evidence = False  # the coordinator
         self._had_first_rank = False  # whether rank 0 ran on this node in the last start
 
@@ -180,7 +181,8 @@ class Node(AgentObserver):
             raise SystemExit(128 + self._signals[0])
         if self._signals and not self._has_reported_signal:
             self._has_reported_signal = True
-            self._send({"kind": "interrupted", "signal": self._signals[0]})
+            again = self._is_ending and self._signals[0] == signal.SIGINT  # ranks of other nodes still run
+            self._send({"kind": "interrupted", "signal": signal.SIGKILL if again else self._signals[0]})
 
     def _check_orders(self) -> None:
         if self._orders is not None and is_at_end(self._orders):
@@ -278,7 +280,8 @@ class Node(AgentObserver):
         self._send({"kind": "failed"})
 
     def interrupted(self, number: int) -> None:
-        if not self._was_stopped:
+        if number == signal.SIGKILL or not self._was_stopped:
+            self._is_ending = True
             self._send({"kind": "interrupted", "signal": number})
 
     def order(self) -> int | None:
@@ -327,6 +330,7 @@ class Node(AgentObserver):
 
     def _stop(self, number: int) -> int:
         self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)
+        self._is_ending = self._is_ending or self._was_stopped
         return number
 
     def _send(self, message: Message) -> None:

@@ -21,7 +21,7 @@ from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import RankExit, unrecorded
 from paceline.diagnose.oom_killer import OomKillDetector
 from paceline.errors import LaunchError
-from paceline.launcher.local import interrupts, rank_evidence, rendezvous
+from paceline.launcher.local import hang_report, interrupts, rendezvous
 from paceline.launcher.local.hang_report import HangPolicy
 from paceline.launcher.local.rank_env import rank_environment
 from paceline.launcher.local.rank_main import run_rank
@@ -131,7 +131,7 @@ class _Monitor:
         self._own_exit: set[int] = set()  # local ranks that exited before they were told to
         self._settling_since: float | None = None
         self._sigterm_at: float | None = None
-        self._has_reported_start = self._has_reported_signal = False
+        self._has_reported_start = self._has_reported_signal = self._has_reported_second = False
         self._pids: dict[int, int] = {}
         self._watchdog: Watchdog | None = None  # from when all ranks run: it is a thread, and forks come before it
 
@@ -162,7 +162,7 @@ class _Monitor:
             own_code = code if local in self._own_exit or code == 0 else None
             record = records.get(rank) or unrecorded(logs, rank, own_code, when)
             failures.release(logs, rank)
-            rank_evidence.remove_files(logs, rank)
+            hang_report.remove_files(logs, rank)
             ends.append(
                 RankExit(
                     rank=rank,
@@ -197,6 +197,9 @@ class _Monitor:
             if not self._has_reported_signal:
                 self._has_reported_signal = True
                 self._watch.interrupted(self._heard.ending)
+            if self._heard.is_second and not self._has_reported_second:
+                self._has_reported_second = True
+                self._watch.interrupted(signal.SIGKILL)
             if self._heard.is_over:
                 self._heard.kill()
             return

@@ -15,9 +15,8 @@ from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.start import LocalStart, NodeAssignment
-from paceline.launcher.rank_count import choose_ranks
 from paceline.launcher.restart_policy import GiveUp, Supervisor
-from paceline.launcher.workload import Workload
+from paceline.launcher.workload import Workload, choose_ranks
 from paceline.run import heartbeat
 from paceline.run.failures import first_coded
 from paceline.run.folder import short

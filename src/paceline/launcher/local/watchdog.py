@@ -1,7 +1,7 @@
 """Watches the ranks of this node for a standstill, in a thread of the launcher.
 
 Four times a second it reads how far each rank has come, from the rank's heartbeat and page. If they come no further for
-longer than their phase allows (diagnose/patience.py), it collects evidence (rank_evidence.py) and hands it over, unless
+longer than their phase allows (diagnose/patience.py), it collects evidence (hang_report.py) and hands it over, unless
 a rank has moved meanwhile. It runs between the start of the last rank and the end of the generation: processes are
 forked only without it.
 
@@ -20,7 +20,7 @@ from paceline.diagnose import stacks
 from paceline.diagnose.evidence import RankEvidence
 from paceline.diagnose.patience import EXIT, Observation, Patience, Standstill
 from paceline.diagnose.place import activity_of
-from paceline.launcher.local import rank_evidence
+from paceline.launcher.local import hang_report
 from paceline.launcher.local.start import AgentObserver
 from paceline.run import heartbeat, rank_page
 from paceline.run.folder import RunFolder
@@ -94,7 +94,7 @@ class Watchdog:
         if found is None and not self._is_asked:
             return
         self._is_asked, before = False, self._seen
-        ranks = rank_evidence.collect(self._logs, self._pids, self._node)
+        ranks = hang_report.collect(self._logs, self._pids, self._node)
         self._look()
         has_moved = _have_moved(before, self._seen)
         still = 0.0 if has_moved else self._clock() - self._moved_at
