@@ -95,6 +95,14 @@ def test_a_resumed_run_continues_with_the_state_of_its_criterion(kind: Any, tmp_
     assert losses == pytest.approx(expected, rel=1e-12) and trained_on(kind())[1] == []
 
 
+def test_an_evaluation_leaves_the_state_of_a_criterion_alone() -> None:
+    criterion = Centered().double()
+    model, optimizer = model_and_optimizer(criterion)
+    options: Any = {"criterion": criterion, "batch": 12, "device": "cpu", "run": False, "quiet": True}
+    paceline.Trainer(model, optimizer, precision="fp64", **options).evaluate(_DATA)
+    assert not criterion.center.any()
+
+
 @ranks(2)
 def test_parameters_of_a_criterion_are_trained_on_all_ranks() -> None:
     expected = Weighing()

@@ -98,15 +98,6 @@ class LossModule(nn.Module):
         return None if count is None else Divisor(count)
 
 
-def stateful(*losses: Any) -> nn.Module | None:
-    """The criterion or `loss_fn` if it is a module of the user with buffers or parameters, which belong to the run.
-    Buffers of torch's own, such as class weights, are settings."""
-    for loss in losses:
-        if isinstance(loss, nn.Module) and not type(loss).__module__.startswith("torch.") and loss.state_dict():
-            return loss
-    return None
-
-
 def parameters_of_loss(loss: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
     return [] if loss is None else [(f"{CRITERION}.{name}", parameter) for name, parameter in loss.named_parameters()]
 

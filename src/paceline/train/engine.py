@@ -27,9 +27,9 @@ from paceline.guard.run_setup import RunSetup
 from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
 from paceline.models.blocks import find_blocks
-from paceline.models.loss_module import LossModule, parameters_of_loss, stateful
+from paceline.models.loss_module import LossModule, parameters_of_loss
 from paceline.models.memory_format import convert_state, input_change
-from paceline.models.model_call import infer_call
+from paceline.models.model_call import infer_call, stateful
 from paceline.models.power_iteration import PowerIterations
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum

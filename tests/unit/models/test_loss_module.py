@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.models.loss_module import CRITERION, LossModule, stateful
+from paceline.models.loss_module import CRITERION, LossModule
+from paceline.models.model_call import stateful
 
 
 class Scaled(nn.Module):
