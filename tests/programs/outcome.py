@@ -34,6 +34,7 @@ from programs.program import (
     loss_of,
     maker_loss,
     train_plainly,
+    trained_together,
     with_metrics,
 )
 
@@ -168,8 +169,9 @@ def _result(program: Program, layout: str, first: int | None, last: int | None, 
     model = program.build_model()
     if program.loop == "adversarial":
         return _adversarial(program, layout, model)
-    optimizer = parts.OPTIMIZERS[program.optimizer].build(model)
     part = parts.LOSSES[program.loss]
+    criterion = part.criterion() if part.criterion else None
+    optimizer = parts.OPTIMIZERS[program.optimizer].build(trained_together(model, criterion))
     interval, build = parts.SCHEDULERS.get(program.scheduler or "", ("epoch", lambda optimizer: None))
     callbacks = [said] + ([parts.CALLBACKS[program.callback].build(model)] if program.callback else [])
     callbacks += [_Kill(last)] if program.killed else []
@@ -178,7 +180,7 @@ def _result(program: Program, layout: str, first: int | None, last: int | None, 
         model,
         optimizer,
         loss_fn=part.function,
-        criterion=part.criterion() if part.criterion else None,
+        criterion=criterion,
         scheduler=build(optimizer),
         scheduler_interval=interval,
         callbacks=callbacks,
@@ -209,7 +211,8 @@ def _custom_loop(
 ) -> None:
     if first is not None:
         trainer.load_checkpoint(checkpoint)
-    for _ in range(trainer.epoch, EPOCHS):
+    for epoch in range(trainer.epoch, EPOCHS):
+        _set_epoch(data, epoch)
         for batch in trainer.loader(data):
             if program.loop == "training-step":
                 trainer.training_step(batch)
@@ -242,12 +245,19 @@ def _adversarial(program: Program, layout: str, judge: Any) -> Result:
         **settings,
     )
     data = program.dataset()
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
+        _set_epoch(data, epoch)
         for batch in ours.loader(data):
             ours.training_step(batch)
             theirs.training_step(batch)
     made = {f"maker.{name}": weight for name, weight in theirs.state_dict().items()}
     return Result([], {**ours.state_dict(), **made}, {})
+
+
+def _set_epoch(data: Any, epoch: int) -> None:
+    """In a loop of one's own, as in torch."""
+    if hasattr(getattr(data, "dataset", None), "set_epoch"):
+        data.dataset.set_epoch(epoch)
 
 
 def _read(notes: Path, kind: str) -> list[Any]:
@@ -271,7 +281,7 @@ def _compared(program: Program, expected: Result, got: Result, said: list[tuple[
         (_apart(value, got.evaluation.get(name, torch.inf)) for name, value in expected.evaluation.items()), default=0.0
     )
     # How long reading takes depends on the machine and its load, not on whether results are right.
-    said = [each for each in said if not each[0].startswith("data: training waits for data")]
+    said = [each for each in said if "training waits" not in each[0] and "slower than the others" not in each[0]]
     before = [line for line, stepped in said if not stepped]
     lines = [line for line, _ in said]
     worst = max(trained, evaluated)

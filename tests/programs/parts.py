@@ -236,6 +236,44 @@ class Wrapper(nn.Module):
         return self.inner(input_ids=input_ids, labels=labels)
 
 
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.002, 0.002)
+
+
+class Observed(Residual):
+    """A hook on an activation, of which the gradient must not depend on ranks and micro-batches."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if hidden.requires_grad:
+            hidden.register_hook(clamped)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+def observed_module() -> nn.Module:
+    net = mlp()
+    net[2].register_full_backward_hook(lambda module, gradients, outputs: (clamped(gradients[0]),))
+    return net
+
+
+class Taught(nn.Module):
+    """Follows itself: a teacher that the forward moves, and that begins as a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher = mlp(), mlp().requires_grad_(False)
+        self.teacher.load_state_dict(self.net.state_dict())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                for theirs, ours in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                    theirs.lerp_(ours, 0.1)
+        return self.net(inputs) + 0.5 * self.teacher(inputs.flip(1))
+
+
 @dataclass(frozen=True)
 class Model:
     build: Callable[[], nn.Module]
@@ -270,6 +308,9 @@ MODELS = {
     "stateful": Model(Stateful, odd=True),
     "checkpointed": Model(Checkpointed),
     "sparse-embedding": Model(lambda: LanguageModel(sparse=True), reads="tokens", odd=True),
+    "observed": Model(Observed, odd=True),
+    "observed-module": Model(observed_module, odd=True),
+    "taught": Model(Taught, odd=True),
     "max-norm": Model(lambda: LanguageModel(max_norm=1.0), reads="tokens", odd=True),
 }
 
@@ -398,6 +439,33 @@ class LossPart:
     odd: bool = False
 
 
+class Centered(nn.Module):
+    """The center of DINO: a buffer of the criterion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = F.cross_entropy(outputs - self.center, targets)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.center.mul_(0.8).add_(0.2 * outputs.detach().mean(0))
+        return loss
+
+
+class Weighing(nn.Module):
+    """Two losses, weighed by parameters of the criterion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = torch.stack([F.cross_entropy(outputs, targets), outputs.square().mean()])
+        return ((-self.logs).exp() * losses + self.logs).sum()
+
+
 def ignoring(inputs: Tensor) -> Tensor:
     """Ignored targets first appear in the second batch."""
     return classes(inputs, slice(13, 19))
@@ -409,6 +477,8 @@ LOSSES = {
     "ignored-later": LossPart(ignoring, criterion=nn.CrossEntropyLoss),
     "label-smoothing": LossPart(classes, criterion=lambda: nn.CrossEntropyLoss(label_smoothing=0.1)),
     "smoothing-ignored": LossPart(ignoring, criterion=lambda: nn.CrossEntropyLoss(label_smoothing=0.1), odd=True),
+    "centered": LossPart(classes, criterion=Centered, odd=True),
+    "weighing": LossPart(classes, criterion=Weighing, odd=True),
     "mean-squared": LossPart(one_hot, criterion=nn.MSELoss),
     "binary": LossPart(one_hot, criterion=nn.BCEWithLogitsLoss),
     "smooth-l1": LossPart(one_hot, criterion=nn.SmoothL1Loss),
@@ -507,6 +577,42 @@ class Growing(Sampler[int]):
         return min(SAMPLES, 15 * (self.epoch + 1))
 
 
+class Backwards(DataLoader[Any]):
+    """A DataLoader with an iteration of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return reversed(list(super().__iter__()))
+
+
+class Mirrored(Dataset[Any]):
+    """Reads batches, in which a sample is another one than by `__getitem__`."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.data[len(self.data) - 1 - index] for index in indices]
+
+
+class Rotating(Mirrored):
+    """Depends on the epoch."""
+
+    __getitems__ = None
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[(index + 7 * self.epoch) % len(self.data)]
+
+
 class Batches:
     """Batches that are ready, of different sizes."""
 
@@ -576,6 +682,10 @@ DATA = {
         settings=(("shuffle", False),),
     ),
     "growing": Data(lambda data: DataLoader(data, BATCH, sampler=Growing()), "own"),
+    "backwards": Data(lambda data: Backwards(data, BATCH), "own"),
+    "mirrored": Data(lambda data: DataLoader(Mirrored(data), BATCH), "own"),
+    "rotating": Data(lambda data: DataLoader(Rotating(data), BATCH), "own"),
+    "rotating-in-workers": Data(lambda data: DataLoader(Rotating(data), BATCH, num_workers=1), "own"),
     "names": Data(Named, "natural", settings=(("shuffle", False),)),
     "list-of-batches": Data(lambda data: list(Batches(data)), "own"),
     "batches": Data(Batches, "own"),

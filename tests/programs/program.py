@@ -185,6 +185,8 @@ def _made_sound(program: Program, chance: random.Random) -> Program:
         changes["groups"] = 1
     if program.model == "changes-input" and program.data in ("batches", "list-of-batches"):
         changes["data"] = "loader"  # it would change the data itself, which a resumed run reads anew
+    if program.loss in ("centered", "weighing") and program.loop == "own-optimizer":
+        changes["loop"] = "epochs"  # that loop makes a criterion for every batch
     if program.model == "batchnorm":
         changes["groups"] = 1  # its statistics are those of a micro-batch
     program = replace(program, **changes)
@@ -233,8 +235,9 @@ def batches(program: Program, data: Any, epoch: int) -> Iterator[Any]:
     order = parts.DATA[program.data].order
     if order == "own":
         sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        for part in (sampler, getattr(data, "dataset", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
         yield from data
         return
     rows = program.tensors(parts.SAMPLES, 0)
@@ -252,11 +255,11 @@ def train_plainly(program: Program) -> Result:
     model = program.build_model().double()
     if program.loop == "adversarial":
         return _train_adversarially(program, model)
-    optimizer = parts.OPTIMIZERS[program.optimizer].build(model)
-    interval, build = parts.SCHEDULERS.get(program.scheduler or "", ("", lambda optimizer: None))
-    scheduler = build(optimizer)
     make_criterion = parts.LOSSES[program.loss].criterion
     criterion = make_criterion().double() if make_criterion else None
+    optimizer = parts.OPTIMIZERS[program.optimizer].build(trained_together(model, criterion))
+    interval, build = parts.SCHEDULERS.get(program.scheduler or "", ("", lambda optimizer: None))
+    scheduler = build(optimizer)
     callback = parts.CALLBACKS[program.callback].build(model) if program.callback else None
     losses: list[float] = []
     data = program.dataset()
@@ -266,7 +269,8 @@ def train_plainly(program: Program) -> Result:
             loss = loss_of(program, model, batch, criterion)
             loss.backward()
             if program.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), program.clip)
+                held = [each for group in optimizer.param_groups for each in group["params"]]
+                nn.utils.clip_grad_norm_(held, program.clip)
             optimizer.step()
             losses.append(loss.item())
             if interval == "step":
@@ -280,6 +284,12 @@ def train_plainly(program: Program) -> Result:
         if program.loop != "steps" and epoch + 1 == EPOCHS:
             break
     return Result(losses, weights_of(model), _evaluate(program, model, criterion))
+
+
+def trained_together(model: nn.Module, criterion: nn.Module | None) -> nn.Module:
+    """What the optimizer is built from."""
+    has_parameters = criterion is not None and any(True for _ in criterion.parameters())
+    return nn.ModuleList([model, criterion]) if has_parameters else model
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from paceline.errors import TrainError
 from worlds import ranks
 
 
-def regression() -> tuple[nn.Sequential, TensorDataset]:
+def sums_of_rows() -> tuple[nn.Sequential, TensorDataset]:
     torch.manual_seed(0)
     inputs = torch.randn(32, 8)
     blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
@@ -24,7 +24,7 @@ def regression() -> tuple[nn.Sequential, TensorDataset]:
 
 
 def losses_in_half(dtype: torch.dtype) -> list[float]:
-    model, data = regression()
+    model, data = sums_of_rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_operations_run_in_param_dtype_and_targets_keep_theirs() -> None:
             return super().forward(outputs, targets)
 
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        model, data = regression()
+        model, data = sums_of_rows()
         settings: Any = {"strategy": "fsdp", "fsdp": {"param_dtype": name, "reduce_dtype": name}, "log_every": 1}
         settings |= {"batch": 8, "shuffle": False, "device": "cpu", "run": False, "quiet": True}
         trainer = paceline.Trainer(
@@ -78,7 +78,7 @@ class RequiresClosure(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [WantsClosure, RequiresClosure])
 def test_an_optimizer_that_needs_a_closure_is_refused(kind: Any) -> None:
-    model, data = regression()
+    model, data = sums_of_rows()
     with pytest.raises(TrainError) as caught:
         settings: Any = {"criterion": nn.MSELoss(), "batch": 8, "device": "cpu", "run": False, "quiet": True}
         paceline.Trainer(model, kind(model.parameters(), lr=0.1), **settings).train(data, epochs=1)

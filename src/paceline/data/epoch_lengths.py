@@ -7,6 +7,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from paceline.data.epoch_reader import announce_epoch
+from paceline.log import rank_log
+from paceline.runtime import collectives
 
 # Epochs compared to find out whether the length changes. A curriculum grows early, or is complete at the last of them.
 _COMPARED = (1, 2, 3, 5, 10, 30, 100, 1000)
@@ -25,6 +27,7 @@ class EpochLengths:
     def __init__(self, source: Any, count: Callable[[], int | None]) -> None:
         self._source, self._count = source, count
         self._known: list[int] = []
+        self._warned = False
 
     @cached_property
     def _vary(self) -> bool:
@@ -53,6 +56,16 @@ class EpochLengths:
     def of(self, epoch: int) -> int | None:
         """Steps in one epoch; None if unknown."""
         return self._at(epoch) if self._vary else self.per_epoch
+
+    def check(self, source: str, epoch: int, steps: int) -> None:
+        """Warn, once, if an epoch that was read had another number of steps."""
+        expected = self.of(epoch)
+        if expected not in (None, steps) and not self._warned:
+            self._warned = True
+            rank_log(collectives.rank()).warning(
+                f"the {source} yielded {steps} batches in epoch {epoch}, but its length says {expected}: epochs end, "
+                "and a resumed run continues, where the length says; correct __len__, or remove it"
+            )
 
     def before(self, epoch: int | None) -> int | None:
         """Steps in all epochs before this one; None if unknown."""

@@ -195,6 +195,8 @@ class BatchStream:
                 step += 1
             if step == before:
                 raise no_samples()
+            if epochs != 1:
+                self.lengths.check(type(self._source.source).__name__, epoch, step - before)
 
     def _batches(self, epoch: int) -> Iterable[Any]:
         """The same batches on every rank, even if the source shuffles; a list needs no seeding."""

@@ -26,7 +26,6 @@ from paceline.data.same_reading import content_of, require_same_samples, watch_o
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededBatches, place_of_reading, reads_batches
 from paceline.errors import DataError
-from paceline.log import rank_log
 from paceline.plan.slicing import BatchSlice, fixed_slices, slices_of
 from paceline.plan.slow_input import InputSource, Kind
 from paceline.runtime import collectives
@@ -147,7 +146,7 @@ class IndexedLoader:
         kind: Kind = "loader" if reading.options else "dataset"
         self.input = InputSource(kind, reading.workers, read, None if reading.persistent else self._starts.read)
         self._first: Sequence[Any] = ()  # indices of the first step
-        self._warned = self._watched = False
+        self._watched = False
 
     @property
     def repeatable(self) -> bool:
@@ -194,7 +193,7 @@ class IndexedLoader:
             if plan.step == before:
                 raise no_samples()
             if epochs != 1:
-                self._warn_of_length(epoch, skip + plan.step - before)
+                self._order.lengths.check("sampler", epoch, skip + plan.step - before)
             skip = 0
 
     def _may_differ(self) -> bool:
@@ -224,15 +223,6 @@ class IndexedLoader:
                 "training began.",
                 why="the order of samples and the position of a resumed run are computed from their number",
                 fix="pass a DataLoader with a sampler whose set_epoch and __len__ tell which samples an epoch has",
-            )
-
-    def _warn_of_length(self, epoch: int, steps: int) -> None:
-        expected = self._order.lengths.of(epoch)
-        if expected not in (None, steps) and not self._warned:
-            self._warned = True
-            rank_log(collectives.rank()).warning(
-                f"the sampler yielded {steps} batches in epoch {epoch}, but its length says {expected}: epochs end, "
-                "and a resumed run continues, where the length says; correct __len__, or remove it"
             )
 
     def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:

@@ -37,12 +37,12 @@ def _require_no_max_norm(model: nn.Module, mesh: Mesh) -> None:
 
 
 @contextmanager
-def watched(model: nn.Module, mesh: Mesh, *, compiled: bool) -> Iterator[Changes]:
-    """Compare parameters and buffers before and after this context."""
+def watched(model: nn.Module, mesh: Mesh, *, compiled: bool, criteria: Sequence[nn.Module] = ()) -> Iterator[Changes]:
+    """Compare parameters, and buffers of the model and criteria, before and after this context."""
     _require_no_max_norm(model, mesh)
     sharded = not mesh.degrees.is_replicated
     changes: Changes = {"parameters": {}, "buffers": {}}
-    buffers = _checksums(_watched_buffers(model))
+    buffers = _checksums(_watched_buffers(model, criteria))
     parameters = {} if sharded else _checksums(model.named_parameters())
     with ExitStack() as stack:
         # A forward sees gathered parameters, not the shards. Hooks would be compiled into graphs.
@@ -53,7 +53,7 @@ def watched(model: nn.Module, mesh: Mesh, *, compiled: bool) -> Iterator[Changes
     if parameters:
         changes["parameters"] |= _changed(parameters, _checksums(model.named_parameters()))
     changes["buffers"] |= dict.fromkeys(instance_statistics(model), 0)  # averaged over ranks in every forward
-    changes["buffers"] |= _changed(buffers, _checksums(_watched_buffers(model)))
+    changes["buffers"] |= _changed(buffers, _checksums(_watched_buffers(model, criteria)))
 
 
 def instance_statistics(model: nn.Module) -> list[str]:
@@ -70,7 +70,9 @@ def _changed(before: Checksums, after: Checksums) -> Checksums:
     return {name: value for name, value in after.items() if before.get(name, value) != value}
 
 
-def _watched_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _watched_buffers(model: nn.Module, criteria: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for criterion in criteria:
+        yield from ((f"{name} of the criterion", buffer) for name, buffer in criterion.named_buffers())
     estimates = PowerIterations(model).buffers()
     for name, module in model.named_modules():
         if not isinstance(module, _NormBase):

@@ -6,12 +6,14 @@ caches, so two forwards on the same batch are compared: the second sees what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isclose, isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from paceline.data.loader import MicroBatch
@@ -37,10 +39,11 @@ def find(
     """The attributes that the forward changes and that the next one reads: those with different values on different
     ranks, and the others; and a warning if a forward failed. Collective. `run` computes the loss of a batch."""
     failed: list[str] = []
-    before = _attributes(module.model)
-    with snapshot.preserved(module.model, *user_code), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    before = _attributes(module.model, module.loss_state)
+    with _trial(module, user_code):
         first = trial_loss(run, micro, draw, failed)
-        changed = {name: value for name, value in _attributes(module.model).items() if before.get(name) != value}
+        after = _attributes(module.model, module.loss_state)
+        changed = {name: value for name, value in after.items() if before.get(name) != value}
         ranks = collectives.all_gather_object(changed)
         second = trial_loss(run, micro, draw, failed) if any(ranks) else first
     reshard_all(module)
@@ -54,6 +57,17 @@ def find(
     return own, buffers + [name for name in names if name not in own], error
 
 
+@contextmanager
+def _trial(module: LossModule, user_code: Sequence[Any]) -> Iterator[None]:
+    """With gradients, without which a forward may leave its state alone; a sharded model would wait for a backward."""
+    with (
+        snapshot.preserved(module.model, *user_code),
+        torch.set_grad_enabled(not isinstance(module, FSDPModule)),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
+
+
 def moved_parameters(
     module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, user_code: Sequence[Any]
 ) -> list[str]:
@@ -64,20 +78,21 @@ def moved_parameters(
     if all(each.requires_grad for each in named.values()):
         return []
     states: list[dict[str, int]] = []
-    with snapshot.preserved(module.model, *user_code), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with _trial(module, user_code):
         for each in named.values() if small else ():
             if each.requires_grad and each.is_floating_point():
-                each.mul_(1 + 2**-8)
+                each.detach().mul_(1 + 2**-8)
         for _ in range(2):
             trial_loss(run, micro, draw, [])  # a failure has been noted by `find`
             states.append({name: checksum(each.detach()) if small else each._version for name, each in named.items()})
     return [name for name in named if states[0][name] != states[1][name]]
 
 
-def _attributes(model: nn.Module) -> dict[str, int]:
+def _attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[str, int]:
     """Digests of numbers and tensors in the attributes of modules that are not torch's own."""
     found = {}
-    for name, module in model.named_modules():
+    inside = [each for criterion in criteria for each in criterion.named_modules(prefix="criterion")]
+    for name, module in (*model.named_modules(), *inside):
         if not type(module).__module__.startswith("torch."):
             buffers = module._buffers if collectives.world() == 1 else {}  # else the pre-flight compares them
             for key, value in (vars(module) | buffers).items():
@@ -92,7 +107,7 @@ def trial_loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext,
     with preserve_rng_state():
         draw.begin(micro)
         try:
-            value = float(read_loss(run(snapshot.copied(micro.batch)))[0])
+            value = float(read_loss(run(snapshot.copied(micro.batch)))[0].detach())
             return 0.0 if isnan(value) else value
         except LayoutError:  # as in loss_halves
             raise

@@ -40,6 +40,18 @@ def require_initialized(model: nn.Module) -> None:
         )
 
 
+def require_replicated_criterion(criterion: nn.Module | None, config: Config, degrees: Degrees) -> None:
+    parameters = () if criterion is None else criterion.named_parameters()
+    names = [name for name, parameter in parameters if parameter.requires_grad]
+    if names and not (degrees.is_replicated and not config.fixed_order and config.sync is None):
+        raise LayoutError(
+            "criterion-parameters",
+            f"{type(criterion).__name__} has trainable parameters of its own: {', '.join(names[:4])}.",
+            why="a criterion is not sharded, divided into stages, or reduced in a fixed order or in rounds",
+            fix='use strategy="ddp"; or make the criterion a submodule of the model, whose forward returns the loss',
+        )
+
+
 def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> None:
     """For the layout of this run."""
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]

@@ -25,12 +25,10 @@ _STEPS = 2
 def check_optimizer(optimizer: Any) -> None:
     """Refuse unsupported optimizers before anything is built."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        # Of the class: a scheduler replaces the method of the object.
-        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-        if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
             raise needs_closure(optimizer)
-        return
-    if optimizer is None:
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(optimizer, (list, tuple, set)):
         raise TrainError(

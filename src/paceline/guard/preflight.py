@@ -77,7 +77,7 @@ def check(
     trial = replace(micro, batch=snapshot.copied(micro.batch))
     with snapshot.preserved(module.model, *user_code):
         draw.begin(trial)
-        with forward_state.watched(module.model, mesh, compiled=compiled) as changes:
+        with forward_state.watched(module.model, mesh, compiled=compiled, criteria=module.loss_state) as changes:
             if run_zero_weight is not None:  # a pipeline
                 weight = run_zero_weight(trial)
             else:

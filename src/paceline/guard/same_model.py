@@ -76,7 +76,7 @@ def _model_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str]]:
     if optimizer is None:
         return
-    names = names_of(model)
+    names = names_of(model.named_parameters())
     yield "optimizer:", type(optimizer).__qualname__
     for number, group in enumerate(optimizer.param_groups):
         settings = {key: _setting(value) for key, value in group.items() if key != "params"}

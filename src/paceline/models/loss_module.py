@@ -13,6 +13,8 @@ from paceline.errors import TrainError
 from paceline.models.divisor import Divisor, LossGraph, Proportions, means_of
 from paceline.models.model_call import CallRule, read_loss
 
+CRITERION = "<criterion>"  # in names of parameters and buffers; no module of a user has this name
+
 
 class LossModule(nn.Module):
     """The module that DDP or FSDP wraps: maps a batch to (mean, None), (mean, Divisor) or (sum, weight).
@@ -23,9 +25,17 @@ class LossModule(nn.Module):
 
     can_repeat = True  # whether a rank may run a forward once more than the others
 
-    def __init__(self, model: nn.Module, context: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        context: AbstractContextManager[Any] | None = None,
+        stateful_loss: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.loss_state = [] if stateful_loss is None else [stateful_loss]  # in a list: its buffers are its own
+        if stateful_loss is not None and any(each.requires_grad for each in stateful_loss.parameters()):
+            self.add_module(CRITERION, stateful_loss)  # its gradients are reduced with those of the model
         self.context = context
         self.call: CallRule | None = None
         self.metrics: Mapping[str, Any] | None = None  # of the last forward, if the model returns any
@@ -86,6 +96,10 @@ class LossModule(nn.Module):
         if self.divides is None:
             self.divides = count is not None
         return None if count is None else Divisor(count)
+
+
+def parameters_of_loss(loss: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    return [] if loss is None else [(f"{CRITERION}.{name}", parameter) for name, parameter in loss.named_parameters()]
 
 
 def changed_kind(*, sums: bool) -> TrainError:

@@ -101,10 +101,26 @@ def _criterion_call(criterion: Callable[..., Any]) -> ModelCall:
     return call
 
 
+def stateful(*losses: Any) -> nn.Module | None:
+    """The criterion or `loss_fn` if it is a module of the user with buffers or parameters, which belong to the run.
+    Buffers of torch's own, such as class weights, are settings."""
+    for loss in losses:
+        if isinstance(loss, nn.Module) and not type(loss).__module__.startswith("torch.") and loss.state_dict():
+            return loss
+    return None
+
+
 def loss_of_outputs(criterion: Callable[..., Any], outputs: Any, targets: Any) -> Any:
     """The criterion on outputs that were computed without gradients, with a graph that shows its divisor."""
+    module = stateful(criterion)
+    before = {} if module is None else {name: buffer.clone() for name, buffer in module.named_buffers()}
     with torch.enable_grad():
-        return criterion(tree_map_only(Tensor, _as_leaf, outputs), targets)
+        shown = criterion(tree_map_only(Tensor, _as_leaf, outputs), targets)
+    if module is not None:  # its state may change with gradients only
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])
+        criterion(outputs, targets)
+    return shown
 
 
 def _as_leaf(output: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ as plain tensors, others receive DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from paceline.errors import LayoutError
 from paceline.parallel.shards import as_dtensor_like, local_shard, shard_of
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    """Names of the parameters by id, recorded before a layout replaces the parameters."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}
+def names_of(named: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+    """Names of parameters by id, recorded before a layout replaces the parameters."""
+    return {id(parameter): name for name, parameter in named}
 
 
 def bind(

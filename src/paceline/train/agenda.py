@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.data.loader import Loader
 from paceline.monitor.profiler import Profiler
 from paceline.run.history import Record
 from paceline.train.callbacks import Callbacks, Epoch
@@ -49,6 +50,12 @@ class Agenda:
     on_first_log: Callable[[], None] = _nothing
     checks: Callable[[], Any] = _nothing  # of the loss, after some steps: `first_step.LaterChecks`
     reason: str = END_OF_DATA
+
+    def count_epochs(self, loader: Loader | None) -> int | None:
+        """Take over the length of epochs of this data, which is returned."""
+        self.steps_per_epoch = loader.lengths.per_epoch if loader else None
+        self.epochs_from = self.position.begins.skip
+        return self.steps_per_epoch
 
     def next_due(self, step: int) -> int:
         intervals = (self.log_every, self.eval_every, self.save_every)

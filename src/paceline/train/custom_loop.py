@@ -363,9 +363,7 @@ class CustomLoop:
         if not self._started:
             loader = self.loader
             self._started = True
-            self._job.agenda.steps_per_epoch = loader.lengths.per_epoch if loader else None
-            self._job.agenda.epochs_from = self.engine.position.begins.skip
-            self._begin(self._job.agenda.steps_per_epoch)
+            self._begin(self._job.agenda.count_epochs(loader))
             self._reached = self.engine.position.step
             self.engine.telemetry.begins(self._reached)
             self._due = self._job.agenda.next_due(self._reached)

@@ -27,9 +27,9 @@ from paceline.guard.run_setup import RunSetup
 from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
 from paceline.models.blocks import find_blocks
-from paceline.models.loss_module import LossModule
+from paceline.models.loss_module import LossModule, parameters_of_loss
 from paceline.models.memory_format import convert_state, input_change
-from paceline.models.model_call import infer_call
+from paceline.models.model_call import infer_call, stateful
 from paceline.models.power_iteration import PowerIterations
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
@@ -77,6 +77,10 @@ class UserObjects:
     comm_hook: CommHook | None = None
     notes: Sequence[str] = ()  # about the recipe, for the log
 
+    @property
+    def stateful_loss(self) -> nn.Module | None:
+        return stateful(self.criterion, self.loss_fn)
+
 
 DeviceLike = str | int | torch.device | None
 
@@ -121,7 +125,8 @@ class Engine:
             always=config.fsdp.offload,
             local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
         )
-        self._original_names, self._original_hooks = names_of(self.model), hooks_of(self.model)
+        odd_parameters.require_replicated_criterion(task.stateful_loss, config, self.layout.degrees)
+        self._original_names, self._original_hooks = names_of(self.named_parameters()), hooks_of(self.model)
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
         self._block_names = [name for name, _ in find_blocks(self.model)]  # those of the recipe may differ by layout
@@ -132,13 +137,12 @@ class Engine:
         self._compose()
         self._build_optimizer()
         self._build_step()
-        loss = task.loss_fn or task.criterion
-        self.setup = RunSetup(self.model, self.optimizer, task.scheduler, loss, owns_optimizer=self.owns_optimizer)
+        setup = (self.model, self.optimizer, task.scheduler, task.loss_fn or task.criterion)
+        self.setup = RunSetup(*setup, owns_optimizer=self.owns_optimizer)
         self.seed_drawing(0)
         self.position = TrainProgress()
-        compared = config.preflight and self.mesh.degrees.replicate > 1
-        differ = partial(replicas_differ, self.local_steps)
-        self.replicas = ReplicaCheck(self.model, self.mesh, differ) if compared else None
+        checked = (self.model, self.mesh, partial(replicas_differ, self.local_steps))
+        self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
         self.checked = self._warned = False
 
     def _compose(self) -> None:
@@ -161,7 +165,7 @@ class Engine:
             convert=partial(policies.prepare_model, precision=config.precision),
             autocast=partial(policies.forward_context, config.precision),
             gather_dtype=policies.half_dtype(config.precision),
-            build_step=build_loss_module,
+            build_step=partial(build_loss_module, stateful_loss=self.task.stateful_loss),
             comm_hook=self.comm_hook,
             traffic=self.traffic,
         )
@@ -194,9 +198,12 @@ class Engine:
         degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of the model, and of a criterion that has some."""
+        return [*self.model.named_parameters(), *parameters_of_loss(self.task.stateful_loss)]
+
     def _report_untrained(self, optimizer: torch.optim.Optimizer) -> None:
-        untrained = factory.check_parameters(self.model, optimizer)
-        if untrained:
+        if untrained := factory.check_parameters(dict(self.named_parameters()), optimizer):
             self.log.warning(factory.UNTRAINED.format(", ".join(untrained)))
 
     def _build_optimizer(self) -> None:
@@ -207,7 +214,9 @@ class Engine:
         policies.prepare_optimizer(self.optimizer, config.precision)
         if config.channels_last:
             convert_state(self.optimizer)
-        names = names_of(self.model) if source is None else self._original_names
+        names = names_of(self.named_parameters()) if source is None else self._original_names
+        if source is None and self.task.stateful_loss is not None:
+            self._report_untrained(self.optimizer)
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.sharded: ShardedParams | None = None
         if self.mesh.degrees.pipeline > 1:
@@ -374,7 +383,7 @@ class Engine:
                 "them lr 0 until they are trained",
             )
         self._report_untrained(self.optimizer)
-        names = names_of(self.model)
+        names = names_of(self.named_parameters())
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -168,20 +168,20 @@ UNTRAINED = (
 _SHOWN = 8
 
 
-def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def check_parameters(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the trainable parameters that the optimizer does not hold. Foreign parameters are an error."""
-    trainable = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for parameter, name in trainable.items() if parameter not in held]
-    foreign = held - {id(parameter) for parameter in model.parameters()}
+    foreign = held - {id(parameter) for parameter in named.values()}
     if foreign:
         raise TrainError(
             "other-parameters",
             f"The optimizer holds {len(foreign)} parameters that do not belong to the model, and lacks "
             f"{', '.join(missing[:_SHOWN])}{', …' if len(missing) > _SHOWN else ''}.",
-            why="it would update parameters that the loss does not depend on, instead of the model's",
+            why="only parameters of the model, and of an nn.Module as criterion, are synchronized and saved",
             fix="create the optimizer from the parameters() of the model that is passed to the Trainer, after layers "
-            "are replaced",
+            "are replaced; put a head that is outside the model, or a loss with parameters, into one nn.Module with it",
         )
     return missing
 

@@ -241,9 +241,9 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
     if groups > 1:
         watch, code = BackwardWatch(engine.model), [engine.task.criterion, engine.task.loss_fn]
         engine.stepper.weigh(several=True)
-        engine.draw.begin(micro)
+        engine.draw.samples = micro  # not begin(): what the first step draws is watched
         with nullcontext() if config.compile else watch:
             weight = preflight.warm_up(engine.model, engine.module, micro.batch, engine.draw, code)
-        engine.draw.end()
+        engine.draw.samples = None
         weight = weight.weight if isinstance(weight, Divisor) else micro.samples if weight is None else weight
         _start_from_global_mean(engine, watch, float(weight) * groups / micro.step_samples)

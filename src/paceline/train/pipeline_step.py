@@ -89,10 +89,12 @@ class PipelineLossModule(LossModule):
             return call(model, batch)
 
 
-def build_loss_module(subject: Subject, context: AbstractContextManager[Any] | None) -> LossModule:
+def build_loss_module(
+    subject: Subject, context: AbstractContextManager[Any] | None, stateful_loss: nn.Module | None = None
+) -> LossModule:
     """Build the module that the remaining passes are applied to."""
     if subject.runner is None or subject.partition is None:
-        return LossModule(subject.model, context)
+        return LossModule(subject.model, context, stateful_loss)
     return PipelineLossModule(subject.model, context, subject.runner, subject.partition.sequence.spec)
 
 

@@ -36,7 +36,10 @@ def stepped() -> tuple[nn.Module, optim.Optimizer]:
 def _bound() -> list[list[object]]:
     paceline.dist.barrier()
     model, optimizer = stepped()
-    names, before = names_of(model), {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+    names, before = (
+        names_of(model.named_parameters()),
+        {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()},
+    )
     steps = {name: float(optimizer.state[p]["step"]) for name, p in model.named_parameters()}
     groups = optimizer.param_groups
     cut(model, init_device_mesh("cpu", (2,)))
@@ -83,13 +86,13 @@ def _codes() -> list[str]:
         lambda model: optim.Muon([p for p in model.parameters() if p.dim() == 2]),
     ):
         model = nn.Sequential(nn.Linear(3, 4))
-        optimizer, names = build(model), names_of(model)
+        optimizer, names = build(model), names_of(model.named_parameters())
         cut(model, mesh)
         with pytest.raises(LayoutError) as caught:
             bind(optimizer, names, model)
         codes.append(caught.value.code)
     model, optimizer = stepped()
-    names = names_of(model)
+    names = names_of(model.named_parameters())
     optimizer.state[model[0].weight]["rows"] = torch.zeros(5)
     cut(model, mesh)
     with pytest.raises(LayoutError, match=r"'rows' of 0\.weight") as caught:
@@ -107,7 +110,7 @@ def test_an_optimizer_that_cannot_be_bound_is_refused() -> None:
 
 def test_parameters_of_other_stages_leave_the_optimizer() -> None:
     model, optimizer = stepped()
-    names = names_of(model)
+    names = names_of(model.named_parameters())
     kept = list(model[1].parameters())
     model[0] = nn.Identity()
     assert bind(optimizer, names, model) == {}

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint.export import PretrainedFiles, is_pretrained
 from paceline.checkpoint.state import StateEntry, Stateful, TrainingState
@@ -51,6 +51,8 @@ def training_state(
         StateEntry(COMM_STATE, HookState(engine)),
         StateEntry("random", RandomState(engine), per_rank=True),
     ]
+    if (criterion := engine.task.stateful_loss) is not None:
+        entries.append(StateEntry("criterion", CriterionState(criterion), if_absent="keep"))
     if engine.config.ddp.bucket_mb == "auto":
         entries.append(StateEntry("bucket_mb", BucketSizeState(engine), if_absent="keep"))
     if is_pretrained(engine.model):
@@ -64,6 +66,19 @@ def training_state(
             entries.append(StateEntry("replica-scaler", scaler, per_rank=True, if_absent="keep"))
     layout = engine.layout_facts()
     return TrainingState(entries, rank=engine.world.rank_info.rank, layout=layout, replica=place)
+
+
+class CriterionState:
+    """Parameters and buffers of a criterion, such as the center of DINO."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        self._criterion = criterion
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._criterion.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._criterion.load_state_dict(state, strict=False)
 
 
 class OptionalState:
