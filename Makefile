@@ -18,7 +18,7 @@ PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile -c $(VENV)/const
 unexport PYTHONDONTWRITEBYTECODE
 
 SOAK := soak-crash-points soak-damage soak-faults soak-kills soak-histories soak-deaths soak-recovery soak-programs soak-launches \
-	soak-folders soak-recipes soak-frames soak-bits soak-dropout soak-groups soak-steps soak-accumulate
+	soak-folders soak-recipes soak-frames soak-bits soak-dropout soak-groups soak-steps soak-two-nodes soak-accumulate
 
 .PHONY: help train test test-all burn lint suite pytest hooks system gpu docs migrations parity bench bench-gpu bench-compare soak $(SOAK) clean
 
@@ -194,6 +194,10 @@ soak-accumulate: $(READY)
 # Needs SLURM (`make system`).
 soak-steps: $(READY)
 	PYTHONPATH=tests $(BIN)/python benchmarks/slurm_steps.py 500
+
+# Needs root: it makes network namespaces.
+soak-two-nodes: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/two_nodes.py
 
 soak-bits: $(READY)
 	$(BIN)/python benchmarks/bits_on_ranks.py

@@ -29,7 +29,7 @@ T = TypeVar("T")
 STEPS = 20
 # Trains. What happens in a step of a start is told as START:STEP:DEED; deeds but `wait` are the last rank's.
 SCRIPT = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 import psutil, tiny
 
@@ -63,6 +63,11 @@ def act(*_):
     elif deed and rank == world - 1:
         if deed == "raise":
             raise ValueError("the injected reason")
+        if deed == "block":
+            Path("blocked").touch()
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
         whom, number = deed.split("-")
         if whom == "node":  # all that runs there
             own = [int(path.name) for path in Path("/proc").glob("[0-9]*")]

@@ -76,8 +76,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        hint = import_module("paceline.config.foreign_names").find_hint("names", name)
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}" + (f"; use {hint}" if hint else ""))
+        raise import_module("paceline.config.foreign_names").unknown_name("names", "paceline", name)
     module_name, attribute = _PUBLIC[name]
     module = import_module(module_name)
     value = module if attribute is None else getattr(module, attribute)

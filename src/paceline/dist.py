@@ -4,7 +4,8 @@ With one rank no process group is needed. With several, the first collective ini
 calls in each process group check that operation, shape, dtype and root are the same on all ranks, and name the ranks
 and lines that differ.
 
-Collectives work in place, as those of torch.distributed. Each must be called on every rank of its group.
+Collectives work in place and return None, as those of torch.distributed: the result is in the tensor that was passed.
+Each must be called on every rank of its group.
 
 Example:
     >>> import torch
@@ -19,3 +20,9 @@ from __future__ import annotations
 
 from paceline.data.row_gather import all_gather_rows as all_gather_rows
 from paceline.runtime.collectives import *  # noqa: F403
+
+
+def __getattr__(name: str) -> object:
+    from paceline.config.foreign_names import unknown_name
+
+    raise unknown_name("dist", "paceline.dist", name)

@@ -102,6 +102,27 @@ def test_the_agent_of_torchrun(tmp_path: Path, alone: str) -> None:
     assert same_losses(outcome(tmp_path), alone)
 
 
+RECIPE = """
+import sys
+def train():
+    from paceline.cli.main import main
+    sys.argv = ["paceline", "train", *sys.argv[1:]]
+    main()
+"""
+
+
+@pytest.mark.parametrize(("ranks", "ended"), [((), 0), (("-n", "4"), 1)])
+def test_the_agent_runs_a_recipe_as_one_run(tmp_path: Path, ranks: tuple[str, ...], ended: int) -> None:
+    """As torchrun --nproc-per-node 2 -m paceline train does."""
+    (tmp_path / "script.py").write_text(RECIPE + AGENT.replace("PROGRAM", "train"))
+    sizes = ("model.layers=1", "model.width=16", "model.heads=2", "batch=4", "train.max_steps=2", "device=cpu")
+    done = forked.script(tmp_path / "script.py", *sizes, *ranks, cwd=tmp_path)
+    assert (done.returncode != 0) == bool(ended), done.stderr
+    assert ("launch.inside-a-rank" in done.stderr) == bool(ended)
+    runs = sorted(tmp_path.glob("runs/*/derived.json"))
+    assert [json.loads(path.read_text())["world"]["value"] for path in runs] == ([] if ended else [2])
+
+
 def test_the_agent_with_a_group_of_the_users_own_and_a_wrapped_model(tmp_path: Path, alone: str) -> None:
     (tmp_path / "script.py").write_text(WRAPPED + AGENT.replace("PROGRAM", "own_group"))
     done = forked.script(tmp_path / "script.py", cwd=tmp_path)

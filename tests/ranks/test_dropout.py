@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
 
 import dropout_models
 import tiny
 from dropout_models import cell
-from paceline import Trainer, launch
+from paceline import Trainer, dist, launch
 from samples import ALL, sample
 
 CORE = [
@@ -179,6 +181,56 @@ def test_masks_do_not_depend_on_what_a_program_does_between_steps() -> None:
         name: max(abs(a - b) / abs(a) for a, b in zip(losses, three[name], strict=True)) for name, losses in one.items()
     }
     assert {name: difference for name, difference in worst.items() if difference > 1e-9} == {}
+
+
+class Lengths(Dataset[tuple[Tensor, Tensor]]):
+    """Batches of different lengths. In the second one, each of two ranks has as many tokens as samples."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(12.0).view(1, 12) * (torch.arange((7, 5, 9)[index // 10]) + index)[:, None]
+        return tokens.sin(), torch.tensor(index % 2)
+
+
+class TokensFirst(TimeMajor):
+    def forward(self, inputs: Tensor) -> Any:
+        return self.out(self.encoder(inputs.transpose(0, 1)).mean(0))
+
+
+def with_lengths() -> list[float]:
+    return trainer_of(TokensFirst, shuffle=False).train(Lengths(), epochs=1).losses
+
+
+def test_as_many_tokens_as_samples_are_read_as_in_other_batches() -> None:
+    assert launch(with_lengths, ranks=2) == pytest.approx(launch(with_lengths, ranks=1), rel=1e-9)
+
+
+class LateNoise(nn.Sequential):
+    strength = 0.0
+
+    def forward(self, inputs: Tensor) -> Any:
+        return super().forward(inputs + torch.randn_like(inputs) if self.strength else inputs)
+
+
+def switched_on() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+
+    def switch(record: Any) -> None:
+        trainer.model.strength = float(record.step == 2 and dist.rank() == 1)
+
+    trainer = trainer_of(lambda: LateNoise(nn.Linear(8, 2)), callbacks=[switch])
+    trainer.train(tiny.blobs(26), max_steps=3)
+    return [line for each in dist.all_gather_object(said) for line in each]
+
+
+def test_a_rank_warns_of_numbers_that_it_begins_to_draw() -> None:
+    [warning] = launch(switched_on, ranks=2)
+    assert warning.startswith("random numbers: ") and "began in step 3, on rank 1" in warning
 
 
 def test_rows_that_are_not_known_to_be_samples_keep_the_dropout_of_torch_and_are_noted() -> None:

@@ -265,3 +265,21 @@ def test_a_launch_on_a_rank_that_a_launcher_started_is_refused(monkeypatch: pyte
     with pytest.raises(PacelineError, match="called on rank 1 of 2") as caught:
         paceline.launch(total, ranks=2)
     assert caught.value.code == "launch.inside-a-rank"
+
+
+@pytest.mark.parametrize("name", ["world_size", "nprocs", "n", "num_processes", "nproc_per_node"])
+def test_the_number_of_ranks_by_another_name_is_refused(name: str) -> None:
+    with pytest.raises(PacelineError, match=r"use paceline.launch\(fn, ranks=2\)") as caught:
+
+        def fn(rank: int = 0, world_size: int = 1, **_: int) -> int:
+            return world_size
+
+        paceline.launch(fn, **{name: 2})
+    assert caught.value.code == "launch.bad-options"
+
+
+def test_a_number_that_is_the_functions_own_or_true_is_passed() -> None:
+    assert paceline.launch(lambda n: n, n=3) == 3
+    assert paceline.launch(lambda world_size: world_size, ranks=2, world_size=2) == 2
+    with pytest.raises(PacelineError, match="world_size=4, but ranks=2"):
+        paceline.launch(lambda world_size: world_size, ranks=2, world_size=4)

@@ -177,7 +177,7 @@ def datasets_in(data: Any) -> Iterator[Any]:
         yield from () if each is None else datasets_in(each)
 
 
-def trained_plainly(loader: Any) -> Tensor:
+def trained_by_torch(loader: Any) -> Tensor:
     model, optimizer = double_linear()
     for epoch in range(EPOCHS):
         for dataset in datasets_in(loader.dataset):
@@ -222,7 +222,7 @@ def require_plain_results(**settings: Any) -> None:
         if "accumulate" in settings and build().num_workers:  # dear
             continue
         weights, said = trained_with(build(), **settings)
-        if said or not torch.allclose(weights, trained_plainly(build()), rtol=1e-9):
+        if said or not torch.allclose(weights, trained_by_torch(build()), rtol=1e-9):
             apart[name] = said or weights
     assert apart == {}
 
@@ -252,7 +252,7 @@ def test_workers_see_what_a_callback_changes_in_the_dataset(workers: int, own: b
     settings: Any = {} if own else {"workers": workers, "batch": BATCH, "shuffle": False}
     data = loader_of(rows, num_workers=workers) if own else rows
     weights, said = trained_with(data, callbacks=[ScaleAfterEpoch(rows)], **settings)
-    assert said == [] and torch.allclose(weights, trained_plainly(loader_of(RowsByEpoch())), rtol=1e-9)
+    assert said == [] and torch.allclose(weights, trained_by_torch(loader_of(RowsByEpoch())), rtol=1e-9)
 
 
 def test_set_epoch_is_left_to_a_custom_loop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -91,6 +92,16 @@ def test_an_interrupt_on_any_node_saves_on_all(job: Job, unbroken: Job) -> None:
         assert "interrupted" in node.said and "Traceback" not in node.said and "failed first" not in node.said
     assert ended(*job.both(options=("--resume",))) == [0, 0]
     job.assert_same(unbroken, began=range(11, 12))
+
+
+def test_a_second_ctrl_c_kills_a_rank_of_another_node_that_blocks(job: Job) -> None:
+    first, second = job.both("0:11:block")
+    eventually((job.folder / "blocked").exists)
+    os.killpg(first.pid, signal.SIGINT)
+    eventually(lambda: first.says("press Ctrl-C again"))
+    os.killpg(first.pid, signal.SIGINT)
+    assert ended(first, second) == [130, 130], first.said + second.said
+    assert "coordinator-lost" not in second.said
 
 
 def test_nodes_are_numbered_in_the_order_of_joining_and_missing_ones_are_named(job: Job) -> None:

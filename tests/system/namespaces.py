@@ -34,6 +34,10 @@ class Machine:
         """Pull the cable: nothing is told to anybody, as when a machine loses power."""
         _ip("-n", self.name, "link", "set", self.interface, "down")
 
+    def heal(self) -> None:
+        """Put the cable back."""
+        _ip("-n", self.name, "link", "set", self.interface, "up")
+
     def listening(self) -> set[tuple[str, int]]:
         """Addresses and ports at which somebody listens there."""
         lines = _run("ip", "netns", "exec", self.name, "ss", "-Hltn").splitlines()

@@ -13,7 +13,7 @@ import tiny  # noqa: F401  # once, before launchers are forked
 from nodes import Job, ended, eventually, launchers, run_unbroken
 from paceline.config.launch import DEFAULT_PORT
 from paceline.launcher.local import agent as _agent  # noqa: F401
-from system import namespaces
+from system import namespaces, two_nodes
 from system.namespaces import Machine
 
 pytestmark = pytest.mark.skipif(
@@ -64,6 +64,20 @@ def test_an_unreachable_machine_is_noticed_and_the_other_continues(
     assert "restart 1 of 1: node 1 was lost (node-lost)" in first.said
     assert "[launch.coordinator-lost]" in second.said
     job.assert_same(unbroken, began=range(8, 9), world=2)
+
+
+@pytest.mark.parametrize(
+    "seconds", [1.0, pytest.param(4.5, marks=pytest.mark.nightly), pytest.param(9.0, marks=pytest.mark.nightly)]
+)
+def test_a_link_that_is_cut_and_healed_is_survived_or_ends_both_sides(seconds: float, tmp_path: Path) -> None:
+    with two_nodes.joined(tmp_path) as (job, machine):
+        assert two_nodes.cut_and_heal(job, machine, seconds) == []
+
+
+@pytest.mark.parametrize("lock", ["gil", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("python", "c"))])
+def test_a_second_interrupt_ends_a_rank_of_the_other_machine_that_hangs_in_a_lock(lock: str, tmp_path: Path) -> None:
+    with two_nodes.joined(tmp_path) as (job, _):
+        assert two_nodes.interrupt_twice(job, lock) == []
 
 
 @pytest.mark.nightly

@@ -27,7 +27,9 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
     bundle: Annotated[
         str | None,
-        typer.Option("--bundle", metavar="RUN", help="pack this run for a bug report, without secrets"),
+        typer.Option(
+            "--bundle", metavar="RUN", help="pack this run for a bug report: only what is known to be harmless"
+        ),
     ] = None,
     **launch_options: Any,
 ) -> None:
@@ -47,7 +49,14 @@ def doctor(
     if bundle is not None:
         from paceline.doctor.bundle import write_bundle
 
-        print(f"written: {write_bundle(Path(bundle), findings=findings)}")
+        left_out: list[str] = []
+        print(f"written: {write_bundle(Path(bundle), findings=findings, say=left_out.append)}")
+        print(
+            "left out, because it may be private (README.txt in it has all of this):"
+            if left_out
+            else "nothing was left out"
+        )
+        print("\n".join(f"  {line}" for line in left_out))
         return
     print(to_json(findings) if json else describe(findings))
     raise SystemExit(1 if worst(findings) == "fail" else 0)

@@ -10,13 +10,19 @@ from typing import Literal
 
 from paceline.errors import did_you_mean
 
-Kind = Literal["settings", "options", "methods", "names", "hooks", "values", "arguments"]
+Kind = Literal["settings", "options", "methods", "names", "hooks", "values", "arguments", "dist"]
 
 
 def find_hint(kind: Kind, name: str) -> str:
     """What to use instead of a name of another framework; empty if the name is not known."""
     groups = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))[kind]
     return next((hint for names, hint in groups.items() if name in names.split()), "")
+
+
+def unknown_name(kind: Kind, module: str, name: str) -> AttributeError:
+    """For the `__getattr__` of a module."""
+    hint = find_hint(kind, name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}" + (f"; use {hint}" if hint else ""))
 
 
 def suggest(kind: Kind, name: str, known: Iterable[str]) -> str:

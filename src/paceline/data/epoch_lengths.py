@@ -74,4 +74,26 @@ class EpochLengths:
         return Place(epoch, step)
 
 
+class LaterLengths(EpochLengths):
+    """The lengths of epochs of data that a run began to read after others."""
+
+    def __init__(self, own: EpochLengths, begins: Place) -> None:
+        self._own, self._begins = own, begins
+
+    @property
+    def per_epoch(self) -> int | None:
+        return self._own.per_epoch
+
+    def of(self, epoch: int) -> int | None:
+        return self._own.of(epoch - self._begins.epoch)
+
+    def before(self, epoch: int | None) -> int | None:
+        steps = None if epoch is None else self._own.before(max(0, epoch - self._begins.epoch))
+        return None if steps is None else self._begins.skip + steps
+
+    def locate(self, step: int) -> Place | None:
+        place = self._own.locate(step - self._begins.skip)
+        return None if place is None else Place(place.epoch + self._begins.epoch, place.skip)
+
+
 UNKNOWN = EpochLengths(None, lambda: None)

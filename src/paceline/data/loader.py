@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from paceline.data.batches import apply
 from paceline.data.collate_hints import Collate, explain_pickling
-from paceline.data.epoch_lengths import EpochLengths, Place
+from paceline.data.epoch_lengths import EpochLengths, LaterLengths, Place
 from paceline.data.epoch_reader import plain_attributes
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
@@ -240,6 +240,23 @@ class IndexedLoader:
         content = content_of(indices) if self._watched else 0
         for share in self._slices[len(indices)]:
             yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
+
+
+class LaterLoader:
+    """A loader of data that the run began to read at epoch and step `begins`, after other data."""
+
+    def __init__(self, own: Loader, begins: Place) -> None:
+        self._own, self._begins = own, begins
+        self.input, self.repeatable, self.samples = own.input, own.repeatable, own.samples
+        self.lengths: EpochLengths = LaterLengths(own.lengths, begins)
+        self.fingerprint = own.fingerprint
+
+    def micros(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
+        own_epochs = None if epochs is None else epochs - self._begins.epoch
+        for micro in self._own.micros(first_step - self._begins.skip, own_epochs):
+            micro.step += self._begins.skip
+            micro.epoch += self._begins.epoch
+            yield micro
 
 
 class _Plan:

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-from paceline.data.generator_states import exchange_states, save_states
+from paceline.runtime.generator_states import exchange_states, save_states
 from paceline.runtime.rng import seed_cpu
 
 T = TypeVar("T")

@@ -3,13 +3,13 @@
     write_bundle(Path("runs/gpt"))              # paceline-gpt-20260131-120000.tar.gz in the working directory
 
 It contains text only: settings, records, logs, failure reports, stacks and the manifests of checkpoints, but no
-tensors. Everything passes `redact`, names of files included, and the user's name is removed from paths. The run folder
-may be somebody else's, so links are not followed and pipes are not opened. A failed write leaves nothing behind.
+tensors. `redact` lets through only what is known to be harmless, in names of files too, and README.txt says how much
+was left out and where. The run folder may be somebody else's, so links are not followed and pipes are not opened. A
+failed write leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import getpass
 import gzip
 import io
 import json
@@ -17,7 +17,7 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.doctor.finding import Finding
-from paceline.doctor.redact import REMOVED, redact, redact_values
+from paceline.doctor.known_words import is_known
+from paceline.doctor.redact import Redactor
 from paceline.errors import CheckpointError
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
-from paceline.text import format_bytes
+from paceline.text import format_bytes, plural
 
 MANIFEST = "manifest.json"  # as in checkpoint/manifest.py, which imports torch
 MAX_BYTES = 64 << 20  # of a bundle, before compression
@@ -41,16 +42,12 @@ _WHOLE = 4 << 20  # bytes of a file that is of no use when cut
 _README_BYTES = 1 << 20
 _MAX_ENTRIES = 10_000  # of a folder
 _MAX_LISTED = 500  # files that the README names as left out
-_TRAINING = re.compile(
-    r"(?:NCCL|GLOO|TORCH[A-Z]*|PYTORCH|CUDA|OMP|MASTER|SLURM|PACELINE)_\w+|(?:[A-Z]+_)*(?:RANK|WORLD_SIZE)"
-)
-_NAME = r"""[^/\s"'`:,;()\[\]{}<>\\~]+"""
-_NAME_END = r"""(?![^/\s"'`:,;()\[\]{}<>\\])"""
 _README = """\
 A report about the paceline run {run}.
 
-Look through it before you share it. Secrets were removed where they could be recognized, and so was the name of the
-user in paths. What remains are settings, logs, and the names of files, packages and environment variables.
+Look through it before you share it. Only what is known to be harmless was let through: paceline's own records, known
+lines of logs, and settings with known names and values. <#1>, <#2>, … stand for the rest, and the same number for the
+same text.
 
 Contents (bytes, name):
 
@@ -69,18 +66,23 @@ def write_bundle(
     target: Path | None = None,
     findings: Sequence[Finding] = (),
     environment: Mapping[str, str] = os.environ,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Returns the path of the bundle, by default a new file in the working directory. No file is overwritten."""
+    """Returns the path of the bundle, by default a new file in the working directory. No file is overwritten. `say`
+    gets a line for each file from which something was left out."""
     folder = _require_run(run)
-    clean = _Cleaner.of(environment)
+    clean = Redactor()
     members = _Members(clean)
-    members.add("doctor.json", _to_json([finding.to_json() for finding in findings]))
-    members.add("environment.json", _to_json(_variables(environment, clean.users)))
-    members.add("packages.txt", _packages())
+    members.add("doctor.json", _to_json(clean.values([finding.to_json() for finding in findings])))
+    members.add("environment.json", _to_json(clean.variables(environment)))
+    members.add("packages.txt", _packages(clean))
     for path in _files(folder):
         members.add_file(path, folder)
-    name = clean.name(folder.path.name)
-    return _write(target, name, {"README.txt": members.readme(name), **members.texts})
+    name = clean.file_name(folder.path.name)
+    written = _write(target, name, {"README.txt": members.readme(name), **members.texts})
+    for line in _at_most(members.left_out, 20):
+        say(line)
+    return written
 
 
 def _require_run(path: Path) -> RunFolder:
@@ -91,61 +93,38 @@ def _require_run(path: Path) -> RunFolder:
     return folder
 
 
-@dataclass(frozen=True)
-class _Cleaner:
-    """Removes secrets from texts, and home folders and names of users from paths."""
-
-    homes: re.Pattern[str]
-    names: re.Pattern[str]
-    users: frozenset[str]
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> _Cleaner:
-        users = {environment.get("USER", ""), environment.get("LOGNAME", "")}
-        with suppress(OSError, KeyError):
-            users.add(getpass.getuser())
-        users -= {"", "root"}
-        known = {environment.get("HOME", "").rstrip("/"), str(Path("~").expanduser())} - {"", "~"}
-        homes = [*map(re.escape, sorted(known, key=len, reverse=True)), f"/(?:home|Users)/{_NAME}"]
-        names = [rf"(?<=/home/){_NAME}", *(rf"(?<=/){re.escape(user)}" for user in sorted(users))]
-        return cls(
-            re.compile(rf"(?<![\w.~-])(?:{'|'.join(homes)}){_NAME_END}"),
-            re.compile(rf"(?:{'|'.join(names)}){_NAME_END}"),
-            frozenset(users),
-        )
-
-    def text(self, text: str) -> str:
-        return self.names.sub("~", self.homes.sub("~", redact(text)))
-
-    def name(self, name: str) -> str:
-        """The name of a file or folder, with nothing in it that a file system or a terminal could misunderstand."""
-        name = self.text(f"/{name}")[1:].replace(REMOVED, "removed")
-        return re.sub(r"[^\w.~@+=,-]", "_", name.encode(errors="replace").decode())
-
-
 @dataclass
 class _Members:
     """The texts of a bundle by name, as far as they fit, and what was left out."""
 
-    clean: _Cleaner
+    clean: Redactor
     texts: dict[str, bytes] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     size: int = _README_BYTES
 
     def add_file(self, path: Path, folder: RunFolder) -> None:
-        name = "/".join(self.clean.name(part) for part in path.relative_to(folder.path).parts)
+        name = "/".join(map(self.clean.file_name, path.relative_to(folder.path).parts))
         try:
-            self.add(name, _read(path, is_metrics=path == folder.metrics))
+            text = _read(path, is_metrics=path == folder.metrics)
+            self.add(name, _redacted(self.clean, path.suffix, text))
         except FileNotFoundError:
             pass
-        except OSError as error:
-            self.left_out.append(f"{name}: {self.clean.text(error.strerror or str(error))}")
+        except (OSError, ValueError, RecursionError) as error:
+            reason = (
+                "not valid JSON" if isinstance(error, ValueError | RecursionError) else error.strerror or str(error)
+            )
+            self.clean.take_counts()
+            self.left_out.append(f"{name}: {self.clean.message(reason)}")
 
     def add(self, name: str, text: str) -> None:
-        content = self.clean.text(text).encode(errors="replace")
+        """`text` has passed the redactor."""
+        content, counts = text.encode(errors="replace"), self.clean.take_counts()
         if self.size + len(content) > MAX_BYTES:
             self.left_out.append(f"{name}: the bundle would be larger than {format_bytes(MAX_BYTES)}")
             return
+        if counts.total():
+            left_out = (plural(number, kind.rstrip("s")) for kind, number in sorted(counts.items()) if number)
+            self.left_out.append(f"{name}: {', '.join(left_out)}")
         # Two names may differ in nothing but what was removed.
         names = (name if number == 1 else f"{name}-{number}" for number in count(1))
         self.texts[next(free for free in names if free not in self.texts)] = content
@@ -153,9 +132,13 @@ class _Members:
 
     def readme(self, run: str) -> bytes:
         contents = "\n".join(f"{len(content):>10}  {name}" for name, content in self.texts.items())
-        more = len(self.left_out) - _MAX_LISTED
-        left_out = "\n".join([*self.left_out[:_MAX_LISTED], *([f"and {more} more files"] if more > 0 else [])])
+        left_out = "\n".join(_at_most(self.left_out, _MAX_LISTED))
         return _README.format(run=run, contents=contents, left_out=left_out or "nothing").encode()[:_README_BYTES]
+
+
+def _at_most(lines: list[str], number: int) -> list[str]:
+    more = len(lines) - number
+    return [*lines[:number], *([f"and parts of {more} more files"] if more > 0 else [])]
 
 
 def _files(folder: RunFolder) -> Iterator[Path]:
@@ -193,9 +176,7 @@ def _read(path: Path, *, is_metrics: bool) -> str:
     text = content.decode(errors="replace")
     if "\0" in text or text.count("\ufffd") > len(text) // 10:
         raise OSError("not text")
-    if path.suffix == ".jsonl":
-        return "\n".join(map(_redacted_json, text.split("\n")))
-    return _redacted_json(text) if path.suffix == ".json" else text
+    return text
 
 
 def _last_records(file: BinaryIO, size: int) -> bytes:
@@ -218,28 +199,40 @@ def _ends(file: BinaryIO, size: int) -> bytes:
     return head + f"\n[… {size - len(head) - len(tail):,} bytes were left out here …]\n".encode() + tail
 
 
-def _redacted_json(text: str) -> str:
-    """Redacted as values, if it is JSON. Its text is redacted as well, like any other."""
+def _redacted(clean: Redactor, suffix: str, text: str) -> str:
+    """By the kind of the file. Raises ValueError or RecursionError if it is no JSON, although its name says so."""
+    if suffix == ".json":
+        return json.dumps(clean.values(json.loads(text)), ensure_ascii=False, indent=1)
+    if suffix == ".jsonl":
+        return "".join(_record(clean, line) for line in text.split("\n") if line.strip())
+    return clean.settings(text) if suffix == ".yaml" else clean.log(text)
+
+
+def _record(clean: Redactor, line: str) -> str:
+    """A line of JSON, or nothing: a killed writer leaves half a line."""
     try:
-        values = redact_values(json.loads(text))
+        return json.dumps(clean.values(json.loads(line)), ensure_ascii=False) + "\n"
     except (ValueError, RecursionError):
-        return text
-    return json.dumps(values, ensure_ascii=False, indent=1 if "\n" in text.strip() else None)
+        clean.leave_out("lines", 1)
+        return ""
 
 
 def _to_json(values: Any) -> str:
-    return json.dumps(redact_values(values), ensure_ascii=False, indent=1) + "\n"
+    return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
 
 
-def _variables(environment: Mapping[str, str], users: frozenset[str]) -> dict[str, str | None]:
-    """All variables; the values of those that matter for training, others as null."""
-    shown = {name: "~" if value in users else value for name, value in environment.items() if _TRAINING.fullmatch(name)}
-    return {name: shown.get(name) for name in sorted(environment)}
-
-
-def _packages() -> str:
-    installed = {f"{each.metadata['Name']} {each.version}\n" for each in metadata.distributions()}
-    return "".join(sorted(installed, key=str.lower))
+def _packages(clean: Redactor) -> str:
+    """With their versions, if paceline knows or needs them: others may be private."""
+    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    needed, found = ["paceline", "torch"], set[str]()
+    while needed:
+        if (name := needed.pop()) not in found:
+            found.add(name)
+            with suppress(metadata.PackageNotFoundError):
+                needed += [re.split(r"[^\w.-]", each)[0] for each in metadata.requires(name) or ()]
+    named = {name for name in installed if name in found or is_known(name)}
+    clean.leave_out("values", len(installed) - len(named))
+    return "".join(f"{name} {clean.message(installed[name])}\n" for name in sorted(named, key=str.lower))
 
 
 def _write(target: Path | None, run: str, members: Mapping[str, bytes]) -> Path:

@@ -35,7 +35,6 @@ from paceline.runtime.noise import NoiseContext
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-5}
 _HALF = 2e-2
-_NOT_CHECKED = "not-checked"
 _SMALL = 1e-2  # losses are compared as if they were at least this
 
 _CAUSES = (
@@ -155,7 +154,7 @@ def _joined_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def not_checked(what: str, error: str) -> str:
     """The warning for a check that failed itself."""
     return TrainError(
-        _NOT_CHECKED,
+        "not-checked",
         f"Checking {what} failed: {error}.",
         why="a trial of the loss, on a part of a batch or in eval mode, raised an exception that training did not",
         fix="compute the loss for any number of samples; compare layouts by `paceline parity`",
@@ -163,7 +162,7 @@ def not_checked(what: str, error: str) -> str:
 
 
 def is_failure(warning: str) -> bool:
-    return warning.startswith(f"[train.{_NOT_CHECKED}]")
+    return warning.startswith("[train.not-checked]")
 
 
 @contextmanager

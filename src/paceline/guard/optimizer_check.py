@@ -8,6 +8,7 @@ separately.
 from __future__ import annotations
 
 import inspect
+import traceback
 from typing import Any
 
 import torch
@@ -23,14 +24,13 @@ _STEPS = 2
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuse unsupported optimizers before anything is built."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TrainError(
-            "needs-closure",
-            "LBFGS evaluates the loss several times in one step.",
-            why="a step is one pass over its micro-batches, on all ranks at the same time",
-            fix="use another optimizer",
-        )
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # Of the class: a scheduler replaces the method of the object.
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
+            raise needs_closure(optimizer)
+        return
+    if optimizer is None:
         return
     if isinstance(optimizer, (list, tuple, set)):
         raise TrainError(
@@ -48,6 +48,20 @@ def check_optimizer(optimizer: Any) -> None:
         f"{(optimizer if is_class else type(optimizer)).__name__}.",
         fix=f'{made}, or settings: optimizer={{"name": "adamw", "lr": 1e-3}}',
     )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> TrainError:
+    return TrainError(
+        "needs-closure",
+        f"{type(optimizer).__name__}.step() needs a closure that evaluates the loss again.",
+        why="a step is one pass over its micro-batches, on all ranks at the same time, and calls step() without one",
+        fix="use another optimizer; or one whose step() works without a closure",
+    )
+
+
+def asks_for_closure(error: Exception) -> bool:
+    """Whether `step()` failed at a line about its closure, which is None."""
+    return "closure" in f"{error} {traceback.extract_tb(error.__traceback__)[-1].line}"
 
 
 def require_separable(optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None, log: Log) -> None:

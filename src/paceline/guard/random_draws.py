@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import isclose
 from pathlib import Path
+from struct import unpack
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
 from paceline.guard.kept_state import TOLERANCE, trial_loss
 from paceline.guard.loss_halves import not_checked
+from paceline.log import Log
 from paceline.models.loss_module import LossModule
 from paceline.parallel.fsdp import reshard_all
 from paceline.run.user_frame import UserFrame
@@ -34,12 +36,73 @@ from paceline.runtime.sample_keys import SampleKeys
 
 _Run = Callable[[Any], Any]
 _SHOWN = 4
+_GENERATORS = ("Python's random", "numpy.random", "numbers of torch's generator")  # as in `positions_now`
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 _RECURRENT = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
 _ADVICE = (
     "random numbers: {} are drawn from the generator of a rank, so the loss depends on the number of ranks. Dropout is "
     "computed by sample where the first dim is the samples; for noise, use paceline.noise(like)"
 )
+
+
+class LateDraws:
+    """Finds numbers that are drawn from a later step on: two looks at the generators for each micro-batch.
+
+    What the first check found to have no effect, such as noise of strength zero, is checked again as training goes on.
+    Otherwise one process finds the calls and whether they matter. With several ranks, each of them speaks for itself:
+    a shape, and so what is drawn, may be that of one rank.
+    """
+
+    def __init__(
+        self, draw: NoiseContext, describe: Callable[[MicroBatch], str | None], say: Callable[[str], None], log: Log
+    ) -> None:
+        """`say`: called on all ranks with what they found together."""
+        assert draw.keys is not None
+        self._draw, self._keys, self._describe, self._say = draw, draw.keys, describe, say
+        self._log = Log(collectives.rank(), every_rank=True, stream="stdout")
+        self._log.on_warning = log.on_warning
+        self._known: set[tuple[int, ...]] = set()  # numbers of words that were drawn without effect
+        self.checks_again = any(collectives.all_gather_object(bool(self._keys.drawn)))
+        self._learns = bool(self._keys.drawn)
+        self._epoch = self._step = 0  # of the last check
+
+    def __call__(self, micro: MicroBatch, before: tuple[bytes, ...], after: tuple[bytes, ...]) -> None:
+        words = tuple(_words(*pair) for pair in zip(before, after, strict=True))
+        begins = any(words) and words not in self._known and not self._learns
+        if any(words):
+            self._learns = False
+            self._known.add(words)
+        if begins and collectives.world() > 1:
+            self._draw.watch = None
+            self._log.warning(self._explain(micro, words))
+        elif begins or (self.checks_again and self._is_due(micro)):
+            self._keys.drawn, self.checks_again = self._keys.drawn or ["drawn"], True
+            if text := self._describe(micro):
+                self._draw.watch = None
+                self._say(text)
+
+    def _is_due(self, micro: MicroBatch) -> bool:
+        """At powers of two, and at the beginning of an epoch, for what a callback changes there. Equal on all ranks."""
+        step, since = micro.step, micro.step - self._step
+        due = since > 0 and (step & (step - 1) == 0 or (micro.epoch != self._epoch and 8 * since >= step))
+        self._epoch = micro.epoch
+        if due:
+            self._step = step
+        return due
+
+    def _explain(self, micro: MicroBatch, words: tuple[int, ...]) -> str:
+        names = [name for name, count in zip(_GENERATORS, words, strict=True) if count]
+        calls = [f"{what} of shape {shape}" for what, shape in self._keys.kept.items()] or names
+        found = f"{_ADVICE.format('; '.join(calls))}. It began in step {micro.step + 1}"
+        return f"{found}, on rank {collectives.rank()} at least; on one rank, paceline names the line"
+
+
+def _words(before: bytes, after: bytes) -> int:
+    """How many words of a Mersenne Twister were drawn, modulo 624; 625 if that is zero."""
+    if before == after:
+        return 0
+    changes = [(b - a) % 624 for a, b in zip(unpack("5I", before), unpack("5I", after), strict=True)]
+    return changes[0] or changes[-1] or 625
 
 
 def describe_draws(

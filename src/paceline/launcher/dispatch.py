@@ -13,7 +13,7 @@ from paceline.errors import LaunchError
 from paceline.launcher.cluster import node_env
 from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
-from paceline.launcher.workload import Workload, choose_ranks
+from paceline.launcher.workload import Workload, choose_ranks, reject_launch_on_rank
 from paceline.runtime.environment import read_exported
 from paceline.runtime.scheduler_env import read_allocation
 
@@ -78,6 +78,7 @@ def dispatch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> in
 
 def _launch_here(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
     """Launch on this node only."""
+    reject_launch_on_rank("a command that launches ranks")
     found = node_env.read_node_environment(os.environ)
     wanted = spec if spec.ranks is not None or found is None else replace(spec, ranks=found.ranks)
     if read_exported(os.environ) is not None:

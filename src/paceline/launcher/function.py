@@ -23,7 +23,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import manual, node_env
 from paceline.launcher.local import rank_logs
 from paceline.launcher.local.start import LocalStart, NodeAssignment
-from paceline.launcher.workload import Workload, choose_ranks
+from paceline.launcher.workload import Workload, choose_ranks, reject_launch_on_rank
 from paceline.log import Log
 from paceline.run import failures
 from paceline.run.folder import RunFolder
@@ -34,6 +34,9 @@ _OBJECTS = {"History": "paceline.run.history"}
 
 # Parameters of functions written for torch.multiprocessing.spawn, and the attribute of a rank that each gets.
 _FILLED = {"rank": "rank", "local_rank": "local_rank", "world_size": "world"}
+
+# What other launchers call the number of ranks.
+_COUNTS = ("world_size", "nprocs", "nproc_per_node", "num_processes", "num_gpus", "n")
 
 _log = Log(stream="stdout")  # interleaves with the output of the caller
 
@@ -67,15 +70,8 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
         >>> paceline.launch(total, ranks=2, scale=10)
         30.0
     """
-    rank_info = environment.read_rank_info() if environment.is_rank() else None
-    if rank_info is not None and rank_info.world > 1:
-        raise LaunchError(
-            "inside-a-rank",
-            f"paceline.launch() was called on rank {rank_info.rank} of {rank_info.world}.",
-            why="a launcher has started the ranks already; each of them would start ranks of its own",
-            fix="run the script with python, or call the function directly and keep the launcher",
-        )
-    filled = _filled_parameters(fn, kwargs)
+    reject_launch_on_rank("paceline.launch()")
+    filled = _filled_parameters(fn, ranks, kwargs)
     found = node_env.read_node_environment(os.environ)
     asked = found.ranks if ranks is None and found is not None else ranks
     number, reason = choose_ranks(asked, device=None, on_cpu=1)
@@ -92,7 +88,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
         return _load(result)
 
 
-def _filled_parameters(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
+def _filled_parameters(fn: Callable[..., Any], ranks: int | None, kwargs: Mapping[str, Any]) -> list[str]:
     """The parameters to fill in on each rank. Invalid arguments are an error here, not on every rank."""
     if not callable(fn):
         raise LaunchError(
@@ -102,6 +98,7 @@ def _filled_parameters(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> lis
             fix="pass the function itself, and its arguments by name: paceline.launch(main, ranks=2, NAME=VALUE)",
         )
     signature = inspect.signature(fn)
+    _reject_other_counts(fn, signature, ranks, kwargs)
     bound = signature.bind_partial(**kwargs).arguments
     required = [name for name, each in signature.parameters.items() if each.default is each.empty]
     missing = [name for name in required if name not in bound and not str(signature.parameters[name]).startswith("*")]
@@ -114,6 +111,23 @@ def _filled_parameters(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> lis
             fix=f"call paceline.launch({name}, ranks=2, {call})",
         )
     return missing
+
+
+def _reject_other_counts(
+    fn: Callable[..., Any], signature: inspect.Signature, ranks: int | None, kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a number of ranks by the name that another launcher has for it. A parameter of fn is its own business, but
+    a world_size has to be true."""
+    for name, value in kwargs.items():
+        is_own = name in signature.parameters and name != "world_size"
+        if name in _COUNTS and not is_own and (ranks is None or (name == "world_size" and value != ranks)):
+            call = f"paceline.launch({getattr(fn, '__name__', 'fn')}, ranks={value!r})"
+            raise LaunchError(
+                "bad-options",
+                f"launch() got {name}={value!r}, but ranks={ranks!r}.",
+                why=f"only `ranks` says how many ranks to start; {name} would be an argument of the function",
+                fix=f"use {call}; on each rank, its parameters rank and world_size are filled in",
+            )
 
 
 def _run_here(workload: Workload, start: LocalStart) -> None:

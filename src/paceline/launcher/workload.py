@@ -92,6 +92,18 @@ class Workload:
         return Path(self.target.name) if self.target is not None and self.target.kind == "script" else None
 
 
+def reject_launch_on_rank(what: str) -> None:
+    """Raise an error if a launcher has started this process as one of several ranks."""
+    info = environment.read_rank_info() if environment.is_rank() else None
+    if info is not None and info.world > 1:
+        raise LaunchError(
+            "inside-a-rank",
+            f"{what} was called on rank {info.rank} of {info.world}.",
+            why="a launcher has started the ranks already; each of them would start ranks of its own",
+            fix="run the script with python, or call the function directly and keep the launcher",
+        )
+
+
 def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) -> tuple[int, str]:
     """The number of ranks and the reason. `on_cpu` is the default without GPUs."""
     gpus = _gpus(device)

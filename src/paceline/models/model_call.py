@@ -78,7 +78,7 @@ def _require_pair(batch: Any) -> None:
 
 def _require_mean(criterion: Any) -> None:
     reduction = getattr(criterion, "reduction", "mean")
-    if reduction != "mean":
+    if reduction not in ("mean", "batchmean"):  # that of KLDivLoss: a mean over samples
         raise TrainError(
             "criterion-not-a-mean",
             f"Unsupported reduction={reduction!r} of {type(criterion).__name__}.",
@@ -185,6 +185,16 @@ def _call_with_batch(model: Any, batch: Any) -> Any:
             "loss_fn=lambda model, batch: criterion(model(batch[0])[key], batch[1])"
         )
         raise
+    except AttributeError as error:
+        if f"'{type(batch).__name__}' object has no attribute" not in str(error):
+            raise
+        raise TrainError(
+            "ambiguous-batch",
+            f"forward() of {type(model).__name__}{place_of(getattr(model, 'forward', None))} was called with the "
+            f"batch, {_describe(batch)}: {error}.",
+            why="without a criterion, the model gets the batch as its only argument, labels included",
+            fix="pass loss_fn=lambda model, batch: model(batch[0]), or criterion=… for (input, target) batches",
+        ) from error
 
 
 def choose_outputs(model: nn.Module, batch: Any) -> ModelCall:

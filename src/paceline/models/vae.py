@@ -5,6 +5,7 @@ Its noise comes from `paceline.noise`, so it does not depend on how a batch is s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ class VAE(nn.Module):
         self.encoder = nn.Sequential(nn.Linear(pixels, width), nn.GELU(), nn.Linear(width, 2 * latent))
         self.decoder = nn.Sequential(nn.Linear(latent, width), nn.GELU(), nn.Linear(width, pixels))
 
-    def forward(self, inputs: Tensor) -> dict[str, Any]:
-        """The negative ELBO: a mean over samples of a sum over pixels and latents."""
+    def forward(self, inputs: Tensor | Sequence[Tensor]) -> dict[str, Any]:
+        """The negative ELBO: a mean over samples of a sum over pixels and latents. Labels, in batches of (images,
+        labels), are not used."""
+        inputs = inputs if isinstance(inputs, Tensor) else inputs[0]
         mean, log_variance = self.encoder(inputs.flatten(1)).chunk(2, dim=1)
         latent = mean + torch.exp(0.5 * log_variance) * noise(mean)
         logits = self.decoder(latent)

@@ -98,7 +98,7 @@ def compose(subject: Subject, context: Composition) -> Wrapped:
 
 def change_recompute(subject: Subject, context: Composition) -> None:
     """Switch a composed model to the `recompute` of the config."""
-    context.log.info(recompute(subject.model, context.config.recompute, subject.blocks))
+    context.log.info(_recompute(subject, context))
     if context.config.compile:
         torch.compiler.reset()  # compiled graphs contain the previous setting
         context.log.info(_compile(subject, context))
@@ -202,7 +202,7 @@ def _tensor(subject: Subject, context: Composition) -> str:
 
 
 def _recompute(subject: Subject, context: Composition) -> str:
-    return recompute(subject.model, context.config.recompute, subject.blocks)
+    return recompute(subject.model, context.config.recompute, subject.blocks, context.log.warning)
 
 
 def _compile(subject: Subject, context: Composition) -> str:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.config.sections import FsdpSection
@@ -42,7 +43,8 @@ def shard(
     """Shard `root` in place: each block is a group, and the remaining parameters are another.
 
     Parameters are gathered in `gather_dtype`, and gradients are reduced in float32. Inputs and outputs are not cast:
-    autocast determines the dtype of each operation, as in every other layout.
+    autocast determines the dtype of each operation, as in every other layout. Without autocast, `param_dtype` is the
+    one of operations, and inputs of the model and its blocks are cast to it, as FSDP does by default.
     """
     if settings.offload:
         require_gpu(mesh.device)
@@ -61,7 +63,11 @@ def shard(
     }
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
     output = DTYPES[settings.output_dtype] if settings.output_dtype else None
-    block_policy = replace(policy, output_dtype=output)
+    casts = settings.param_dtype is not None and gather_dtype is None
+    block_policy = replace(policy, output_dtype=output, cast_forward_inputs=casts)
+    if casts:  # not those of the root: targets keep their dtype
+        model = root.get_submodule("model") if hasattr(root, "model") else root
+        model.register_forward_pre_hook(partial(_cast_inputs, param), prepend=True, with_kwargs=True)
     # With degree 1, shards are full tensors and resharding only copies.
     reshard = settings.reshard and mesh.degrees.shard > 1
     _cast_buffers(root, settings)
@@ -75,6 +81,13 @@ def shard(
     running = _track_running(root)
     _keep_gathered(root, running)
     _guard(root, running)
+
+
+def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, (args, kwargs))
 
 
 def _groups_in(root: nn.Module) -> list[Any]:

@@ -88,7 +88,7 @@ def _reshard(state: Mapping[str, Any], old: Tensor, new: Tensor, name: str, as_l
     return resharded
 
 
-def raise_on_mixed_tensors(error: RuntimeError, optimizer: optim.Optimizer) -> None:
+def raise_on_mixed_tensors(error: Exception, optimizer: optim.Optimizer) -> None:
     """Replace torch's error when a custom optimizer mixes plain tensors and DTensors."""
     if "mixed torch.Tensor and DTensor" in str(error):
         raise LayoutError(

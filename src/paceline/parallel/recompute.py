@@ -6,6 +6,9 @@
 | every-N   | its input, for every Nth block, starting with the first; everything of the others |
 | selective | outputs of matrix products, convolutions and attention                            |
 
+Blocks that are single layers would save nothing: a layer's input is all that it keeps. In an nn.Sequential, groups of
+layers are recomputed instead, with the activations between them; elsewhere a warning says so.
+
 The forward of each block is wrapped in torch's checkpoint, in place, so module names are unchanged. The second forward
 is bitwise identical to the first: dropout and `paceline.noise` draw the same numbers, and running statistics of batch
 norms are not updated again.
@@ -17,14 +20,18 @@ happens inside the graph, where `paceline.noise` is not supported.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
+from math import isqrt
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -47,6 +54,8 @@ _SAVED_OPS = {
     _ATEN._scaled_dot_product_cudnn_attention.default,
 }
 
+# They keep their input for the backward, and nothing else that recomputing them would free.
+_SINGLE = (nn.Linear, nn.Bilinear, nn.Embedding, nn.PReLU, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _ConvNd, _NormBase)
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -71,6 +80,18 @@ class RecomputedForward:
         """Contexts of the first and the second forward; the second restores the state that the first one saw."""
         first, cached = _selective() if self.selective else (nullcontext(), None)
         return first, _Again(self._norms, self._power, cached)
+
+
+class GroupedForward:
+    """Replaces the forward of an nn.Sequential whose children are recomputed in groups."""
+
+    def __init__(self, groups: list[nn.Sequential]) -> None:
+        self.groups = groups
+
+    def __call__(self, input: Any) -> Any:
+        for group in self.groups:
+            input = group.forward(input)  # of the children only: the hooks are those of the whole
+        return input
 
 
 class _Again:
@@ -113,7 +134,9 @@ class _Again:
         return self._entered.pop().__exit__(*raised)
 
 
-def recompute(model: nn.Module, kind: str, names: list[str] | None = None) -> str:
+def recompute(
+    model: nn.Module, kind: str, names: list[str] | None = None, warn: Callable[[str], None] = warnings.warn
+) -> str:
     """Set the kind of recomputation of the blocks, in place. Returns a summary for the log."""
     blocks = find_blocks(model, names)
     if names == []:
@@ -125,16 +148,54 @@ def recompute(model: nn.Module, kind: str, names: list[str] | None = None) -> st
             why="recomputation is applied per block: a list of identical layers",
             fix="list the modules, blocks: [encoder.layers.*], or remove recompute",
         )
+    for module in model.modules():
+        _restore(module)
+    single = [(name, block) for name, block in blocks if isinstance(block, _SINGLE)]
     every = _every(kind)
-    count = 0
-    for number, (_, block) in enumerate(blocks):
-        _restore(block)
-        if every and number % every == 0:
-            block.forward = RecomputedForward(block.forward, block, selective=kind == "selective")
-            count += 1
-    summary = f"recompute: {kind}, {count} of {len(blocks)} blocks"
+    # FSDP2 gathers layers inside of a group, which torch's selective checkpoints do not expect.
+    can_group = every and names is None and kind != "selective" and single == blocks
+    groups = _group_layers(model, single) if can_group else []
+    chosen = (groups or [block for _, block in blocks])[::every] if every else []
+    for block in chosen:
+        block.forward = RecomputedForward(block.forward, block, selective=kind == "selective")
+    count = len(chosen)
+    summary = f"recompute: {kind}, {count} of {len(groups or blocks)} {'groups of layers' if groups else 'blocks'}"
+    if chosen and single == blocks and not groups:
+        name, block = blocks[0]
+        error = LayoutError(
+            "recompute-saves-nothing",
+            f"recompute is {kind}, but each block is a single layer: {name} is {type(block).__name__}.",
+            why="a layer keeps nothing but its input, which is kept anyway: it is computed twice and saves no memory",
+            fix="list modules of several layers, blocks: [encoder, decoder], or remove recompute; in an nn.Sequential, "
+            'recompute="full" recomputes groups of layers',
+        )
+        warn(str(error))
     cached = count > 0 and huggingface.disable_cache(model)
     return f"{summary}; disabled use_cache" if cached else summary
+
+
+def _group_layers(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> list[nn.Module]:
+    """Let each nn.Sequential with such layers run its children in groups: about as many as a group has layers, so that
+    the inputs of all groups and the activations within one take the least memory. None if a layer is elsewhere."""
+    modules, parents = dict(model.named_modules()), {name.rpartition(".")[0] for name, _ in layers}
+    if any(type(modules[name]).forward is not nn.Sequential.forward for name in parents):
+        return []
+    found: list[nn.Module] = []
+    for name, sequential in modules.items():  # in the order of the model, alike on every rank
+        if name not in parents or any(_is_inside(name, outer) for outer in parents):
+            continue
+        children = list(sequential.children())
+        starts = [at for at, child in enumerate(children) if any(True for _ in child.parameters())]
+        each = -(-len(starts) // isqrt(len(starts)))
+        edges = [0, *starts[each::each], len(children)]
+        groups = [nn.Sequential(*children[start:end]) for start, end in pairwise(edges)]
+        sequential.forward = GroupedForward(groups)
+        found += [group for group in groups if len(group) > 1]
+    return found
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def _every(kind: str) -> int:
@@ -144,6 +205,8 @@ def _every(kind: str) -> int:
 
 
 def _restore(block: nn.Module) -> None:
+    if isinstance(block.forward, GroupedForward):
+        del block.forward
     if isinstance(block.forward, RecomputedForward):
         original = block.forward.forward
         del block.forward  # the attribute of the instance, which shadows that of the class

@@ -73,7 +73,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None, async_op: bo
         async_op: whether to return at once; the result is valid after `wait()` of the returned handle
 
     Returns:
-        A handle with `async_op`, otherwise None.
+        A handle with `async_op`, otherwise None, as in torch: the result is in `tensor`.
 
     Raises:
         WorldError: `world.different-collectives`; `world.bad-op`, `world.not-a-tensor`, `world.mean-of-integers`

@@ -9,16 +9,17 @@ accumulation changes it. Elsewhere it is `torch.randn_like`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
+from paceline.runtime.generator_states import positions_now
 from paceline.runtime.rng import derive_seed, rewound
 from paceline.runtime.sample_keys import SampleKeys, Samples, SavedKeys
 
@@ -33,6 +34,12 @@ class Draw(NamedTuple):
 
     def fill(self, seed: int) -> None:
         self.rows.copy_(_draw(self.rows, seed, self.first, self.step_samples))
+
+
+class Watch(Protocol):
+    checks_again: bool  # whether to call it in any case
+
+    def __call__(self, samples: Any, before: tuple[bytes, ...], after: tuple[bytes, ...], /) -> None: ...
 
 
 @dataclass
@@ -52,8 +59,8 @@ class NoiseContext:
     """
 
     __slots__ = (
-        "_around", "_entered", "_last", "_outer", "_saved", "_seed", "_token", "around", "captured", "draws", "idle",
-        "keys", "samples",
+        "_around", "_before", "_entered", "_last", "_outer", "_saved", "_seed", "_token",
+        "around", "captured", "draws", "idle", "keys", "samples", "watch", "watched",
     )  # fmt: skip
 
     def __init__(self, seed: int, samples: Samples | None = None, keys: SampleKeys | None = None) -> None:
@@ -63,7 +70,8 @@ class NoiseContext:
         self._saved: SavedKeys | None = None
         self._last: NoiseContext | None = None  # where the last forward of a custom loop ended
         self.around: Callable[[], AbstractContextManager[Any]] | None = None  # what copies enter as well
-        self._entered = False
+        self.watch: Watch | None = None  # called with a micro-batch in which generators were drawn from
+        self._entered = self.watched = False
         self.idle = keys is None  # whether no dropout has been seen so far
 
     def __enter__(self) -> NoiseContext:
@@ -98,6 +106,8 @@ class NoiseContext:
         keys = self.keys
         if keys is None:
             return
+        if self.watch is not None:
+            self._before = positions_now()
         if not self.idle:
             keys.begin(samples)
             return
@@ -113,6 +123,13 @@ class NoiseContext:
             self.keys.end()
             self.idle = self.keys.used is False and not self.keys.watches
 
+    def look(self, samples: Any) -> None:
+        """Call after `end`: were numbers drawn from a generator, which do not belong to samples?"""
+        if self.watch is not None:
+            now = positions_now()
+            if now != self._before or self.watch.checks_again:
+                self.watch(samples, self._before, now)
+
     def begin_forward(self, samples: Samples) -> None:
         """Call before a forward of a custom loop. A further one of the same samples has other numbers."""
         self.begin(samples)
@@ -120,9 +137,18 @@ class NoiseContext:
         if self._last is not None and last is not None and _place(last) == _place(samples):
             self.resume(self._last)
 
-    def end_forward(self) -> None:
+    def end_forward(self, samples: Samples) -> None:
         self._last = self.copy()
         self.end()
+        self.look(samples)
+
+    @contextmanager
+    def forward_of(self, samples: Samples) -> Iterator[None]:
+        self.begin_forward(samples)
+        try:
+            yield
+        finally:
+            self.end_forward(samples)
 
     def uninstalled(self) -> AbstractContextManager[Any]:
         """While the forwards of blocks are changed."""

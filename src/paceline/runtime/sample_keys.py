@@ -92,6 +92,7 @@ class SampleKeys:
         self.drawn: list[str] = []  # the generators that were found
         self.splits = True  # whether the model is called with the batch itself, not with stacked views of its samples
         self.time_major = False  # whether activations of shape (tokens, samples, width) occur
+        self.time_major_calls: dict[tuple[str, int], bool] = {}  # by scope and number, where the shape showed it
         self.shard: tuple[str, int, int] | None = (
             None  # "tokens" or "features" of this rank's activations, its number, and the width of a shard
         )

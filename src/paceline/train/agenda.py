@@ -35,6 +35,7 @@ class Agenda:
     max_steps: int | None = None
     is_pause: bool = False  # at max_steps: the run continues later
     steps_per_epoch: int | None = None
+    epochs_from: int = 0  # the step at which the first epoch of this length began
     eval_every: int | None = None  # None: at the end of every epoch
     save_every: int | None = None
     profiler: Profiler | None = None
@@ -50,8 +51,11 @@ class Agenda:
     reason: str = END_OF_DATA
 
     def next_due(self, step: int) -> int:
-        intervals = (self.log_every, self.eval_every, self.save_every, self.steps_per_epoch)
+        intervals = (self.log_every, self.eval_every, self.save_every)
         due = [(step // interval + 1) * interval for interval in intervals if interval]
+        if self.steps_per_epoch:
+            done = (step - self.epochs_from) // self.steps_per_epoch
+            due.append((done + 1) * self.steps_per_epoch + self.epochs_from)
         if self.max_steps is not None:
             due.append(self.max_steps)
         if self.profiler is not None:
@@ -103,7 +107,8 @@ class Agenda:
 
     def _after_epoch_and_evaluation(self, step: int, epoch: int) -> str | None:
         """Do whichever of the two is due after `step` and not done yet."""
-        ends = self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
+        in_epochs = step - self.epochs_from  # zero: the end of the last epoch of other data was handled
+        ends = self.steps_per_epoch is not None and in_epochs > 0 and in_epochs % self.steps_per_epoch == 0
         if ends:
             self.end_epoch(step, epoch)
         due = ends if self.eval_every is None else step % self.eval_every == 0

@@ -175,7 +175,7 @@ class CustomLoop:
             self._check(micro)
         with self.engine.draw, self._sync_context():
             value, weight = self.engine.stepper.forward(micro)
-            self.engine.draw.end_forward()
+            self.engine.draw.end_forward(micro)
         mean = value if weight is None or isinstance(weight, Divisor) else value / weight
         self._current = (micro, value, weight, mean)
         return mean
@@ -193,14 +193,10 @@ class CustomLoop:
         if engine.stepper.before_micro is not None:
             engine.stepper.before_micro(self._added is None)
         micro = self._expected
-        with engine.draw, self._sync_context():
-            if micro is not None:
-                engine.draw.begin_forward(micro)
-            try:
-                return engine.module(inputs, lambda model, given: function(model, *given))
-            finally:
-                if micro is not None:
-                    engine.draw.end_forward()
+        first_step.watch_own_draws(engine)
+        draws = nullcontext() if micro is None else engine.draw.forward_of(micro)
+        with engine.draw, self._sync_context(), draws:
+            return engine.module(inputs, lambda model, given: function(model, *given))
 
     def backward(self, loss: Tensor | Loss, weight: Tensor | float | None = None) -> None:
         """Backpropagate the result of `forward`, or a value computed from it, with the weight of that batch. With a
@@ -368,6 +364,7 @@ class CustomLoop:
             loader = self.loader
             self._started = True
             self._job.agenda.steps_per_epoch = loader.lengths.per_epoch if loader else None
+            self._job.agenda.epochs_from = self.engine.position.begins.skip
             self._begin(self._job.agenda.steps_per_epoch)
             self._reached = self.engine.position.step
             self.engine.telemetry.begins(self._reached)

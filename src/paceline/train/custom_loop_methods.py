@@ -55,8 +55,9 @@ class CustomLoopMethods:
         """
         data = adopt.look_at(data, self._engine.config.seed)
         loader, batch = self._loaders.training(data, announce=False)
-        self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader))
-        return EpochLoader(self._get_custom_loop(), loader, batch.groups)
+        other = self._loaders.is_other_stream(data, loader)
+        self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader), other=other)
+        return EpochLoader(self._get_custom_loop(), self._loaders.placed(loader), batch.groups)
 
     def training_step(self, batch: Any) -> StepResult:
         """Run a micro-batch and, after the last one of a step, step the optimizer.

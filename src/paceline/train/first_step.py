@@ -16,7 +16,7 @@ from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import forward_state, kept_state, loss_halves, preflight
 from paceline.guard.gradient_hooks import BackwardWatch
-from paceline.guard.random_draws import describe_draws
+from paceline.guard.random_draws import LateDraws, describe_draws
 from paceline.models.divisor import Divisor
 from paceline.parallel.replicas import Replicas
 from paceline.runtime import collectives
@@ -189,8 +189,22 @@ class LaterChecks:
 
 
 def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -> None:
-    if found := describe_draws(*_trial(engine, micro), pipelined=engine.mesh.degrees.pipeline > 1):
-        (engine.warn if engine.config.fixed_order else say)(found)
+    def describe(micro: MicroBatch) -> str | None:
+        return describe_draws(*_trial(engine, micro), pipelined=engine.mesh.degrees.pipeline > 1)
+
+    say = engine.warn if engine.config.fixed_order else say
+    if found := describe(micro):
+        say(found)
+    elif engine.draw.keys is not None and engine.graphed is None:
+        engine.draw.watch = LateDraws(engine.draw, describe, say, engine.log)
+
+
+def watch_own_draws(engine: Engine) -> None:
+    """Of a custom loop whose losses the Trainer can't compute."""
+    watches = engine.config.preflight and engine.draw.keys is not None and engine.world.size > 1
+    if watches and not engine.checked and not engine.draw.watched:
+        engine.draw.watched = True
+        engine.draw.watch = LateDraws(engine.draw, lambda micro: None, engine.log.warning, engine.log)
 
 
 def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.Trial:

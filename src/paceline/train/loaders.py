@@ -9,7 +9,7 @@ import torch
 from paceline.data import adopt
 from paceline.data.epoch_reader import preserve_generators
 from paceline.data.iterable import OwnBatches
-from paceline.data.loader import DataShard, Loader
+from paceline.data.loader import DataShard, LaterLoader, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
 from paceline.errors import DataError
 from paceline.guard import run_setup
@@ -27,6 +27,7 @@ class Loaders:
     def __init__(self, engine: Engine, finder: BatchSizeFinder | None) -> None:
         self._engine, self._finder = engine, finder
         self.plan: BatchPlan | None = None
+        self._stream: Any = None  # that was read last: only the object tells whether it is the same data
 
     @property
     def batch(self) -> int:
@@ -54,6 +55,17 @@ class Loaders:
             assert isinstance(self._engine.stepper, SliceStepper)
             self._engine.stepper.cut(batch.slices)
         return loader, batch
+
+    def is_other_stream(self, data: Any, loader: Loader) -> bool:
+        """Whether training read another stream, of which nothing else is known, before this one."""
+        before, stream = self._stream, getattr(data, "dataset", data)
+        self._stream = stream if loader.samples is None and loader.fingerprint() is None else None
+        return before is not None and before is not stream
+
+    def placed(self, loader: Loader) -> Loader:
+        """The loader in the steps and epochs of the run: it may have trained on other data before."""
+        begins = self._engine.position.begins
+        return LaterLoader(loader, begins) if any(begins) else loader
 
     def position(self, loader: Loader) -> dict[str, Any]:
         """Values that determine which samples a step reads; saved in checkpoints and compared on resume."""

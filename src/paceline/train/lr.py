@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from paceline.config.components import SCHEDULES
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.guard.scheduler_check import interval_problem
@@ -29,6 +30,7 @@ class LearningRate:
         self.scheduler = scheduler
         settings = config.schedule
         self.plateau: Plateau | None = None
+        self._horizon: int | None = None  # in the last call of train()
         if settings.name == "plateau":
             self.plateau = Plateau(
                 settings.factor, settings.patience, settings.threshold, settings.mode, settings.floor, settings.metric
@@ -61,6 +63,7 @@ class LearningRate:
         if not self._owns_optimizer:
             rows["optimizer"] = Derived(type(optimizer).__name__, "passed to the Trainer")
             rows["learning rate"] = Derived(float(optimizer.param_groups[0]["lr"]), "from the optimizer")
+        self._warn_of_horizon(int(plan.steps.value), warn)
         if self.scheduler is not None:
             rows["scheduler"] = Derived(type(self.scheduler).__name__, f"steps {self.interval}")
             self._updater.scheduler = self.scheduler if self.interval == "once per optimizer step" else None
@@ -73,6 +76,14 @@ class LearningRate:
         if self._owns_optimizer or settings.name != "constant" or settings.warmup:
             self._follow(plan)
         return rows
+
+    def _warn_of_horizon(self, steps: int, warn: Callable[[str], None]) -> None:
+        before, self._horizon, name = self._horizon, steps, self._config.schedule.name
+        if SCHEDULES.facts(name).needs_horizon and before not in (None, steps):
+            warn(
+                f"the schedule ({name}) had a horizon of {before} steps in the last call of train(), and has one of "
+                f"{steps} now, so the learning rate jumps; set schedule.steps to the steps of all calls together"
+            )
 
     def _warn_of_interval(self, epochs: int | None, steps: int | None, warn: Callable[[str], None]) -> None:
         if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 
 from paceline.guard.gradient_hooks import GradientHooks
 from paceline.guard.nonfinite import NonfiniteGuard, is_fused
+from paceline.guard.optimizer_check import asks_for_closure, needs_closure
 from paceline.guard.own_step import RequireOwner
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
@@ -175,8 +176,10 @@ class Updater:
                     self._fused.step()
                 return
             self._scaler.step(self.optimizer)
-        except RuntimeError as error:
+        except Exception as error:
             raise_on_mixed_tensors(error, self.optimizer)
+            if asks_for_closure(error):
+                raise needs_closure(self.optimizer) from error
             raise
         self._scaler.update()
         self.skipped = self._scaler.overflowed

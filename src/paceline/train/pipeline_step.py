@@ -162,6 +162,8 @@ class PipelineStepper(Stepper):
         self._draw.begin(micro)
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
         self._draw.end()
+        if counts:
+            self._draw.look(micro)
         if self._counts_samples is None:
             kinds = [float(self._last_is_mean), float(self._divides)]
             self._counts_samples, self._divides = map(bool, self._pipeline.broadcast_from_last(kinds))

@@ -129,6 +129,8 @@ class Stepper:
             draw.samples = None
         else:
             draw.end()
+        if draw.watch is not None:
+            draw.look(micro)
         return loss
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float | Divisor | None]:

@@ -244,7 +244,11 @@ class Trainer(EvaluationMethods, CheckpointMethods, CustomLoopMethods, MethodHin
         val = None if val is None else adopt.look_at(val, self.config.seed)
         self._policy.require_evaluations(val is not None)
         loader, batch = self._loaders.training(data)
-        self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader))
+        ends = [steps for steps in (loader.lengths.before(epochs), max_steps) if steps is not None]
+        facts = self._loaders.facts(data, loader)
+        other = self._loaders.is_other_stream(data, loader)
+        self._restorer.check_data(self._loaders.position(loader), facts, min(ends, default=None), other=other)
+        loader = self._loaders.placed(loader)
         per_epoch, in_epochs = loader.lengths.per_epoch, loader.lengths.before(epochs)
         schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
         rows = {**batch.rows(), **self._rates.begin(schedule, epochs, self._engine.log.warning)}
@@ -319,6 +323,7 @@ class Trainer(EvaluationMethods, CheckpointMethods, CustomLoopMethods, MethodHin
             began_at=self.step_count,
             max_steps=max_steps,
             steps_per_epoch=loader.lengths.per_epoch,
+            epochs_from=engine.position.begins.skip,
             eval_every=config.eval_every,
             save_every=config.save_every if self._run.folder is not None else None,
             profiler=factory.open_profiler(config, self._run.folder, self.world),

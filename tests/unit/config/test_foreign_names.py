@@ -22,6 +22,15 @@ OWN = {
     "methods": set(dir(paceline.Trainer)),
     "names": set(dir(paceline)),
     "hooks": set(HOOKS),
+    "dist": set(dir(paceline.dist)),
+}
+# Public names of systems whose users come from guides, by where they look for them here.
+OF_GUIDES = {
+    "settings": "use_dynamic_scaling initial_scale distributed local_rank world_size use_amp use_ema ema_decay",
+    "methods": "_reduce_tensor setup_distributed cleanup_distributed",
+    "names": "TrainingEngine DistributedAMPTrainer create_default_amp_config launch_distributed_training "
+    "GradScaler distributed_train_worker DistributedSampler DDP init_process_group get_rank ReduceOp",
+    "dist": "get_rank get_world_size ReduceOp init_process_group destroy_process_group",
 }
 
 
@@ -54,3 +63,14 @@ def test_a_name_of_another_framework_in_the_package_names_ours() -> None:
         _ = paceline.Accelerator
     with pytest.raises(AttributeError, match=r"no attribute 'Trainre'$"):
         _ = paceline.Trainre
+
+
+@pytest.mark.parametrize("kind", OF_GUIDES)
+def test_names_of_the_guides_have_hints(kind: foreign_names.Kind) -> None:
+    assert [name for name in OF_GUIDES[kind].split() if not foreign_names.find_hint(kind, name)] == []
+
+
+def test_a_name_of_torch_in_dist_names_ours() -> None:
+    with pytest.raises(AttributeError, match=r"'paceline.dist' has no attribute 'get_rank'; use dist\.rank\(\)"):
+        _ = paceline.dist.get_rank
+    assert not hasattr(paceline.dist, "anything_else")

@@ -98,6 +98,34 @@ def test_random_numbers_by_sample_are_not_named(name: str, capsys: pytest.Captur
     assert lines_of(Model(COVERED[name]), capsys) == ""
 
 
+LATE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "begins": (lambda model, x: x + torch.randn_like(x) if model.strength else x, "randn_like of shape (4, 6) ("),
+    "grows": (lambda model, x: x + model.strength * torch.randn_like(x), "randn_like of shape (4, 6) ("),
+    "Python": (lambda model, x: x * random.random() if model.strength else x, "Python's random"),
+    "NumPy": (lambda model, x: x * float(numpy.random.rand()) if model.strength else x, "numpy.random"),
+    "noise": (lambda model, x: x + paceline.noise(x) if model.strength else x, ""),
+    "no effect": (lambda model, x: x if torch.rand([]) < 0.5 else x * 1.0, ""),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_draws_that_begin_after_the_first_epoch_are_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change, expected = LATE[name]
+    model: Any = Model(change)
+    model.strength = 0.0
+
+    class Switch:
+        def on_epoch(self, record: Any) -> None:
+            model.strength = 0.5
+
+    settings = {"criterion": nn.MSELoss(), "batch": 4, "run": False, "device": "cpu", "callbacks": [Switch()]}
+    trainer = paceline.Trainer(model, {"name": "sgd", "lr": 0.1}, **settings)
+    capsys.readouterr()
+    trainer.train(Lines(), epochs=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "random numbers" in line]
+    assert [line.startswith(f"random numbers: {expected}") for line in lines] == [True] * bool(expected)
+
+
 @pytest.fixture
 def recurrent() -> Iterator[Model]:
     def run(model: Any, x: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def test_a_model_without_blocks_says_how_to_name_them() -> None:
     with pytest.raises(LayoutError, match="blocks:") as caught:
         recompute(model, "full")
     assert caught.value.code == "layout.no-blocks"
-    assert recompute(model, "full", ["0"]).endswith("1 of 1 blocks")
+    assert recompute(model, "full", ["0"], lambda text: None).endswith("1 of 1 blocks")
 
 
 def test_nothing_is_saved_for_a_backward_without_gradients() -> None:
@@ -118,3 +118,74 @@ def test_the_peak_of_saved_activations_is_what_the_formula_says(kind: str) -> No
     found = measure(model, tokens)
     assert found == pytest.approx(formula(model, tokens, kind), rel=0.1)
     assert found < 0.85 * off
+
+
+def sequential(depth: int = 9) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [part for _ in range(depth) for part in (nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU())]
+    return nn.Sequential(*layers)
+
+
+def saved_by(model: nn.Module) -> int:
+    with Saved() as saved:
+        model(torch.randn(64, 8)).backward()
+    return saved.peak
+
+
+class Two(nn.Module):
+    """As an autoencoder has: blocks of one layer each, in two sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = sequential(2), sequential(2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.decoder(self.encoder(inputs)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("full", 3), ("every-2", 2)])
+def test_single_layers_of_a_sequential_are_recomputed_in_groups(kind: str, count: int) -> None:
+    inputs = torch.randn(6, 8)
+    plain, found = Stacked(sequential()), Stacked(sequential())
+    assert recompute(found, kind) == f"recompute: {kind}, {count} of 3 groups of layers"
+    assert list(found.state_dict()) == list(plain.state_dict())
+    for expected, gradient in zip(gradients(plain, inputs)[0], gradients(found, inputs)[0], strict=True):
+        assert torch.equal(expected, gradient)
+    assert saved_by(found) < saved_by(plain)
+    recompute(found, "off")
+    assert saved_by(found) == saved_by(plain)
+
+
+class Stacked(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs).square().mean()  # type: ignore[no-any-return]
+
+
+def test_each_sequential_has_its_own_groups() -> None:
+    model = Two()
+    assert recompute(model, "full") == "recompute: full, 2 of 2 groups of layers"
+    assert recompute(model, "full") == "recompute: full, 2 of 2 groups of layers"
+    assert saved_by(model) < saved_by(Two())
+
+
+def test_blocks_that_save_nothing_are_warned_about() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    said: list[str] = []
+    recompute(Layers(), "full", None, said.append)
+    recompute(Two(), "full", ["encoder.0", "encoder.3"], said.append)
+    assert [text.partition("]")[0] for text in said] == ["[layout.recompute-saves-nothing"] * 2
+    assert "layers.0 is Linear" in said[0]
+    recompute(Two(), "selective", None, said.append)
+    assert "[layout.recompute-saves-nothing" in said.pop()
+    recompute(Two(), "full", ["encoder", "decoder"], said.append)
+    recompute(Stack(), "full", None, said.append)
+    recompute(Two(), "off", ["encoder.0"], said.append)
+    assert len(said) == 2

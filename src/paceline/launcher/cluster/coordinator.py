@@ -216,7 +216,7 @@ class Coordinator:
                 "its ranks keep running until a new launcher takes over"
             )
         elif self._phase in ("opening", "running", "stopping"):
-            has_cause = self._phase == "stopping" and any(exited.code for each in self._all() for exited in each.exits)
+            has_cause = self._phase == "stopping" and any(each.has_cause for each in self._all())
             if (member.is_busy or self._phase == "opening") and not has_cause:
                 self._lost[member.node] = f"{member.host}: {reason}"
             self._lost_exits += member.exits
@@ -241,8 +241,6 @@ class Coordinator:
                     if now - member.channel.last_received > SILENCE_SECONDS and not is_starting:
                         self._drop(member, f"no heartbeat for {SILENCE_SECONDS:g} s", ranks_may_live=False)
 
-    # Phases
-
     def _advance(self) -> None:
         now = time.monotonic()
         if self._phase == "joining":
@@ -251,10 +249,11 @@ class Coordinator:
             self._check_ranks(now)
         elif self._phase == "stopping":
             busy = [member for member in self._all() if member.is_busy]
-            if busy and now > self._deadline:
-                for member in busy:
+            for member in busy:  # after Ctrl-C ranks may save for as long as they need, until it is pressed again
+                waits = self._signal == signal.SIGINT and now - member.channel.last_received < SILENCE_SECONDS
+                if now > self._deadline and not waits:
                     self._drop(member, "it did not stop its ranks in time")
-            elif not busy:
+            if not busy:
                 self._decide()
 
     def _check_ranks(self, now: float) -> None:

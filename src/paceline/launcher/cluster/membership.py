@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,11 @@ class NodeMember:
     @property
     def succeeded(self) -> bool:
         return bool(self.exits) and all(each.code == 0 for each in self.exits)
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether one of its ranks failed. Ranks that a lost launcher stops may stop the others with SIGTERM."""
+        return any(each.code not in (None, 0, -signal.SIGTERM, 128 + signal.SIGTERM) for each in self.exits)
 
     def record_start(self, message: Message) -> None:
         """The processes of its ranks."""

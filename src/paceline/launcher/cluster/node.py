@@ -73,6 +73,7 @@ class Node(AgentObserver):
         self._pending: list[Message] = []
         self._was_stopped = False  # by the coordinator, which then already knows of the signal
         self._has_reported_signal = False
+        self._is_ending = False  # the job, after a signal here or on another node
         self._wants_evidence = False  # the coordinator
         self._had_first_rank = False  # whether rank 0 ran on this node in the last start
 
@@ -180,7 +181,8 @@ class Node(AgentObserver):
             raise SystemExit(128 + self._signals[0])
         if self._signals and not self._has_reported_signal:
             self._has_reported_signal = True
-            self._send({"kind": "interrupted", "signal": self._signals[0]})
+            again = self._is_ending and self._signals[0] == signal.SIGINT  # ranks of other nodes still run
+            self._send({"kind": "interrupted", "signal": signal.SIGKILL if again else self._signals[0]})
 
     def _check_orders(self) -> None:
         if self._orders is not None and is_at_end(self._orders):
@@ -278,7 +280,9 @@ class Node(AgentObserver):
         self._send({"kind": "failed"})
 
     def interrupted(self, number: int) -> None:
-        if not self._was_stopped:
+        # Stopping ranks because the coordinator seems lost is no signal, and the connection may work again by now.
+        if self._lost_at is None and (number == signal.SIGKILL or not self._was_stopped):
+            self._is_ending = True
             self._send({"kind": "interrupted", "signal": number})
 
     def order(self) -> int | None:
@@ -327,6 +331,7 @@ class Node(AgentObserver):
 
     def _stop(self, number: int) -> int:
         self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)
+        self._is_ending = self._is_ending or self._was_stopped
         return number
 
     def _send(self, message: Message) -> None:

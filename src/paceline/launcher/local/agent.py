@@ -131,7 +131,7 @@ class _Monitor:
         self._own_exit: set[int] = set()  # local ranks that exited before they were told to
         self._settling_since: float | None = None
         self._sigterm_at: float | None = None
-        self._has_reported_start = self._has_reported_signal = False
+        self._has_reported_start = self._has_reported_signal = self._has_reported_second = False
         self._pids: dict[int, int] = {}
         self._watchdog: Watchdog | None = None  # from when all ranks run: it is a thread, and forks come before it
 
@@ -197,6 +197,9 @@ class _Monitor:
             if not self._has_reported_signal:
                 self._has_reported_signal = True
                 self._watch.interrupted(self._heard.ending)
+            if self._heard.is_second and not self._has_reported_second:
+                self._has_reported_second = True
+                self._watch.interrupted(signal.SIGKILL)
             if self._heard.is_over:
                 self._heard.kill()
             return

@@ -40,6 +40,7 @@ class Interrupts:
         self._process = os.getpid()
         self.ending: signal.Signals | None = None  # the first signal that ends the run
         self.killed_at: float | None = None  # when the ranks were killed
+        self.is_second = False  # whether Ctrl-C was pressed again
 
     def install(self) -> None:
         """Call before ranks are started. Python allows signal handlers in the main thread only."""
@@ -85,6 +86,7 @@ class Interrupts:
         again = self.ending is not None
         self.ending = self.ending or signal.Signals(number)
         if number == signal.SIGINT and again:
+            self.is_second = True
             self.kill()
         elif number == signal.SIGINT:
             _write(_INTERRUPTED)

@@ -51,7 +51,7 @@ class AgentObserver:
         """A rank of this node failed; the others get a moment to exit."""
 
     def interrupted(self, number: int) -> None:
-        """This launcher received a signal that ends the run."""
+        """This launcher received a signal that ends the run; SIGKILL: a second Ctrl-C."""
 
     def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
         """The ranks make no progress. Called again if that lasts."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter, functional
 
-from paceline.models.dropout.mask import arrange, batched_shape, hash_elements, threshold
+from paceline.models.dropout.mask import arrange, hash_elements, reading_of, threshold
 from paceline.runtime import noise
 from paceline.runtime.rng import Replacements
 from paceline.runtime.sample_keys import SampleKeys, active
@@ -51,12 +51,12 @@ def _numbers(keys: SampleKeys, shape: tuple[int, ...], device: torch.device) -> 
     """Uniform int32 numbers; None if no dim is certain to hold the samples in the model."""
     keys.used = True
     own = keys.own()
-    batched = batched_shape(keys, shape)
-    if own is None or batched is None:
+    reading = reading_of(keys, shape)
+    if own is None or reading is None:
         return None
-    call = keys.calls
+    call, batched = keys.calls, reading.shape
     keys.calls = call + 1
-    return arrange(hash_elements(own.to(device), call, batched, keys.offsets_of(batched)), shape)
+    return arrange(hash_elements(own.to(device), call, batched, keys.offsets_of(batched)), reading, shape)
 
 
 def _is_plain(like: Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,33 +31,51 @@ def to_int32(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def sample_shape(
-    shape: Sequence[int], samples: int, *, splits: bool = True, time_major: bool = False
-) -> tuple[int, ...] | None:
-    """(samples, *coordinates), which splits (samples × heads, …); None if it is not certain where the samples are.
+class Reading(NamedTuple):
+    """How the shape of an activation is read."""
+
+    shape: tuple[int, ...]  # (samples, *coordinates), which splits (samples × heads, …)
+    time_major: bool  # whether the activation is (tokens, samples, width)
+
+
+def read_shape(
+    shape: Sequence[int], samples: int, *, splits: bool = True, time_major: bool = False, known: bool | None = None
+) -> Reading | None:
+    """None if it is not certain where the samples are.
 
     `splits`: whether a multiple of the samples may be split: their stacked views have another order. `time_major`:
-    whether (tokens, samples, width) occurs.
+    whether (tokens, samples, width) occurs. `known`: which reading to choose if there are two.
     """
     if not shape:
         return None
-    if time_major and len(shape) == 3 and shape[1] == samples:
-        is_certain = shape[0] != samples and (shape[2] != samples or shape[0] % samples)
-        return (samples, shape[0], shape[2]) if is_certain else None
-    if shape[0] != samples and (not splits or shape[0] % samples or (len(shape) > 2 and shape[1] == samples)):
+    if time_major and known is not False and len(shape) == 3 and shape[1] == samples:
+        is_certain = known or (shape[0] != samples and (shape[2] != samples or shape[0] % samples))
+        return Reading((samples, shape[0], shape[2]), True) if is_certain else None
+    two = known is None and len(shape) > 2 and shape[1] == samples
+    if shape[0] != samples and (not splits or shape[0] % samples or two):
         return None
     first = () if shape[0] == samples and len(shape) > 1 else (shape[0] // samples,)
     inner = (*first, *shape[1:])
-    return (samples, *inner) if len(inner) <= DIMS + 1 else None
+    return Reading((samples, *inner), False) if len(inner) <= DIMS + 1 else None
 
 
-def batched_shape(keys: SampleKeys, shape: Sequence[int]) -> tuple[int, ...] | None:
-    return sample_shape(shape, keys.samples, splits=keys.splits, time_major=keys.time_major)
+def reading_of(keys: SampleKeys, shape: Sequence[int]) -> Reading | None:
+    """Of a call of dropout. If a shape has two readings, such as 6 tokens of 6 samples, the one that the same call had
+    with another shape is chosen."""
+    reading = read_shape(shape, keys.samples, splits=keys.splits, time_major=keys.time_major)
+    if len(shape) > 2 and not torch.compiler.is_compiling():
+        calls, call = keys.time_major_calls, (keys.current.name, keys.calls)
+        if reading is not None:
+            calls[call] = reading.time_major
+        elif call in calls:
+            known = calls[call]
+            return read_shape(shape, keys.samples, splits=keys.splits, time_major=keys.time_major, known=known)
+    return reading
 
 
-def arrange(mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """A mask of a shape from `sample_shape`, in the shape that this was derived from."""
-    return mask.transpose(0, 1) if mask.dim() == len(shape) and mask.shape[0] != shape[0] else mask.view(shape)
+def arrange(mask: Tensor, reading: Reading, shape: Sequence[int]) -> Tensor:
+    """A mask of the shape of a reading, in the shape that this was derived from."""
+    return mask.transpose(0, 1) if reading.time_major else mask.view(shape)
 
 
 def hash_elements(keys: Tensor, call: int, shape: Sequence[int], offsets: Sequence[int] = ()) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.models.dropout.mask import CALL, arrange, batched_shape, row_terms, threshold, to_int32
+from paceline.models.dropout.mask import CALL, arrange, reading_of, row_terms, threshold, to_int32
 from paceline.runtime.sample_keys import SampleKeys
 
 _ELEMENTS = 4096  # of a tile
@@ -76,9 +76,10 @@ def _plan(
 def scaled_mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float) -> Tensor | None:
     """1 / (1 - p) for elements to keep and 0 for the others, with the dtype and device of `like`; None if it cannot be
     computed by sample."""
-    rows, batched = keys.rows, batched_shape(keys, shape)
-    if rows is None or batched is None or 0 in batched:
+    rows, reading = keys.rows, reading_of(keys, shape)
+    if rows is None or reading is None or 0 in reading.shape:
         return None
+    batched = reading.shape
     call, (low, high) = keys.calls, keys.current.words
     keys.used, keys.calls = True, call + 1
     mask = torch.empty(batched, dtype=like.dtype, device=like.device)
@@ -86,4 +87,4 @@ def scaled_mask(keys: SampleKeys, like: Tensor, shape: tuple[int, ...], p: float
     words = to_int32(call * CALL[0] + low), to_int32(call * CALL[1] + high)
     with torch.cuda.device_of(mask):  # Triton launches on the current device
         _kernel[grid](mask, rows.to(like.device), *tensors, *words, *numbers)
-    return arrange(mask, shape)
+    return arrange(mask, reading, shape)

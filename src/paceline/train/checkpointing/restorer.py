@@ -16,6 +16,7 @@ from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.state import LoadedState, TrainingState
 from paceline.checkpoint.transfer import fetch
+from paceline.data.epoch_lengths import Place
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.guard.run_setup import COUNTERS
 from paceline.optim.optimizers import reset_state
@@ -282,11 +283,21 @@ class Restorer:
             fix="run paceline checkpoint verify for details, or set another name, run=…, to start over",
         )
 
-    def check_data(self, data: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Call before training continues: with different data, samples would be repeated or skipped."""
-        self._run.data, self._engine.setup.data = data, facts
+    def check_data(
+        self, data: dict[str, Any], facts: dict[str, Any], ends: int | None = None, *, other: bool = False
+    ) -> None:
+        """Call before training continues: with different data, samples would be repeated or skipped. `ends`: the step
+        at which it ends; `other`: whether the data is known to differ from that of the last call."""
+        progress, engine = self._engine.position, self._engine
+        if ends is not None and 0 < ends <= progress.begins.skip:  # a resumed run: this data was read before
+            return
+        known, content = self._run.data, engine.setup.data.get("content")
+        self._run.data, engine.setup.data = data, facts
         position, self._position = self._position, None
-        if not position or not self._engine.position.step:
+        if not position and progress.step and (other or (known and (known, content) != (data, facts["content"]))):
+            progress.begins = Place(progress.next_epoch, progress.step)
+            engine.log.info(f"data: other data than before; epoch {progress.next_epoch} begins at step {progress.step}")
+        if not position or not progress.step:
             return
         self._engine.setup.report_data(position.get(SETUP, {}), self._engine.log)
         differing = [key for key, value in data.items() if key in position and position[key] != value]

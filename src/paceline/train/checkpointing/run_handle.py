@@ -22,6 +22,7 @@ from paceline.checkpoint import directory
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
+from paceline.data.epoch_lengths import Place
 from paceline.errors import CheckpointError
 from paceline.guard import origin
 from paceline.log import Log
@@ -42,6 +43,9 @@ SETUP = "setup"  # in the data of a manifest: what guard/run_setup.py compares
 _Opened = Callable[[RunFolder, str], None]
 
 
+_START = Place(0, 0)
+
+
 @dataclass
 class TrainProgress:
     """The progress of training."""
@@ -50,6 +54,7 @@ class TrainProgress:
     epoch: int = 0
     evaluated: int = 0  # step of the last scheduled evaluation
     epochs_ended: int = 0  # epochs whose end was handled
+    begins: Place = _START  # the epoch and step of the run at which it began to read the present data
     _readers: int = 0  # loops that are iterating over an epoch
 
     @property
@@ -72,13 +77,16 @@ class TrainProgress:
 
     def state_dict(self) -> dict[str, int]:
         """Without step and epoch, which are in the manifest."""
-        return {"evaluated": self.evaluated, "epochs_ended": self.epochs_ended}
+        begins = {"begins_epoch": self.begins.epoch, "begins_step": self.begins.skip} if any(self.begins) else {}
+        return {"evaluated": self.evaluated, "epochs_ended": self.epochs_ended, **begins}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.evaluated, self.epochs_ended = state["evaluated"], state["epochs_ended"]
+        self.begins = Place(state.get("begins_epoch", 0), state.get("begins_step", 0))
 
     def reset(self) -> None:
         self.step = self.epoch = self.evaluated = self.epochs_ended = 0
+        self.begins = _START
 
 
 class RunHandle:

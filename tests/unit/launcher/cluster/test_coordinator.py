@@ -231,3 +231,24 @@ def test_an_interrupt_reaches_every_node_and_ends_the_job(cluster: Cluster) -> N
     first.send(exited(rank0=0, rank1=0))
     second.send(exited(rank2=0))
     assert [cluster.expect(node, "end")["status"] for node in (first, second)] == [130, 130]
+
+
+def test_a_second_interrupt_kills_the_ranks_of_every_node(cluster: Cluster) -> None:
+    first, second, _ = start_ranks(cluster)
+    first.send({"kind": "interrupted", "signal": 2})
+    assert cluster.expect(second, "stop")["signal"] == 2
+    first.send({"kind": "interrupted", "signal": 9})
+    assert cluster.expect(second, "stop")["signal"] == 9
+    first.send(exited(rank0=None, rank1=None))
+    second.send(exited(rank2=None))
+    assert [cluster.expect(node, "end")["status"] for node in (first, second)] == [130, 130]
+
+
+def test_a_node_that_stopped_its_ranks_and_with_them_the_others_is_lost(cluster: Cluster) -> None:
+    """It lost the connection for a moment, its ranks did not: SIGTERM makes all of them save and exit together."""
+    first, second, _ = start_ranks(cluster)
+    first.send(exited(rank0=143, rank1=143))
+    cluster.expect(second, "stop")
+    second.close()
+    end = cluster.expect(first, "end")
+    assert (end["status"], end["cause"]["kind"], end["cause"]["node"]) == (EXIT_STATUSES["node-lost"], "node-lost", 1)

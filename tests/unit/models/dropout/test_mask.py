@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import torch
 
-from paceline.models.dropout.mask import arrange, hash_elements, sample_shape, threshold
+from paceline.models.dropout.mask import Reading, arrange, hash_elements, read_shape, threshold
 
 KEYS = torch.randint(-(2**31), 2**31, (6, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
 
 
+def shape_of(shape: tuple[int, ...], samples: int, **options: bool) -> tuple[int, ...] | None:
+    reading = read_shape(shape, samples, **options)
+    return None if reading is None else reading.shape
+
+
 def test_heads_that_are_flattened_into_the_batch_are_split() -> None:
-    assert sample_shape((24, 5, 5), 6) == (6, 4, 5, 5)
-    assert sample_shape((6, 5), 6) == (6, 5) and sample_shape((6,), 6) == (6, 1)
-    assert sample_shape((7, 5), 6) is None and sample_shape((), 6) is None
+    assert shape_of((24, 5, 5), 6) == (6, 4, 5, 5)
+    assert shape_of((6, 5), 6) == (6, 5) and shape_of((6,), 6) == (6, 1)
+    assert shape_of((7, 5), 6) is None and shape_of((), 6) is None
 
 
 def test_samples_are_found_in_the_second_dim_of_a_time_major_model() -> None:
-    assert sample_shape((24, 6, 5), 6, time_major=True) == (6, 24, 5)
-    assert sample_shape((7, 6, 5), 6, time_major=True) == (6, 7, 5)
-    assert sample_shape((6, 4, 6, 6), 6, time_major=True) == (6, 4, 6, 6)
+    assert shape_of((24, 6, 5), 6, time_major=True) == (6, 24, 5)
+    assert shape_of((7, 6, 5), 6, time_major=True) == (6, 7, 5)
+    assert shape_of((6, 4, 6, 6), 6, time_major=True) == (6, 4, 6, 6)
     mask = hash_elements(KEYS, 0, (6, 24, 5))
-    assert torch.equal(arrange(mask, (24, 6, 5)), mask.transpose(0, 1))
-    assert torch.equal(arrange(mask, (144, 5)), mask.view(144, 5))
+    assert torch.equal(arrange(mask, Reading((6, 24, 5), True), (24, 6, 5)), mask.transpose(0, 1))
+    assert torch.equal(arrange(mask, Reading((6, 24, 5), False), (144, 5)), mask.view(144, 5))
 
 
 def test_a_shape_in_which_samples_may_be_in_several_dims_is_left_to_torch() -> None:
-    assert sample_shape((6, 6, 5), 6, time_major=True) is None
-    assert sample_shape((24, 6, 6), 6, time_major=True) is None
-    assert sample_shape((24, 6, 5), 6) is None
-    assert sample_shape((12, 5), 6, splits=False) is None  # two views of each sample, stacked
+    assert shape_of((6, 6, 5), 6, time_major=True) is None
+    assert shape_of((24, 6, 6), 6, time_major=True) is None
+    assert shape_of((24, 6, 5), 6) is None
+    assert shape_of((6, 6, 5), 6, time_major=True, known=True) == (6, 6, 5)  # read as by the same call before
+    assert shape_of((24, 6, 6), 6, time_major=True, known=False) == (6, 4, 6, 6)
+    assert shape_of((12, 5), 6, splits=False) is None  # two views of each sample, stacked
 
 
 def test_padding_does_not_change_the_mask_of_an_element() -> None:

@@ -90,6 +90,14 @@ def _view(address: int, expected: bytes) -> Any:
 _memory = _Memory()
 
 
+def positions_now() -> tuple[bytes, ...]:
+    """Changes when one of Python's, NumPy's and torch's CPU generators is drawn from, in this order, unless what is
+    returned is the second Gaussian number. Takes less than a microsecond. Empty if it isn't known."""
+    if _numpy._bit_generator is not _memory.bits:
+        _memory.find(_numpy._bit_generator)
+    return tuple([mark.raw for mark in _memory.marks])
+
+
 def _gauss_only(function: Any, *args: Any, **options: Any) -> Any:
     bits, _numpy._bit_generator = _numpy._bit_generator, _memory.gauss_only
     try:

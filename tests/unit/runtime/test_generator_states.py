@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from paceline.data import generator_states
-from paceline.data.generator_states import exchange_states, same_states, save_states
+from paceline.runtime import generator_states
+from paceline.runtime.generator_states import exchange_states, same_states, save_states
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "random": random.random,
