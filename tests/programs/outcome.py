@@ -275,7 +275,10 @@ def _failed(program: Program, notes: Path, failure: RankFailure) -> Outcome:
 
 def _compared(program: Program, expected: Result, got: Result, said: list[tuple[str, bool]]) -> Outcome:
     trained, where = _training_difference(program, expected, got)
-    if program.loss in ("contrastive", "summed", "two-means") and program.world * program.groups == 1:
+    if (
+        program.loss in ("contrastive", "summed", "two-means", "multi-task", "late-weights", "dice")
+        and program.world * program.groups == 1
+    ):
         expected.evaluation.clear()  # training does not slice batches, and evaluations in batches are not one
     evaluated = max(
         (_apart(value, got.evaluation.get(name, torch.inf)) for name, value in expected.evaluation.items()), default=0.0

@@ -274,6 +274,18 @@ class Taught(nn.Module):
         return self.net(inputs) + 0.5 * self.teacher(inputs.flip(1))
 
 
+class Couples(nn.Module):
+    """Centers its hidden states over the batch, in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        return self.last(hidden - hidden.mean(0) if self.training else hidden)
+
+
 @dataclass(frozen=True)
 class Model:
     build: Callable[[], nn.Module]
@@ -306,6 +318,7 @@ MODELS = {
     "wrapped-hugging-face": Model(Wrapper, reads="names"),
     "weight-norm": Model(weight_norm),
     "stateful": Model(Stateful, odd=True),
+    "couples-in-training": Model(Couples, odd=True),
     "checkpointed": Model(Checkpointed),
     "sparse-embedding": Model(lambda: LanguageModel(sparse=True), reads="tokens", odd=True),
     "observed": Model(Observed, odd=True),
@@ -407,6 +420,45 @@ def penalized(model: Any, batch: Any) -> Tensor:
     return 0.5 * F.cross_entropy(model(inputs), targets) + 1e-3 * decay
 
 
+def multi_task(model: Any, batch: Any) -> Tensor:
+    """Targets are ignored from the second batch on."""
+    inputs, targets = pair(batch)
+    outputs = model(inputs)
+    return F.cross_entropy(outputs, targets) + 0.5 * (outputs - inputs[:, :CLASSES]).square().mean()
+
+
+def errors(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """The error of each sample, and which of them count: all of them in the first batch."""
+    inputs, targets = pair(batch)
+    return (model(inputs) - inputs[:, :CLASSES]).square().mean(1), targets >= 0
+
+
+def late_nanmean(model: Any, batch: Any) -> Tensor:
+    losses, counts = errors(model, batch)
+    return torch.where(counts, losses, torch.nan).nanmean()
+
+
+def late_selection(model: Any, batch: Any) -> Tensor:
+    losses, counts = errors(model, batch)
+    return losses.index_select(0, counts.nonzero()[:, 0]).mean()
+
+
+def late_reciprocal(model: Any, batch: Any) -> Tensor:
+    losses, counts = errors(model, batch)
+    return (losses * counts).sum() * (1.0 / counts.sum())
+
+
+def late_weights(model: Any, batch: Any) -> Tensor:
+    losses, counts = errors(model, batch)
+    return (losses * (counts / counts.sum())).sum()
+
+
+def dice(model: Any, batch: Any) -> Tensor:
+    inputs, targets = pair(batch)
+    outputs, masks = model(inputs).sigmoid(), F.one_hot(targets, CLASSES).to(inputs.dtype)
+    return 1 - 2 * (outputs * masks).sum() / (outputs.sum() + masks.sum())
+
+
 def token_loss(model: Any, batch: Any) -> Tensor:
     inputs, targets = pair(batch)
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -493,6 +545,12 @@ LOSSES = {
     "summed": LossPart(classes, summed, odd=True),
     "two-means": LossPart(classes, two_means, odd=True),
     "penalized": LossPart(classes, penalized),
+    "multi-task": LossPart(ignoring, multi_task, odd=True),
+    "late-nanmean": LossPart(ignoring, late_nanmean),
+    "late-selection": LossPart(ignoring, late_selection),
+    "late-reciprocal": LossPart(ignoring, late_reciprocal),
+    "late-weights": LossPart(ignoring, late_weights, odd=True),
+    "dice": LossPart(classes, dice, odd=True),
     "tokens": LossPart(shifted_tokens, token_loss, reads="tokens"),
     "padded-tokens": LossPart(lambda inputs: shifted_tokens(inputs, padded=True), token_loss, reads="tokens"),
     "own-loss": LossPart(padded_labels, reads="names"),

@@ -188,3 +188,36 @@ def one_rank_changes_its_kind() -> None:
 def test_a_rank_that_changes_the_kind_of_its_loss_is_the_one_that_failed() -> None:
     with pytest.raises(PacelineError, match=r"train\.loss-changed-kind"):
         paceline.launch(one_rank_changes_its_kind, ranks=2)
+
+
+def scales(**settings: Any) -> list[float]:
+    """The loss scale after each step: half as large after one that overflowed."""
+    torch.manual_seed(0)
+    net = nn.Linear(64, 16, bias=False)  # gradients of outputs overflow before those of weights: inputs are small
+    x = 0.01 * torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
+    trainer = paceline.Trainer(
+        net,
+        torch.optim.SGD(net.parameters(), lr=1e-6),
+        criterion=nn.MSELoss(),
+        batch=8,
+        shuffle=False,
+        precision="fp16",
+        device="cpu",
+        scaler={"initial": 2.0**19, "growth_interval": 1000},
+        run=False,
+        quiet=True,
+        **settings,
+    )
+    found = []
+    for step in range(1, 6):
+        trainer.train(torch.utils.data.TensorDataset(x, 1000 * x[:, :16]), max_steps=step)
+        found.append(trainer.scaler.get_scale())
+    return found
+
+
+def test_fp16_skips_the_same_steps_on_any_number_of_ranks() -> None:
+    alone = paceline.launch(scales, ranks=1)
+    assert alone[-1] < 2.0**19
+    assert paceline.launch(scales, ranks=4) == alone
+    assert paceline.launch(scales, ranks=2, strategy="fsdp") == alone
+    assert paceline.launch(scales, ranks=1, accumulate=4) == alone

@@ -146,7 +146,9 @@ class Config(Section):
     nonfinite: Literal["raise", "skip", "stop"] = Field("raise", description="action on a non-finite loss or gradient")
     seed: int = Field(0, ge=0, description="seed of initialization, shuffling and noise")
     clip_norm: PositiveFloat | None = Field(None, description="maximum gradient norm")
-    clip_value: PositiveFloat | None = Field(None, description="maximum absolute value of a gradient element")
+    clip_value: PositiveFloat | None = Field(
+        None, description="maximum absolute value of a gradient element; applied before `clip_norm`"
+    )
     scheduler_interval: Literal["epoch", "step"] = Field("epoch", description="when torch schedulers step")
     shuffle: bool = Field(True, description="shuffle the samples in every epoch")
     workers: int = Field(0, ge=0, description="data loading processes per rank")

@@ -134,14 +134,14 @@ def _compare(
 
 
 def _joined(micro: MicroBatch, partner: MicroBatch | None) -> MicroBatch | None:
-    """Two samples, of micro-batches of one. None if their shapes differ. Without a partner, it is a pair of copies."""
-    other = partner or micro
-    if micro.samples != 1 or other.samples != 1:
+    """Two samples, of micro-batches of one: of `micro` and of `partner`, if that has such a sample; else a pair of
+    copies."""
+    if micro.samples != 1:
         return None
-    others = list(tensors_in(other.batch))
-    pairs = zip(tensors_in(micro.batch), others, strict=False)
-    if len(others) != len(list(tensors_in(micro.batch))) or any(a.shape[1:] != b.shape[1:] for a, b in pairs):
-        return None
+    ours = list(tensors_in(micro.batch))
+    others = list(tensors_in(partner.batch)) if partner is not None and partner.samples == 1 else ours
+    if [tensor.shape for tensor in others] != [tensor.shape for tensor in ours]:
+        others = ours
     rest = iter(others)
     batch = apply(micro.batch, lambda one: _joined_rows(one, next(rest)))
     return replace(micro, batch=batch, samples=2, step_samples=micro.step_samples + 1)

@@ -172,7 +172,8 @@ class LaterChecks:
         now, steps = perf_counter(), step - self._began
         pause = _SHARE * (now - began) / max(now - self._since, 1e-9) * (step - self._checked)
         self.next = step + max(steps, 1, 0 if steps < _FIRST else collectives.broadcast_object(ceil(pause)))
-        self._before, self._checked, self._since = micro, step, now
+        self._before = micro if micro.samples else other  # a placeholder has no sample to join
+        self._checked, self._since = step, now
 
     def after(self, step: int, *, last: bool = False) -> None:
         """Call after a step on every rank."""

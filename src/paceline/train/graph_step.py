@@ -286,7 +286,8 @@ class GraphedStep:
                 rates = self._scalars[-len(self._groups) :].float().unbind()  # fused kernels read float32
                 for group, rate in zip(self._groups, rates, strict=True):
                     _set(kept, group, lr=rate)
-            return self._updater.apply(micros[-1].step, stepper.factor() if stepper.data_weighted else None)
+            factor = stepper.factor() if stepper.data_weighted else stepper.constant_factor
+            return self._updater.apply(micros[-1].step, factor)
 
     def _add_all(self, micros: Sequence[MicroBatch]) -> None:
         for micro in micros:

@@ -85,7 +85,8 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     else:
         if stepper.watch is not None:
             stepper.watch.check_losses(stepper.losses)
-        norm = updater.apply(micro.step, stepper.factor() if stepper.data_weighted else None)
+        factor = stepper.factor() if stepper.data_weighted else stepper.constant_factor
+        norm = updater.apply(micro.step, factor)
     engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)
     if job.recorder.own_time is not None:

@@ -69,6 +69,12 @@ class Stepper:
         self._replicas = wrapped.forward if isinstance(wrapped.forward, Replicas) else None
         self._scaler = scaler if scaler.is_enabled() else None
         self.watch = watch  # checks `losses` after the last backward of a step
+        self._alone = mesh.data_ranks == 1
+        # Of plain means. None: one.
+        self.constant_factor: float | None = None
+        if self._scaler is not None and type(self) is Stepper and local_steps is None and not self._alone:
+            # Gradients of activations are those of one process, so the same scale does not overflow on more ranks only.
+            self._ranks, self.constant_factor = 1, float(mesh.data_ranks)
         self._always_weighs = mesh.data_ranks > 1 or wrapped.slices
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self.nominal: float | None = None  # None: the number of samples
@@ -213,11 +219,11 @@ class Stepper:
 
     def _share(self, micro: MicroBatch, weight: Tensor | float, mean: Tensor) -> Tensor:
         """The gradient that the backward of a mean starts from: its weight, relative to the nominal one."""
-        if self._ranks == 1 and self._mean_weight is None:
+        if self._alone and self._mean_weight is None:
             self._mean_weight = _positive(weight)
             if not isinstance(weight, Tensor):  # without a target that counts, a penalty has no weight either
                 return self._seed(1.0 if weight > 0 else 0.0, mean)
-        if self._ranks > 1:
+        if not self._alone and not self._from_global:
             self._mean_weight = micro.step_samples * self.per_sample
         if not isinstance(weight, Tensor) and weight * self._ranks == self._mean_weight:
             return self._seed(1.0, mean)
@@ -287,7 +293,7 @@ class Stepper:
         weight zero (only padding)."""
         factor = self._correction()
         if not self._from_global:
-            return factor
+            return factor if self.constant_factor is None else factor * self.constant_factor
         off = abs(float(factor) - 1.0) > _OFF and float(factor) > 0.0
         if off and not self._warned:
             self._warned = True
