@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 
+import typer
+
+from paceline.cli.main import app
+
 # Imported on first use in most ranks and commands, which took each of them 0.3 CPU seconds.
 _MODULES = (
     "multiprocessing.popen_fork", "numpy.ctypeslib", "paceline.cli.run_recipe", "paceline.data.cifar",
@@ -11,14 +15,14 @@ _MODULES = (
     "paceline.launcher.cluster.frontend", "paceline.launcher.dispatch", "paceline.launcher.local.agent",
     "paceline.launcher.local.single_node", "paceline.models.mlp", "paceline.models.vae", "paceline.train.trainer",
     "pydantic.type_adapter", "tracemalloc", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit", "typer._adapters",
-    "typer._click.decorators", "worlds",
+    "transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit", "worlds",
 )  # fmt: skip
 
 
 def import_what_ranks_need() -> None:
     for name in _MODULES:
         importlib.import_module(name)
+    typer.main.get_command(app).make_context("paceline", ["ls"])  # imports modules of typer, others in each version
 
 
 def import_compiler() -> None:
