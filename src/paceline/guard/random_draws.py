@@ -30,13 +30,14 @@ from paceline.models.loss_module import LossModule
 from paceline.parallel.fsdp import reshard_all
 from paceline.run.user_frame import UserFrame
 from paceline.runtime import collectives, rng
+from paceline.runtime.generator_states import find_marks, split_marks
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import drawn_between, positions
 from paceline.runtime.sample_keys import SampleKeys
 
 _Run = Callable[[Any], Any]
 _SHOWN = 4
-_GENERATORS = ("Python's random", "numpy.random", "numbers of torch's generator")  # as in `positions_now`
+_GENERATORS = ("Python's random", "numpy.random", "numbers of torch's generator")  # as in `marks_now`
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 _RECURRENT = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
 _ADVICE = (
@@ -65,9 +66,10 @@ class LateDraws:
         self.checks_again = any(collectives.all_gather_object(bool(self._keys.drawn)))
         self._learns = bool(self._keys.drawn)
         self._epoch = self._step = 0  # of the last check
+        find_marks()
 
-    def __call__(self, micro: MicroBatch, before: tuple[bytes, ...], after: tuple[bytes, ...]) -> None:
-        words = tuple(_words(*pair) for pair in zip(before, after, strict=True))
+    def __call__(self, micro: MicroBatch, before: bytes, after: bytes) -> None:
+        words = tuple(_words(*pair) for pair in zip(split_marks(before), split_marks(after), strict=True))
         begins = any(words) and words not in self._known and not self._learns
         if any(words):
             self._learns = False

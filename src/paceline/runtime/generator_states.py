@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import random
 from _random import Random
+from collections.abc import Callable
+from functools import partial
 from struct import pack, unpack_from
 from typing import Any, NamedTuple
 
@@ -54,6 +56,7 @@ class _Memory:
     def __init__(self) -> None:
         self.bits: Any = None
         self.python: Any = None
+        self.marks: list[Any] = []  # always the same list
         self.gauss_only, self._torch = _GaussOnly(), _find_torch()
         *words, position = random.getstate()[1]
         if Random.__basicsize__ >= object.__basicsize__ + _BYTES:
@@ -61,13 +64,14 @@ class _Memory:
 
     def find(self, bits: Any) -> None:
         """Find the words of NumPy. There are no marks unless the words of all generators are found."""
-        self.bits, self.marks, state = bits, list[Any](), bits.state
+        self.bits, state = bits, bits.state
+        self.marks.clear()
         if state["bit_generator"] == "MT19937" and self.python is not None and self._torch is not None:
             key, position = state["state"]["key"].tolist(), state["state"]["pos"]
             self.numpy = _view(bits.ctypes.state_address, pack("624Ii", *key, position))
             if self.numpy is not None:
                 starts = ctypes.addressof(self.python), ctypes.addressof(self.numpy) + _BYTES - _MARK
-                self.marks = [*(_bytes_at(start, _MARK) for start in starts), self._torch]
+                self.marks += [*(_bytes_at(start, _MARK) for start in starts), self._torch]
 
 
 def _find_torch() -> Any:
@@ -90,12 +94,19 @@ def _view(address: int, expected: bytes) -> Any:
 _memory = _Memory()
 
 
-def positions_now() -> tuple[bytes, ...]:
-    """Changes when one of Python's, NumPy's and torch's CPU generators is drawn from, in this order, unless what is
-    returned is the second Gaussian number. Takes less than a microsecond. Empty if it isn't known."""
+# The marks of Python's, NumPy's and torch's CPU generators, in this order: they change when one of them is drawn from,
+# unless what is returned is the second Gaussian number. Empty if they aren't known, and before `find_marks`. A function
+# of C, because a step with a Python call more is a slower step.
+marks_now: Callable[[], bytes] = partial(b"".join, _memory.marks)
+
+
+def find_marks() -> None:
     if _numpy._bit_generator is not _memory.bits:
         _memory.find(_numpy._bit_generator)
-    return tuple([mark.raw for mark in _memory.marks])
+
+
+def split_marks(marks: bytes) -> list[bytes]:
+    return [marks[start : start + _MARK] for start in range(0, len(marks), _MARK)]
 
 
 def _gauss_only(function: Any, *args: Any, **options: Any) -> Any:

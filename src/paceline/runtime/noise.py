@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
-from paceline.runtime.generator_states import positions_now
+from paceline.runtime.generator_states import marks_now
 from paceline.runtime.rng import derive_seed, rewound
 from paceline.runtime.sample_keys import SampleKeys, Samples, SavedKeys
 
@@ -39,7 +39,7 @@ class Draw(NamedTuple):
 class Watch(Protocol):
     checks_again: bool  # whether to call it in any case
 
-    def __call__(self, samples: Any, before: tuple[bytes, ...], after: tuple[bytes, ...], /) -> None: ...
+    def __call__(self, samples: Any, before: bytes, after: bytes, /) -> None: ...
 
 
 @dataclass
@@ -59,8 +59,8 @@ class NoiseContext:
     """
 
     __slots__ = (
-        "_around", "_before", "_entered", "_last", "_outer", "_saved", "_seed", "_token",
-        "around", "captured", "draws", "idle", "keys", "samples", "watch", "watched",
+        "__weakref__", "_around", "_entered", "_last", "_outer", "_saved", "_seed", "_token",
+        "around", "before", "captured", "draws", "idle", "keys", "samples", "watch", "watched",
     )  # fmt: skip
 
     def __init__(self, seed: int, samples: Samples | None = None, keys: SampleKeys | None = None) -> None:
@@ -71,6 +71,7 @@ class NoiseContext:
         self._last: NoiseContext | None = None  # where the last forward of a custom loop ended
         self.around: Callable[[], AbstractContextManager[Any]] | None = None  # what copies enter as well
         self.watch: Watch | None = None  # called with a micro-batch in which generators were drawn from
+        self.before = b""  # the marks of generators at the beginning of a micro-batch that is watched
         self._entered = self.watched = False
         self.idle = keys is None  # whether no dropout has been seen so far
 
@@ -107,7 +108,7 @@ class NoiseContext:
         if keys is None:
             return
         if self.watch is not None:
-            self._before = positions_now()
+            self.before = marks_now()
         if not self.idle:
             keys.begin(samples)
             return
@@ -126,9 +127,9 @@ class NoiseContext:
     def look(self, samples: Any) -> None:
         """Call after `end`: were numbers drawn from a generator, which do not belong to samples?"""
         if self.watch is not None:
-            now = positions_now()
-            if now != self._before or self.watch.checks_again:
-                self.watch(samples, self._before, now)
+            now = marks_now()
+            if now != self.before or self.watch.checks_again:
+                self.watch(samples, self.before, now)
 
     def begin_forward(self, samples: Samples) -> None:
         """Call before a forward of a custom loop. A further one of the same samples has other numbers."""

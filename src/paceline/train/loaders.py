@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.data import adopt
-from paceline.data.epoch_reader import preserve_generators
+from paceline.data.epoch_reader import plain_attributes, preserve_generators
 from paceline.data.iterable import OwnBatches
 from paceline.data.loader import DataShard, LaterLoader, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
@@ -27,7 +27,7 @@ class Loaders:
     def __init__(self, engine: Engine, finder: BatchSizeFinder | None) -> None:
         self._engine, self._finder = engine, finder
         self.plan: BatchPlan | None = None
-        self._stream: Any = None  # that was read last: only the object tells whether it is the same data
+        self._stream: Any = None  # that was read last
 
     @property
     def batch(self) -> int:
@@ -60,7 +60,13 @@ class Loaders:
         """Whether training read another stream, of which nothing else is known, before this one."""
         before, stream = self._stream, getattr(data, "dataset", data)
         self._stream = stream if loader.samples is None and loader.fingerprint() is None else None
-        return before is not None and before is not stream
+        if before is None or before is stream:
+            return False
+        # After the end of an epoch, a stream is read from its beginning in any case. Before, a loop that was broken off may
+        # have made its stream anew.
+        between = self._engine.position.next_epoch > self._engine.position.epoch
+        same = type(before) is type(stream) and plain_attributes(before) == plain_attributes(stream)
+        return between or not same
 
     def placed(self, loader: Loader) -> Loader:
         """The loader in the steps and epochs of the run: it may have trained on other data before."""

@@ -50,8 +50,9 @@ class ModelFlops:
         countable: bool,
     ) -> None:
         """`eager`: nothing is compiled; `countable`: all of it runs in the main thread."""
-        self._module, self._mesh, self._draw = module, mesh, draw
-        self._stepper = ref(stepper)  # the recorder of a custom loop, which has these figures, may outlive its Trainer
+        self._module, self._mesh = module, mesh
+        # The recorder of a custom loop, which has these figures, may outlive its Trainer.
+        self._stepper, self._draw = ref(stepper), ref(draw)
         self._code, self._compiles, self._countable = code, not eager, countable
         self.per_sample: float | None = None
         self.peak: float | None = None  # FLOP/s of this device
@@ -99,8 +100,10 @@ class ModelFlops:
 
     def _count_on_fakes(self, micro: MicroBatch) -> None:
         """In the first step, which compiles, because restoring a model waits for the GPU."""
+        draw = self._draw()
+        assert draw is not None
         try:
-            with snapshot.preserved(self._module, *self._code), self._draw.uninstalled():
+            with snapshot.preserved(self._module, *self._code), draw.uninstalled():
                 count = count_on_fakes(self._module, micro.batch)
             self._take(count, micro.samples)
         except Exception as error:  # a forward that depends on values

@@ -39,6 +39,7 @@ from paceline.parallel.compose import Wrapped
 from paceline.parallel.replicas import Replicas
 from paceline.plan.traffic import Traffic
 from paceline.precision.scaler import Scaler
+from paceline.runtime.generator_states import marks_now
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.whereabouts import progress
@@ -129,7 +130,7 @@ class Stepper:
             draw.samples = None
         else:
             draw.end()
-        if draw.watch is not None:
+        if draw.watch is not None and (marks_now() != draw.before or draw.watch.checks_again):
             draw.look(micro)
         return loss
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -23,11 +24,13 @@ def calls_of(work: Any, file: str = "") -> int:
         count += event == "call" and frame.f_code.co_filename.endswith(file)
 
     before = sys.getprofile()
+    gc.disable()  # what tests before left behind may have finalizers
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count
 
 
