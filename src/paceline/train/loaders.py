@@ -62,8 +62,7 @@ class Loaders:
         self._stream = stream if loader.samples is None and loader.fingerprint() is None else None
         if before is None or before is stream:
             return False
-        # After the end of an epoch, a stream is read from its beginning in any case. Before, a loop that was broken off may
-        # have made its stream anew.
+        # A loop that was broken off within an epoch may have made its stream anew. At its end, any starts from scratch.
         between = self._engine.position.next_epoch > self._engine.position.epoch
         same = type(before) is type(stream) and plain_attributes(before) == plain_attributes(stream)
         return between or not same
