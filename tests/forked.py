@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 from paceline.cli.main import main
 from paceline.runtime import process_group
-from paceline.runtime.fork import fork
+from paceline.runtime.processes import fork
 
 
 def paceline(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -45,8 +45,8 @@ import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 from torch._dynamo.utils import counters
 
-from paceline.runtime import collectives, environment, gloo_threads, process_group
-from paceline.runtime.fork import fork
+from paceline.runtime import collectives, environment, process_group
+from paceline.runtime.processes import fork, wait_until_idle
 from paceline.testing import runner
 from paceline.train import hang_watch, standstill
 from samples import ALL
@@ -317,7 +317,7 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
         _end_watches()
         order.args = order.kwargs = order.cells = None
         gc.collect()  # a model holds the group: its last reference must not go while gloo's threads work
-        gloo_threads.wait_until_idle()
+        wait_until_idle()
         collectives.debug(False)
         torch_dist.destroy_process_group()
         return True

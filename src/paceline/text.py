@@ -71,6 +71,14 @@ def numbered(thing: str, numbers: Sequence[int]) -> str:
     return f"{thing}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
+def by_rank(values: Sequence[str], indent: str = "    ", ranks: Sequence[int] | None = None) -> str:
+    """One line per distinct value, with the ranks that have it. `ranks`: those of the values, if not all."""
+    found: dict[str, list[int]] = {}
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return "\n".join(f"{indent}{numbered('rank', who)}: {value}" for value, who in found.items())
+
+
 def columns(rows: Iterable[Iterable[str]]) -> str:
     """A table with left-aligned cells."""
     table = [list(row) for row in rows]

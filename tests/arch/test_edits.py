@@ -105,7 +105,7 @@ METRIC = Change(
     (
         Edit("config/components.py", 'METRICS.declare("bias", MetricFacts(_VALUES))'),
         Edit(
-            "models/named_metrics.py",
+            "models/metrics.py",
             """
             METRICS.implement("bias")(NamedMetric("bias", lambda outputs, targets, _: _mean_of(outputs - targets)))
             """,

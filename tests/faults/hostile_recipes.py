@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import paceline
-from paceline.config import show
-from paceline.config.recipe import Config
+from paceline.config.recipe import Config, effective
 from paceline.errors import PacelineError
 
 SECONDS, MEGABYTES = 2.0, 200
@@ -311,7 +310,7 @@ def _read(recipe: Recipe) -> tuple[str, str]:
     """The code, and what is wrong with the answer."""
     try:
         config = Config.from_file(recipe.path, recipe.overrides)
-        show.effective(config).encode()
+        effective(config).encode()
         json.dumps(config.to_dict())
     except PacelineError as error:
         text = str(error).encode().decode()

@@ -28,7 +28,7 @@ from paceline import dist
 from paceline.errors import WorldError
 from paceline.runtime import collective_calls, environment
 from paceline.runtime.network import listen
-from paceline.runtime.store import open_store
+from paceline.runtime.process_group import open_store
 
 Mode = Literal["debug", "default", "torch", "DETAIL"]
 MODES: tuple[Mode, ...] = ("debug", "default", "torch", "DETAIL")

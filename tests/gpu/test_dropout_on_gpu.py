@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 import paceline
 from fresh import in_a_fresh_process
-from paceline.models.dropout.scopes import by_sample
+from paceline.models.dropout.functions import by_sample
 from paceline.models.gpt import GPT
 from paceline.runtime.noise import NoiseContext
 

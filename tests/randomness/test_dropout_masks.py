@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.models.dropout.scopes import by_sample
+from paceline.models.dropout.functions import by_sample
 from paceline.runtime.noise import NoiseContext
 from randomness import generators, measures
 from randomness.generators import BLOCKS, Numbers, Place, Samples

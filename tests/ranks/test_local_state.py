@@ -17,7 +17,7 @@ import tiny
 from faults import worlds
 from paceline import Trainer, dist
 from paceline.checkpoint.export import export
-from paceline.models.weight_bits import checksum
+from paceline.models.weights import checksum
 from paceline.parallel.shards import local_shard
 from paceline.train.checkpointing import saver
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.runtime.shared_storage._SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    monkeypatch.setattr("paceline.runtime.consistency._SECONDS_BETWEEN_ATTEMPTS", 0.0)
 
 
 def _train(folder: str, hidden: bool, **settings: Any) -> Any:

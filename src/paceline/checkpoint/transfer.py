@@ -31,7 +31,7 @@ from paceline.checkpoint.reader import open_checkpoint
 from paceline.errors import CheckpointError
 from paceline.run import regular_files
 from paceline.runtime import objects
-from paceline.runtime.rank_errors import Report, capture_error, raise_first_error
+from paceline.runtime.consistency import Report, capture_error, raise_first_error
 
 _BLOCK = 16 << 20
 _END, _ABORTED = 0, -1  # in place of a length

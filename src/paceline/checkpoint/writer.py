@@ -30,7 +30,7 @@ from paceline.checkpoint.planner import Group, LocalShard, plan_save, signature
 from paceline.checkpoint.shard_file import FileLayout, bytes_of, lay_out, write_file
 from paceline.errors import CheckpointError
 from paceline.runtime import objects
-from paceline.runtime.rank_errors import Report, capture_error, raise_first_error, run_on_first_rank
+from paceline.runtime.consistency import Report, capture_error, raise_first_error, run_on_first_rank
 
 
 @dataclass(frozen=True)

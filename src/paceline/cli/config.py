@@ -23,20 +23,20 @@ def show(
     ] = None,
 ) -> None:
     """Print the effective recipe with the source of each value, and the values derived from it."""
-    from paceline.config import show as text
+    from paceline.config.recipe import effective
     from paceline.plan import batch as plan_batch
-    from paceline.plan import derived, layout, passes, schedule
+    from paceline.plan import layout, passes, schedule
 
     config, _ = workloads.read_recipe(arguments, ranks)
     workloads.check_own_code(config)
-    print(text.effective(config))
+    print(effective(config))
     number = workloads.ranks_of(config) or workloads.DEFAULT_CPU_RANKS
     print(f"\n# derived for {plural(number, 'rank')}:")
     plan = layout.derive_layout(config, number)
     passes.require_allowed(config, plan)
     batch = plan_batch.derive_batch(config, plan)
     rows = {**batch.rows(), "learning rate": schedule.learning_rate(config, batch.size)}
-    print("\n".join("# " + line for line in derived.table(rows).splitlines()))
+    print("\n".join("# " + line for line in layout.table(rows).splitlines()))
     applied = passes.passes_for(config, plan.degrees)
     print("\n# applied to the model, in this order:")
     width = max(len(each.name) for each in applied)

@@ -44,7 +44,7 @@ def read_recipe(arguments: list[str] | None, ranks: int | None, *, settled: bool
 def _settled(config: Config) -> Config:
     if not config.inherited:
         return config
-    from paceline.runtime.fork import call_in_child
+    from paceline.runtime.processes import call_in_child
     from paceline.train.recipe_names import settle
 
     config, notes = settle(config, call_in_child)
@@ -58,7 +58,7 @@ def check_own_code(config: Config) -> None:
     from paceline.own_code import is_own
 
     if any(map(is_own, config.names)):
-        from paceline.runtime.fork import call_in_child
+        from paceline.runtime.processes import call_in_child
         from paceline.train.factory import check_names
 
         call_in_child(lambda: check_names(config))

@@ -33,8 +33,7 @@ from paceline.data.epoch_reader import generators_in, length_of
 from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream, declared_batch
 from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
 from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
-from paceline.data.shard_claims import is_sharded, wrong_shard
-from paceline.data.sharded_stream import BatchShares, SampleShares, ShardedStream
+from paceline.data.sharded_stream import BatchShares, SampleShares, ShardedStream, is_sharded, wrong_shard
 from paceline.errors import DataError
 from paceline.plan.slicing import slice_bounds
 from paceline.runtime import collectives

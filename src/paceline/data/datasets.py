@@ -20,7 +20,7 @@ Pair = tuple[Any, Any]
 
 
 def _load_embedded() -> None:
-    from paceline.data import cifar, shapes, stdlib_text  # noqa: F401
+    from paceline.data import embedded  # noqa: F401
 
 
 DATASETS: Registry[None, Pair] = Registry(

@@ -10,42 +10,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count, islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.batches import Kind, comparable, digest, layout_of, rows_of, samples_in, tensors_in
-from paceline.data.epoch_lengths import UNKNOWN, EpochLengths, Place
-from paceline.data.epoch_reader import EpochReader, announce_epoch, length_of, lists_of, preserve_generators
+from paceline.data.epoch_reader import (
+    EpochLengths,
+    EpochReader,
+    Place,
+    announce_epoch,
+    length_of,
+    lists_of,
+    preserve_generators,
+)
 from paceline.data.loader import (
     DataShard,
+    Loader,
     MicroBatch,
     ReadOptions,
     Slices,
     StartTimes,
+    epochs_from,
     micro_of,
     no_samples,
     own_or_placeholder,
+    unchanged,
 )
-from paceline.data.random_stream import RandomStream
 from paceline.data.same_reading import watch_stream
-from paceline.data.stream_workers import read_in_workers
 from paceline.errors import DataError
 from paceline.plan.slicing import slices_of
 from paceline.plan.slow_input import InputSource
+from paceline.runtime.generator_states import RandomStream
+from paceline.runtime.rng import derive_seed
 
 # Of ready batches, the first ones are compared between ranks, and then some of them.
 _ALL, _SOME = 32, 8
 
 
-class SampleStream:
+class SampleStream(Loader):
     """An IterableDataset, sliced and collated with its own RNG state: in this process, or in one worker."""
-
-    lengths = UNKNOWN
-    samples = None
-    repeatable = False
 
     def __init__(
         self,
@@ -72,7 +78,7 @@ class SampleStream:
         step, watch = 0, watch_stream() if self._compare else None
         self._watched = watch is not None  # in the worker as well
         self._reader.begin(first_step)
-        for epoch in range(epochs) if epochs is not None else count():
+        for epoch in epochs_from(0, epochs):
             before = step
             for micro in self._epoch(epoch, partial(self._slices, epoch, step, first_step)):
                 step = micro.step + micro.last
@@ -82,9 +88,6 @@ class SampleStream:
                     yield micro
             if step == before:
                 raise no_samples()
-
-    def fingerprint(self) -> Any:
-        return None
 
     def _epoch(self, epoch: int, read: Callable[[Iterator[Any]], Iterator[MicroBatch]]) -> Iterable[MicroBatch]:
         if self._reading.workers:
@@ -158,22 +161,16 @@ def source_of_batches(source: Any, starts: StartTimes) -> InputSource:
     return InputSource("loader", source.num_workers, started=starts.read if anew else None)
 
 
-class BatchStream:
+class BatchStream(Loader):
     """Global batches, of which each rank takes its rows."""
 
     def __init__(self, source: ReadyBatches, batch: int, part: DataShard, seed: int, *, compare: bool = True) -> None:
-        self._source, self._compare = source, compare
+        self._source, self._compare, self.repeatable = source, compare, source.in_memory
         self._reader = EpochReader(source.source, seed)
         self.lengths = EpochLengths(source.source, lambda: length_of(source.source))
         self._by_length = Slices(part, batch)
         self._starts = StartTimes()
         self.input = source_of_batches(source.source, self._starts)
-
-    samples = None
-
-    @property
-    def repeatable(self) -> bool:
-        return self._source.in_memory
 
     def fingerprint(self) -> Any:
         """Of the first global batch, unless ranks may have different ones."""
@@ -182,7 +179,7 @@ class BatchStream:
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
         step, kind, watch = 0, self._source.kind, watch_stream() if self._compare else None
         self._reader.begin(first_step)
-        for epoch in range(epochs) if epochs is not None else count():
+        for epoch in epochs_from(0, epochs):
             before = step
             for batch in self._batches(epoch):
                 if watch is not None and (step < _ALL or step % _SOME == 0):
@@ -205,7 +202,7 @@ class BatchStream:
         return self._starts.first(self._reader.epoch(epoch))
 
 
-class OwnBatches:
+class OwnBatches(Loader):
     """A DataLoader whose DistributedSampler selects the samples of this rank: its batches, unchanged."""
 
     def __init__(
@@ -217,16 +214,10 @@ class OwnBatches:
         self._starts = StartTimes()
         self.input = source_of_batches(loader, self._starts)
 
-    samples = None
-    repeatable = False
-
-    def fingerprint(self) -> Any:
-        return None
-
     def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
         first_epoch, skip = self.lengths.locate(first_step) or Place(0, 0)
         step = first_step
-        for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
+        for epoch in epochs_from(first_epoch, epochs):
             announce_epoch(self._loader.dataset if self._announce else None, epoch)
             self._sampler.set_epoch(epoch)
             for number, batch in enumerate(islice(self._starts.first(self._loader), skip, None), skip):
@@ -250,3 +241,31 @@ class OwnBatches:
             rows = batch if share.samples == own else rows_of(batch, share.start, share.stop, samples=own)
             micro = micro_of(rows, share, self._batch, epoch, step, ())
             yield replace(micro, start=rank * own + share.start, exact=False)
+
+
+T = TypeVar("T")
+
+
+def read_in_workers(
+    dataset: Any, epoch: int, read: Callable[[Iterator[Any]], Iterator[T]], seed: int, reading: ReadOptions
+) -> DataLoader[T]:
+    """What `read` makes of the samples of an epoch. The results of several workers alternate."""
+    return DataLoader(
+        _Epoch(dataset, epoch, read),
+        batch_size=None,
+        num_workers=reading.workers,
+        collate_fn=unchanged,
+        pin_memory=reading.pin_memory,
+        # The same on every rank: a stream that shuffles has to shuffle equally, also before it is split.
+        generator=torch.Generator().manual_seed(derive_seed(seed, epoch) >> 1),
+        **reading.for_dataset(dataset),
+    )
+
+
+class _Epoch(IterableDataset[T]):
+    def __init__(self, dataset: Any, epoch: int, read: Callable[[Iterator[Any]], Iterator[T]]) -> None:
+        self._dataset, self._epoch, self._read = dataset, epoch, read
+
+    def __iter__(self) -> Iterator[T]:
+        announce_epoch(self._dataset, self._epoch)
+        return self._read(iter(self._dataset))

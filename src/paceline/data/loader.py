@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from multiprocessing.sharedctypes import RawArray
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from paceline.data.batches import apply
-from paceline.data.collate_hints import Collate, explain_pickling
-from paceline.data.epoch_lengths import EpochLengths, LaterLengths, Place
-from paceline.data.epoch_reader import plain_attributes
+from paceline.data.epoch_reader import UNKNOWN, EpochLengths, LaterLengths, Place, plain_attributes
+from paceline.data.input_hints import Collate, explain_pickling
 from paceline.data.same_reading import content_of, require_same_samples, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
 from paceline.data.seeded_dataset import SeededBatches, place_of_reading, reads_batches
@@ -81,29 +80,29 @@ class Slices(dict[int, list[BatchSlice]]):
         return self[samples]
 
 
-class Loader(Protocol):
+class Loader:
     """Yields micro-batches from a given step on, epoch after epoch."""
 
     input: InputSource
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether reading a step again yields the same samples."""
-        ...
-
-    @property
-    def lengths(self) -> EpochLengths: ...
+    lengths: EpochLengths = UNKNOWN
+    repeatable = False  # whether reading a step again yields the same samples
 
     @property
     def samples(self) -> int | None:
         """Samples per epoch, if known."""
-        ...
+        return None
 
-    def micros(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]: ...
+    def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
+        raise NotImplementedError
 
     def fingerprint(self) -> Any:
         """A value that is equal on every rank if the data is; None if unknown."""
-        ...
+        return None
+
+
+def epochs_from(first: int, epochs: int | None) -> Iterable[int]:
+    """The epochs to read; without end if their number is None."""
+    return count(first) if epochs is None else range(first, epochs)
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class ReadOptions:
         return {**given, "worker_init_fn": StartWorker(dataset, given.get("worker_init_fn"))}
 
 
-class IndexedLoader:
+class IndexedLoader(Loader):
     """A loader for map-style datasets."""
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataShard, seed: int, reading: ReadOptions) -> None:
@@ -139,6 +138,7 @@ class IndexedLoader:
             dataset, seed, own or default, own_collate=own is not None, announce=reading.announce
         )
         self._order, self._slices, self._reading = order, Slices(part, order.batch), reading
+        self.lengths, self.repeatable = order.lengths, isinstance(order, FormulaOrder)
         self._dataset, self._seed, self._groups = dataset, seed, part.groups
         self._timed = TimedReading(self._batches, reading.workers) if reading.workers else None
         read = None if self._timed is None else self._timed.read
@@ -147,14 +147,6 @@ class IndexedLoader:
         self.input = InputSource(kind, reading.workers, read, None if reading.persistent else self._starts.read)
         self._first: Sequence[Any] = ()  # indices of the first step
         self._watched = False
-
-    @property
-    def repeatable(self) -> bool:
-        return isinstance(self._order, FormulaOrder)
-
-    @property
-    def lengths(self) -> EpochLengths:
-        return self._order.lengths
 
     @property
     def samples(self) -> int | None:
@@ -173,7 +165,7 @@ class IndexedLoader:
         # An order of unknown length is read from its beginning, and completed steps are dropped.
         (first_epoch, skip), step = (Place(0, 0), 0) if place is None else (place, first_step)
         plan = _Plan(self._order, self._slice, step, first_step)
-        for epoch in range(first_epoch, epochs) if epochs is not None else count(first_epoch):
+        for epoch in epochs_from(first_epoch, epochs):
             new = loader is None or (not reading.options and known != plain_attributes(self._dataset))
             self._begin_epoch(epoch)
             if loader is None or new:
@@ -232,16 +224,22 @@ class IndexedLoader:
             yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
 
 
-class LaterLoader:
+class LaterLoader(Loader):
     """A loader of data that the run began to read at epoch and step `begins`, after other data."""
 
     def __init__(self, own: Loader, begins: Place) -> None:
         self._own, self._begins = own, begins
-        self.input, self.repeatable, self.samples = own.input, own.repeatable, own.samples
-        self.lengths: EpochLengths = LaterLengths(own.lengths, begins)
-        self.fingerprint = own.fingerprint
+        self.input, self.repeatable = own.input, own.repeatable
+        self.lengths = LaterLengths(own.lengths, begins)
 
-    def micros(self, first_step: int, epochs: int | None) -> Iterator[MicroBatch]:
+    @property
+    def samples(self) -> int | None:
+        return self._own.samples
+
+    def fingerprint(self) -> Any:
+        return self._own.fingerprint()
+
+    def micros(self, first_step: int = 0, epochs: int | None = None) -> Iterator[MicroBatch]:
         own_epochs = None if epochs is None else epochs - self._begins.epoch
         for micro in self._own.micros(first_step - self._begins.skip, own_epochs):
             micro.step += self._begins.skip

@@ -19,7 +19,8 @@ from paceline.data.batches import comparable, layout_of, rows_of
 from paceline.data.seeded_dataset import SeededBatches, fingerprint, reads_batches
 from paceline.errors import DataError
 from paceline.log import rank_log
-from paceline.runtime import collectives, consistency
+from paceline.runtime import collectives
+from paceline.text import by_rank
 
 _EVERY = 32  # steps between two comparisons: a gather of one number costs as much as a small kernel
 
@@ -53,8 +54,7 @@ def watch_order() -> SameReading | None:
 def different_streams(step: int, gathered: list[str]) -> DataError:
     return DataError(
         "different-data",
-        f"Ranks read different samples from this stream, at the latest in step {step + 1}:\n"
-        + consistency.by_rank(gathered),
+        f"Ranks read different samples from this stream, at the latest in step {step + 1}:\n" + by_rank(gathered),
         why="each rank keeps its slice of one stream; if a stream splits itself by rank, samples are lost",
         fix="if each rank reads its own shard, set data.sharded: true (Trainer(…, data={'sharded': True}), or `sharded "
         "= True` in the dataset); otherwise make the stream the same on every rank (sort files, seed generators); "
@@ -65,8 +65,7 @@ def different_streams(step: int, gathered: list[str]) -> DataError:
 def _different_orders(step: int, gathered: list[str]) -> DataError:
     return DataError(
         "different-order",
-        f"The sampler yields different indices on each rank, at the latest in step {step + 1}:\n"
-        + consistency.by_rank(gathered),
+        f"The sampler yields different indices on each rank, at the latest in step {step + 1}:\n" + by_rank(gathered),
         why="each rank keeps its slice of one order; with different orders samples are lost, and others are read twice",
         fix="seed the generator of the sampler identically on every rank, e.g. numpy.random.default_rng(0), or use the "
         "global generators, which are seeded by (seed, epoch)",
@@ -124,7 +123,7 @@ def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[
         raise DataError(
             "different-data",
             f"Samples {', '.join(map(str, chosen[1:]))} of {type(dataset).__name__} differ between ranks:\n"
-            + consistency.by_rank([f"checksums {' '.join(each)}" for each in gathered]),
+            + by_rank([f"checksums {' '.join(each)}" for each in gathered]),
             why="each rank selects its samples of one dataset by index; with different datasets some samples are lost "
             "and others are read twice",
             fix="build the same dataset on every rank: sort file lists (os.listdir has no fixed order), seed random "

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from paceline.data.epoch_lengths import EpochLengths
-from paceline.data.epoch_reader import EpochReader, length_of, lists_of
+from paceline.data.epoch_reader import EpochLengths, EpochReader, length_of, lists_of
 from paceline.runtime.rng import derive_seed
 
 # Positions computed at once, to amortize the overhead of numpy over small batches.

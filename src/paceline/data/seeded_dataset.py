@@ -19,10 +19,9 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from paceline.data.batches import digest
 from paceline.data.epoch_reader import announce_epoch, length_of
-from paceline.data.random_stream import RandomStream
 from paceline.errors import DataError
 from paceline.run.user_frame import place_of
-from paceline.runtime.generator_states import GeneratorStates, exchange_states, same_states, save_states
+from paceline.runtime.generator_states import GeneratorStates, RandomStream, exchange_states, same_states, save_states
 from paceline.runtime.rng import derive_seed, seed_cpu
 
 Step = tuple[int, Sequence[Any]]  # epoch and indices

@@ -18,7 +18,7 @@ from paceline import __version__
 from paceline.doctor import gpus as nvidia
 from paceline.doctor.finding import Finding
 from paceline.doctor.gpus import Gpu
-from paceline.runtime.fork import call_in_child
+from paceline.runtime.processes import call_in_child
 
 _PYTHON, _TORCH = (3, 11), (2, 11)
 # Oldest driver by major version of CUDA: docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html

@@ -17,8 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import TrainError
-from paceline.models.power_iteration import PowerIterations
-from paceline.models.weight_bits import checksum
+from paceline.models.weights import PowerIterations, checksum
 from paceline.parallel.shards import local_shard
 from paceline.runtime.mesh import Mesh
 

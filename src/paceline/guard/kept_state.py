@@ -23,7 +23,7 @@ from paceline.guard.forward_state import instance_statistics
 from paceline.guard.loss_halves import not_checked
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
-from paceline.models.weight_bits import checksum
+from paceline.models.weights import checksum
 from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext

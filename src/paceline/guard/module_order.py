@@ -25,8 +25,8 @@ from paceline.errors import LayoutError
 from paceline.parallel.agreement import Agreement
 from paceline.parallel.sync_batchnorm import SynchronizedNorm
 from paceline.runtime import collectives
-from paceline.runtime.consistency import by_rank
 from paceline.runtime.mesh import Mesh
+from paceline.text import by_rank
 
 _END = -1
 Hook = Callable[..., Any]

@@ -30,13 +30,14 @@ from paceline.errors import DataError, LayoutError, TrainError
 from paceline.guard import forward_state, same_model, snapshot
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
-from paceline.models.weight_bits import checksum
+from paceline.models.weights import checksum
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.fsdp import unreached
 from paceline.parallel.replicas import Forward, Replicas
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
+from paceline.text import by_rank
 
 _SHOWN = 8
 _ROWS_COMPARED = 64
@@ -245,7 +246,7 @@ def _require_one_kind(kinds: list[str]) -> None:
     if len(set(kinds)) > 1:
         raise TrainError(
             "loss-changed-kind",
-            f"The losses of ranks are of different kinds:\n{consistency.by_rank(kinds)}",
+            f"The losses of ranks are of different kinds:\n{by_rank(kinds)}",
             why="losses are averaged over ranks and micro-batches, with one kind of weight",
             fix="return paceline.Loss(sum, weight) for every batch",
         )
@@ -303,7 +304,7 @@ def _require_same_data(fingerprints: list[Any]) -> None:
     if len(set(known)) > 1:
         raise DataError(
             "different-data",
-            "Ranks have different data (type, length, checksums):\n" + consistency.by_rank(known),
+            "Ranks have different data (type, length, checksums):\n" + by_rank(known),
             why="each rank selects its shard of one dataset by index; with different datasets some samples are lost "
             "and others are read twice",
             fix="build the same dataset on every rank (seed random splits) and let the Trainer shard it; "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TrainError
-from paceline.models.weight_bits import checksum, column_sums, mixed
+from paceline.models.weights import checksum, column_sums, mixed
 from paceline.parallel.shards import local_shard
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh

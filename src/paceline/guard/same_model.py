@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from paceline.data.batches import tensors_in
 from paceline.errors import DataError, WorldError
 from paceline.parallel.optimizer_binding import names_of
-from paceline.runtime import collectives, consistency
+from paceline.runtime import collectives
+from paceline.text import by_rank
 
 Facts = list[tuple[str, str]]  # (what, its description), in the order in which collectives use them
 
@@ -31,7 +32,7 @@ def require_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None
     if found is not None:
         raise WorldError(
             "different-models",
-            f"Ranks have different models, first:\n{consistency.by_rank(found)}",
+            f"Ranks have different models, first:\n{by_rank(found)}",
             why="collectives match parameters by their order, so gradients of different parameters would be mixed",
             fix="build the same model and optimizer on every rank; look for code that depends on the rank, on files "
             "of one node, or on unseeded random numbers",
@@ -44,7 +45,7 @@ def require_same_structure(batch: Any) -> None:
     if found is not None:
         raise DataError(
             "different-structure",
-            f"Ranks received batches of different structure, first:\n{consistency.by_rank(found)}",
+            f"Ranks received batches of different structure, first:\n{by_rank(found)}",
             why="ranks must run the same operations on their samples, or their collectives do not match",
             fix="return samples of the same structure for every index, and collate them equally on every rank",
         )

@@ -319,6 +319,7 @@ def _starts(func: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
+_REDUCTIONS = ("sum", "mean", "masked_select", "index_select", "take", "nansum", "nanmean")
 _LOSSES = {
     functional.cross_entropy,
     functional.nll_loss,
@@ -329,21 +330,9 @@ _LOSSES = {
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
 }
-_STARTS = _LOSSES | {
-    torch.sum,
-    torch.mean,
-    torch.masked_select,
-    torch.index_select,
-    torch.take,
-    torch.nansum,
-    torch.nanmean,
+_STARTS = {
+    *_LOSSES,
+    *(getattr(owner, name) for owner in (torch, Tensor) for name in _REDUCTIONS),
     torch.einsum,
-    Tensor.sum,
-    Tensor.mean,
-    Tensor.masked_select,
-    Tensor.index_select,
-    Tensor.take,
-    Tensor.nansum,
-    Tensor.nanmean,
     Tensor.__getitem__,
 }

@@ -20,8 +20,7 @@ from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paceline.errors import LayoutError
-from paceline.models.blocks import find_blocks
-from paceline.models.spec import spec_of
+from paceline.models.spec import find_blocks, spec_of
 from paceline.parallel.recompute import RecomputedForward
 from paceline.parallel.shards import has_dtensors
 

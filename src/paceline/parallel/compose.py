@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.recipe import Config
 from paceline.log import Log
-from paceline.models.blocks import find_blocks
-from paceline.models.memory_format import convert_weights
+from paceline.models.spec import find_blocks
+from paceline.models.weights import convert_weights
 from paceline.parallel.agreement import Agreement
 from paceline.parallel.comm_hook import CommHook
 from paceline.parallel.compile import compile_model, require_compiler
@@ -37,8 +37,8 @@ from paceline.parallel.short_batches import ShortBatches
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, synchronize_instance_norms, unconverted
 from paceline.parallel.tensor.apply import apply_tensor_parallel
+from paceline.plan.network_model import Traffic
 from paceline.plan.passes import Pass, is_sharded, passes_for
-from paceline.plan.traffic import Traffic
 from paceline.runtime.mesh import Mesh
 from paceline.text import plural
 

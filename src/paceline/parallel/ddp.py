@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.config.sections import DdpSection
 from paceline.errors import LayoutError
 from paceline.models.usage_errors import require_trainable
-from paceline.models.weight_bits import as_moved
+from paceline.models.weights import as_moved
 from paceline.parallel.comm_hook import CommHook
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first

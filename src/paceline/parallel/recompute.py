@@ -37,8 +37,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.errors import LayoutError
 from paceline.models import huggingface
-from paceline.models.blocks import find_blocks
-from paceline.models.power_iteration import PowerIterations
+from paceline.models.spec import find_blocks
+from paceline.models.weights import PowerIterations
 
 _ATEN = torch.ops.aten
 # Expensive to recompute relative to the memory of their outputs.

@@ -21,7 +21,7 @@ from paceline.log import Log
 from paceline.parallel.agreement import Agreement
 from paceline.parallel.carried_weight import CarriedWeight
 from paceline.parallel.comm_hook import CommHook
-from paceline.plan.traffic import Traffic
+from paceline.plan.network_model import Traffic
 from paceline.runtime import collectives
 from paceline.text import plural
 

@@ -23,8 +23,8 @@ import torch.distributed as torch_dist
 from paceline.diagnose.place import place_of
 from paceline.errors import WorldError
 from paceline.runtime import whereabouts
-from paceline.runtime.consistency import by_rank
 from paceline.runtime.whereabouts import Board, Post, progress
+from paceline.text import by_rank
 
 _POLLS_AT_FIRST, _SHORT, _LONG = 50, 0.0002, 0.005
 _LOOK_EVERY = 0.5  # seconds

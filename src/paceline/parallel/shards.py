@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.models.weight_bits import as_moved
+from paceline.models.weights import as_moved
 from paceline.parallel.same_call import meet
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh

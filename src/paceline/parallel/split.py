@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.config.sections import SplitSection
 from paceline.data.batches import apply, rows_of, samples_in
 from paceline.errors import LayoutError, did_you_mean
-from paceline.models.blocks import find_blocks
 from paceline.models.divisor import Divisor
+from paceline.models.spec import find_blocks
 from paceline.parallel.data_parallel import LossPart, combine_losses, combine_metrics
 from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
 from paceline.plan.slicing import slice_bounds

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from paceline.errors import TrainError
-from paceline.plan.traffic import Traffic
+from paceline.plan.network_model import Traffic
 from paceline.runtime import collectives, noise
 
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -7,8 +7,7 @@ from math import ceil, lcm
 
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
-from paceline.plan.derived import FROM_SETTINGS, Derived
-from paceline.plan.layout import LayoutPlan
+from paceline.plan.layout import FROM_SETTINGS, Derived, LayoutPlan
 from paceline.text import plural
 
 DEFAULT_BATCH = 32

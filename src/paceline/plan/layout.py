@@ -1,6 +1,7 @@
-"""The number of ranks on each parallelism axis.
+"""Derived values, each with the reason for it, and the first of them: the number of ranks on each parallelism axis.
 
-A layout is plain data. It is validated here, from the recipe and the number of ranks, before any rank starts.
+A layout is plain data. It is validated here, from the recipe and the number of ranks, before any rank starts. The
+Trainer, the planner and `paceline config show` use the same functions of this package, so what is shown is what runs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,27 @@ from typing import Literal
 from paceline.config.recipe import Config
 from paceline.config.sections import LayoutSection
 from paceline.errors import ConfigError, LayoutError
-from paceline.plan.derived import FROM_SETTINGS
-from paceline.text import plural
+from paceline.text import columns, plural
+
+FROM_SETTINGS = "requested"  # in a recipe or by a keyword of the Trainer
+_LABELS = {"horizon": "total steps"}  # of rows, on screen
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value and the reason for it."""
+
+    value: int | float | str
+    reason: str
+
+
+def table(rows: Mapping[str, Derived]) -> str:
+    """Derived values in three columns: name, value, reason."""
+    return columns(("", _LABELS.get(name, name), _value(row.value), row.reason) for name, row in rows.items())
+
+
+def _value(value: int | float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)

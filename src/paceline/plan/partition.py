@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError
-from paceline.plan.derived import FROM_SETTINGS
+from paceline.plan.layout import FROM_SETTINGS
 from paceline.text import plural
 
 

@@ -11,7 +11,7 @@ from math import sqrt
 from paceline.config.components import SCHEDULES
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.plan.derived import Derived
+from paceline.plan.layout import Derived
 from paceline.text import plural
 
 

@@ -26,7 +26,7 @@ import torch.distributed as torch_dist
 from paceline.errors import WorldError
 from paceline.run.user_frame import running_line
 from paceline.runtime import process_group
-from paceline.runtime.consistency import by_rank
+from paceline.text import by_rank
 
 Group = torch_dist.ProcessGroup | None
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 0.5  # seconds between looks at the others

@@ -4,6 +4,8 @@ All three are Mersenne Twisters: 624 words and a position. The official function
 create Python objects for the words. Here words are copied as they lie in memory, and only after the position or one of
 some words has changed. NumPy publishes the address of its words. Those of CPython and torch are searched, and compared
 with what the official functions return. If they are not found, the official functions are used.
+
+A `RandomStream` gives a source of data random numbers from the global generators, apart from those of training.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from __future__ import annotations
 import ctypes
 import random
 from _random import Random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from struct import pack, unpack_from
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
+from torch.utils.data._utils.worker import _generate_state
+
+from paceline.runtime.rng import seed_cpu
 
 _BYTES = 4 * 625  # of words and position
 _MARK = 20  # bytes: a position and four words, which a draw leaves as they are with a probability of 2⁻¹²⁸
@@ -156,3 +161,41 @@ def same_states(some: GeneratorStates, others: GeneratorStates) -> bool:
         return True
     same_torch = some.torch.numpy().tobytes() == others.torch.numpy().tobytes()
     return same_torch and str(some[:-1]) == str(others[:-1])
+
+
+T = TypeVar("T")
+
+
+class RandomStream:
+    """An independent sequence for the global CPU generators. It continues where it left off when entered again."""
+
+    def __init__(self, seed: int, numpy_seed: Any = None) -> None:
+        self._outside = save_states()
+        seed_cpu(seed)
+        if numpy_seed is not None:
+            numpy.random.seed(numpy_seed)
+        self._stream = exchange_states(self._outside)
+
+    @classmethod
+    def of_worker(cls, seed: int) -> RandomStream:
+        """The sequence of the first worker of a DataLoader whose generator has this seed."""
+        base = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed)))
+        return cls(base, _generate_state(base, 0))
+
+    def __enter__(self) -> None:
+        self._outside = exchange_states(self._stream, self._outside)
+
+    def __exit__(self, *exc: object) -> None:
+        self._stream = exchange_states(self._outside, self._stream)
+
+    def read(self, items: Iterator[T]) -> Iterator[T]:
+        """Compute each item with the numbers of this sequence; the consumer keeps its own."""
+        while True:
+            self._outside = exchange_states(self._stream, self._outside)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self._stream = exchange_states(self._outside, self._stream)
+            yield item

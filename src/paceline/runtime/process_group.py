@@ -2,12 +2,17 @@
 
 A group that the user initialized is used as it is and never destroyed. One that paceline initialized is destroyed when
 the process exits, also after an error.
+
+The TCPStore in which the ranks of a job find each other authenticates nobody, so it should listen on one address.
+torch's own listens on all: the process that hosts it opens one on a socket of its own first, which a store that torch
+opens at that port shares (`multi_tenant`).
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,10 +25,10 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from paceline.errors import WorldError
 from paceline.log import Log
 from paceline.runtime import device as devices
-from paceline.runtime import environment, gloo_threads
+from paceline.runtime import environment
 from paceline.runtime.environment import RankInfo
-from paceline.runtime.network import LOOPBACK
-from paceline.runtime.store import open_store_at
+from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
+from paceline.runtime.processes import before_shutdown, wait_until_idle
 
 FIRST_STEP_SECONDS = 1800.0  # timeout until the first step is done: it compiles, and waits for the slowest import
 
@@ -75,11 +80,11 @@ def init_world(
     rank_info = current_rank_info()
     chosen = devices.choose_device(device, rank_info)
     devices.activate(chosen)
-    gloo_threads.before_shutdown()
+    before_shutdown()
     if rank_info.world == 1 or torch_dist.is_initialized():
         if rank_info.world > 1 and not _initialized_here:  # the user's group, which the script may destroy or not
-            atexit.unregister(gloo_threads.wait_until_idle)
-            atexit.register(gloo_threads.wait_until_idle)
+            atexit.unregister(wait_until_idle)
+            atexit.register(wait_until_idle)
         return World(rank_info, chosen, torch_dist.get_backend() if rank_info.world > 1 else "")
     if environment.rendezvous_address() is None:
         raise WorldError(
@@ -157,7 +162,7 @@ def init_single(device: torch.device) -> None:
 def _destroy_at_exit() -> None:
     global _initialized_here
     _initialized_here = True
-    gloo_threads.before_shutdown()
+    before_shutdown()
     atexit.register(destroy)
 
 
@@ -263,3 +268,29 @@ def destroy() -> None:
         _hosted_store = None
     _initialized_here = False
     atexit.unregister(destroy)
+
+
+_STORE_SECONDS = 300.0
+
+
+def open_store(listener: socket.socket) -> TCPStore:
+    """A store on an existing listener, which it takes over."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        LOOPBACK if host in ("0.0.0.0", "::") else host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=_STORE_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def open_store_at(host: str, port: int) -> TCPStore | None:
+    """A store at the address of a host name. None if it is not clear at which address other machines look for it: the
+    name has several or is that of another machine, or leads to loopback here only (Debian, in /etc/hosts)."""
+    own = own_addresses_of(host)
+    if len(own) != 1 or (is_loopback(own[0]) and own[0] != host):
+        return None
+    return open_store(listen(own[0], port))

@@ -18,7 +18,7 @@ from paceline.launcher.dispatch import dispatch
 from paceline.launcher.workload import Workload
 from paceline.run.folder import RunFolder
 from paceline.run.study_folder import StudyFolder
-from paceline.runtime.fork import call_in_child
+from paceline.runtime.processes import call_in_child
 from paceline.search import recipe_trials
 from paceline.search.placement import Pool, TrialSlot, open_pool
 from paceline.search.scheduler import Sweep

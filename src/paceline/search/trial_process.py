@@ -20,7 +20,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.run import regular_files
-from paceline.runtime.fork import fork
+from paceline.runtime.processes import fork
 
 _PR_SET_PDEATHSIG = 1  # Linux prctl
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a filesystem

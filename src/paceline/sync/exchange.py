@@ -3,7 +3,7 @@
     exchange = Exchange(group)
     work = exchange.all_reduce(tensor, async_op=True)
 
-Bytes are worked out from sizes, as described in `plan/traffic.py`.
+Bytes are worked out from sizes, as described in `plan/network_model.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.futures import Future
 
-from paceline.plan.traffic import Traffic
+from paceline.plan.network_model import Traffic
 from paceline.runtime.collectives import Group
 
 _LARGE = 1 << 16  # bytes

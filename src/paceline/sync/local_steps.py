@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.sections import SyncSection
-from paceline.models.weight_bits import checksum
+from paceline.models.weights import checksum
 from paceline.runtime import collectives
 from paceline.sync.casts import cast_mean, int8_mean
 from paceline.sync.exchange import Exchange

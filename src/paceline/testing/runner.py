@@ -24,8 +24,8 @@ import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 
-from paceline.runtime import collectives, environment, gloo_threads
-from paceline.runtime.fork import fork
+from paceline.runtime import collectives, environment
+from paceline.runtime.processes import before_shutdown, fork
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -114,7 +114,7 @@ def _run_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> 
     os.environ.update(environment.variables(environment.RankInfo(rank, number, rank, number)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
-        gloo_threads.before_shutdown()
+        before_shutdown()
         store = FileStore(str(folder / "store"), number)
         torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=60))
         torch_dist.barrier()  # others may still be connecting, and would fail if this rank ended meanwhile

@@ -22,15 +22,15 @@ from paceline.config.recipe import Config
 from paceline.data.batches import apply
 from paceline.errors import TrainError
 from paceline.models.loss_module import LossModule
-from paceline.models.memory_format import as_channels_last, convert_state, convert_weights
 from paceline.models.model_call import infer_call
+from paceline.models.weights import as_channels_last, convert_state, convert_weights
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer
 from paceline.parallel.meta_init import is_meta, materialize
 from paceline.precision import policies
 from paceline.runtime import collectives, process_group, serialization
 from paceline.runtime import device as devices
-from paceline.runtime.fork import fork
+from paceline.runtime.processes import fork
 from paceline.train.oom import is_out_of_memory
 
 _FITS, _TOO_LARGE, _FAILED = 0, 3, 4

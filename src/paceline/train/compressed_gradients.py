@@ -12,7 +12,7 @@ from paceline.config.recipe import Config
 from paceline.log import Log
 from paceline.parallel.comm_hook import CommHook
 from paceline.plan.layout import Degrees
-from paceline.plan.traffic import Traffic
+from paceline.plan.network_model import Traffic
 from paceline.runtime import process_group
 from paceline.sync.compression import Compression, build_compression
 from paceline.sync.exchange import Exchange

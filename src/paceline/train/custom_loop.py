@@ -27,7 +27,7 @@ from paceline.data.batches import layout_of, samples_in, shapes_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard.own_step import GradientWatch
-from paceline.models import own_loss
+from paceline.models import loss_module
 from paceline.models.divisor import Divisor
 from paceline.models.losses import Loss
 from paceline.parallel.fsdp import discard_gradients
@@ -189,7 +189,7 @@ class CustomLoop:
         """Return `function(model, *inputs)`, with the precision and the gathered parameters of a training step."""
         engine = self.engine
         if isinstance(engine.module, PipelineLossModule):
-            raise own_loss.pipeline_error()
+            raise loss_module.pipeline_error()
         if engine.stepper.before_micro is not None:
             engine.stepper.before_micro(self._added is None)
         micro = self._expected
@@ -201,7 +201,7 @@ class CustomLoop:
     def backward(self, loss: Tensor | Loss, weight: Tensor | float | None = None) -> None:
         """Backpropagate the result of `forward`, or a value computed from it, with the weight of that batch. With a
         weight, or a `Loss`, any other loss of this rank, which is a mean over so many samples or tokens."""
-        value, counted = own_loss.read(loss, weight)
+        value, counted = loss_module.read_own_loss(loss, weight)
         if self._current is None and counted is None:
             raise TrainError(
                 "backward-without-forward",
@@ -209,7 +209,7 @@ class CustomLoop:
                 why="the number of samples or tokens that the loss is a mean of, its weight in the step, is unknown",
                 fix="call loss = trainer.forward(batch) before, or trainer.backward(loss, weight=len(targets))",
             )
-        own_loss.require_graph(value)
+        loss_module.require_graph(value)
         self._begin_micro(first=self._added is None, may_change=True)
         if self._current is None:
             micro = self._own_micro(counted)
@@ -222,9 +222,9 @@ class CustomLoop:
                 counted = known
         own = self._current is None and isinstance(self.engine.wrapped.forward, Replicas)
         if own and self.engine.comm_hook is not None:
-            raise own_loss.hook_error(self.engine.comm_hook.name)
+            raise loss_module.hook_error(self.engine.comm_hook.name)
         if self._added is not None and own is not self._own:
-            raise own_loss.mixed_error()
+            raise loss_module.mixed_error()
         self._own, self._current, self._added, self._synced = own, None, micro, own or self._syncing
         with self.engine.draw, self._sync_context():
             self.engine.draw.samples = micro
@@ -270,7 +270,7 @@ class CustomLoop:
         if engine.updater.require_gradients is not None:  # before ranks exchange anything else
             engine.updater.require_gradients()
         if self._own:
-            own_loss.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
+            loss_module.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
         engine.stepper.reduce_weight(micro)
         same = engine.mesh.degrees.is_replicated and engine.mesh.local_replicas == 1
         self._gradients.inspect(engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=same)

@@ -15,7 +15,7 @@ from paceline.config.recipe import Config
 from paceline.data.loader import Loader
 from paceline.errors import TrainError
 from paceline.monitor.progress_bar import Silent
-from paceline.plan import derived
+from paceline.plan import layout
 from paceline.plan.schedule import derive_schedule
 from paceline.run.history import History, Record
 from paceline.train import loop
@@ -78,7 +78,7 @@ def open_custom_loop(
         if run.folder is not None:
             run.create(engine.config, rows)
         else:
-            engine.log.info(derived.table(rows))
+            engine.log.info(layout.table(rows))
             warn_of_saves(engine.config, engine.log)
         unused = _without_effect(engine.config, rates)
         if unused:

@@ -26,11 +26,10 @@ from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
 from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
-from paceline.models.blocks import find_blocks
 from paceline.models.loss_module import LossModule, parameters_of_loss
-from paceline.models.memory_format import convert_state, input_change
 from paceline.models.model_call import infer_call, stateful
-from paceline.models.power_iteration import PowerIterations
+from paceline.models.spec import find_blocks
+from paceline.models.weights import PowerIterations, convert_state, input_change
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
@@ -43,8 +42,8 @@ from paceline.parallel.shards import local_shard
 from paceline.parallel.split import devices_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.layout import AXIS_NAMES, derive_layout
+from paceline.plan.network_model import Traffic
 from paceline.plan.passes import is_sharded, require_allowed, uses_local_steps
-from paceline.plan.traffic import Traffic
 from paceline.precision import policies
 from paceline.precision.scaler import Scaler
 from paceline.runtime import collectives, consistency, process_group

@@ -24,9 +24,8 @@ from paceline.errors import TrainError
 from paceline.models.divisor import divisor_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.losses import WeightedSums, weighted_means
-from paceline.models.metric_results import weigh_metric
+from paceline.models.metrics import NamedMetric, weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
-from paceline.models.named_metrics import NamedMetric
 from paceline.parallel.fsdp import reshard_all
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config import show
-from paceline.config.recipe import Config
+from paceline.config.recipe import Config, effective
 from paceline.config.sections import NamedSection
 from paceline.data.batches import tensors_in
 from paceline.data.datasets import get_data
@@ -32,8 +31,7 @@ from paceline.parallel.fsdp import require_gpu
 from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.batch import derive_batch
-from paceline.plan.derived import Derived
-from paceline.plan.layout import derive_layout
+from paceline.plan.layout import Derived, derive_layout
 from paceline.plan.memory import MachineFacts
 from paceline.plan.passes import require_allowed
 from paceline.plan.schedule import derive_schedule
@@ -45,8 +43,8 @@ from paceline.run.jsonl import JsonlWriter
 from paceline.run.user_frame import find_user_frame
 from paceline.runtime import collectives, environment
 from paceline.runtime.device import choose_device, memory_of
-from paceline.runtime.fork import call_in_child
 from paceline.runtime.process_group import World
+from paceline.runtime.processes import call_in_child
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
 from paceline.train import resolve_layout
 from paceline.train.recipe_names import REGISTRIES, build_metrics, import_component, settle
@@ -228,7 +226,7 @@ def _launch_folder(name: str | None) -> RunFolder | None:
 
 
 def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> None:
-    regular_files.replace(run.config, f"{show.effective(config)}\n".encode())
+    regular_files.replace(run.config, f"{effective(config)}\n".encode())
     script = origin.main_script()
     if script is not None:
         rows = {**rows, "script": Derived(os.path.relpath(script, run.path.parent), "trains in this folder")}

@@ -7,8 +7,8 @@ from torch import nn
 from paceline.config.recipe import Config
 from paceline.log import Log
 from paceline.parallel.shards import local_shard
+from paceline.plan.network_model import Traffic
 from paceline.plan.passes import uses_local_steps
-from paceline.plan.traffic import Traffic
 from paceline.runtime.mesh import Mesh
 from paceline.sync.exchange import Exchange
 from paceline.sync.flat_tensors import has_gaps

@@ -17,7 +17,7 @@ from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.guard.scheduler_check import interval_problem
 from paceline.optim.schedules import Plateau, from_plan
-from paceline.plan.derived import FROM_SETTINGS, Derived
+from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.plan.schedule import SchedulePlan
 from paceline.train.optimizer_step import Updater
 

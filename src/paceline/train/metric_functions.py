@@ -15,19 +15,19 @@ from paceline.data.batches import apply
 from paceline.data.predictions import CollectedRows, gather_in_order, why_not_gathered
 from paceline.errors import TrainError
 from paceline.models.losses import WeightedSums, means_of
-from paceline.models.metric_results import (
+from paceline.models.metrics import (
     KINDS,
     PER_BATCH,
     PER_VALUE,
     MetricResult,
+    NamedMetric,
     ResultKind,
     read_metric,
     require_one_kind,
 )
-from paceline.models.named_metrics import NamedMetric
 from paceline.runtime import collectives
+from paceline.runtime.consistency import run_on_all_ranks
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.rank_errors import run_on_all_ranks
 
 MAX_BYTES = 1 << 30  # of outputs and targets, over all ranks
 

@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
 from paceline.models.loss_module import LossModule
-from paceline.monitor.flops import FlopCount, count_on_fakes
-from paceline.plan.device_peaks import peak_flops
+from paceline.monitor.flops import FlopCount, count_on_fakes, peak_flops
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.train.pipeline_step import PipelineLossModule

@@ -14,7 +14,7 @@ import torch
 from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
-from paceline.models.blocks import find_blocks
+from paceline.models.spec import find_blocks
 from paceline.parallel.shards import local_shard
 from paceline.plan.batch import BatchPlan
 from paceline.plan.layout import AXIS_NAMES, Degrees

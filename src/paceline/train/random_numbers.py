@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from paceline.config.recipe import Config
-from paceline.models.dropout.scopes import by_sample
+from paceline.models.dropout.functions import by_sample
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.tensor.apply import is_sequence_parallel
-from paceline.plan.derived import FROM_SETTINGS, Derived
+from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.runtime import rng
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext

@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.monitor import gpu_stats
 from paceline.monitor.gpu_stats import GpuStats, GpuWatch, Nvml
 from paceline.monitor.stragglers import NUMBERS, OwnTime, Stragglers
+from paceline.plan.network_model import COUNTED, Traffic
 from paceline.plan.slow_input import InputSource, InputWatch, Interval, ReadTime
-from paceline.plan.traffic import COLLECTIVES, Traffic
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.train.model_flops import ModelFlops
@@ -129,6 +129,6 @@ class Rates:
         """MB (10⁶ bytes) that a rank sent in a step, on average, and by collective; from the sums over all ranks."""
         if self.traffic is None:
             return {}
-        each = [number / self._ranks / steps / 1e6 for number in sums[-len(COLLECTIVES) :]]
-        by_collective = {f"sent_mb/{name}": number for name, number in zip(COLLECTIVES, each, strict=True) if number}
+        each = [number / self._ranks / steps / 1e6 for number in sums[-len(COUNTED) :]]
+        by_collective = {f"sent_mb/{name}": number for name, number in zip(COUNTED, each, strict=True) if number}
         return {name: float(f"{number:.4g}") for name, number in {"sent_mb": sum(each), **by_collective}.items()}

@@ -14,7 +14,7 @@ from paceline.config.recipe import Config, with_sections
 from paceline.config.sections import NamedSection
 from paceline.data.datasets import DATASETS
 from paceline.errors import TrainError
-from paceline.models import named_metrics  # noqa: F401 - implements those of METRICS
+from paceline.models import metrics  # noqa: F401 - implements those of METRICS
 from paceline.models.zoo import MODELS
 from paceline.own_code import is_own
 from paceline.registry import Registry
@@ -59,13 +59,13 @@ def _options(config: Config, key: str) -> list[str] | None:
     return REGISTRIES[key].options(name)
 
 
-def split_metrics(metrics: MetricsLike) -> tuple[list[str], dict[str, Any]]:
+def split_metrics(given: MetricsLike) -> tuple[list[str], dict[str, Any]]:
     """The names in an argument `metrics`, which a recipe can contain, and functions by name, which it can't."""
-    if metrics is None:
+    if given is None:
         return [], {}
-    if isinstance(metrics, Mapping):
-        return [], dict(metrics)
-    names = [metrics] if isinstance(metrics, str) else list(metrics)
+    if isinstance(given, Mapping):
+        return [], dict(given)
+    names = [given] if isinstance(given, str) else list(given)
     return names, {}
 
 

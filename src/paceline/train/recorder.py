@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.log import Log
 from paceline.models.losses import Loss, means_of, weighted_means
-from paceline.models.metric_results import require_number
+from paceline.models.metrics import require_number
 from paceline.monitor.loggers import Logger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import LastExchange, RankStats, process_memory

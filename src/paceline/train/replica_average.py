@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from paceline.models.weight_bits import as_moved, checksum
+from paceline.models.weights import as_moved, checksum
 from paceline.parallel.shards import local_shard
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first

@@ -10,8 +10,7 @@ from torch.optim import SGD, Adafactor, Optimizer
 from paceline.config.recipe import Config
 from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import LayoutError
-from paceline.models.blocks import find_blocks
-from paceline.models.spec import spec_of
+from paceline.models.spec import find_blocks, spec_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import memory as plan_memory
 from paceline.plan.layout import LayoutPlan

@@ -31,8 +31,8 @@ from paceline.log import Log
 from paceline.run import failures
 from paceline.run.heartbeat import HeartbeatWriter
 from paceline.runtime import environment, process_group, whereabouts
-from paceline.runtime.consistency import by_rank
 from paceline.runtime.whereabouts import Board, progress
+from paceline.text import by_rank
 from paceline.train import hang_watch
 
 _INTERVAL = 1.0

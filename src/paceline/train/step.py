@@ -37,7 +37,7 @@ from paceline.models.loss_module import LossModule, changed_kind
 from paceline.parallel.carried_weight import CarriedWeight
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.replicas import Replicas
-from paceline.plan.traffic import Traffic
+from paceline.plan.network_model import Traffic
 from paceline.precision.scaler import Scaler
 from paceline.runtime.generator_states import marks_now
 from paceline.runtime.mesh import Mesh

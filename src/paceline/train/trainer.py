@@ -19,7 +19,7 @@ from torch import nn
 from paceline.config.recipe import Config
 from paceline.config.validation import KEYWORDS
 from paceline.data import adopt
-from paceline.data.input_dtypes import explain_dtypes
+from paceline.data.input_hints import explain_dtypes
 from paceline.data.loader import Loader, MicroBatch
 from paceline.guard import nonfinite, preflight
 from paceline.guard.hook_check import check_comm_hook

@@ -17,7 +17,7 @@ from paceline.config.components import (
 )
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError
-from paceline.models import named_metrics  # noqa: F401  # implements METRICS
+from paceline.models import metrics  # noqa: F401  # implements METRICS
 from paceline.monitor import loggers  # noqa: F401  # implements LOGGERS
 from paceline.optim import muon, schedules  # noqa: F401
 from paceline.precision import policies  # noqa: F401

@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from paceline.errors import WorldError
+from listening import listeners
+from nodes import reserve_ports
+from paceline.errors import LaunchError, WorldError
 from paceline.runtime import process_group
+from paceline.runtime.network import LOOPBACK, listen
+from paceline.runtime.process_group import open_store_at
 
 
 @pytest.fixture
@@ -33,3 +37,21 @@ def test_a_backend_that_torch_or_the_device_lacks_is_named(backend: str) -> None
 def test_a_gpu_on_a_build_without_cuda_is_named_as_such(device: str) -> None:
     with pytest.raises(WorldError, match=r"world\.no-such-gpu.*built without CUDA"):
         process_group.init_world(device=device)
+
+
+def test_a_store_listens_on_the_address_of_its_host_only() -> None:
+    port = reserve_ports()
+    store = open_store_at(LOOPBACK, port)
+    assert store is not None and [each.address for each in listeners() if each.port == port] == [LOOPBACK]
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.77", "no.such.host.invalid"])
+def test_a_host_elsewhere_gives_no_store(host: str) -> None:
+    assert open_store_at(host, reserve_ports()) is None
+
+
+def test_a_port_in_use_is_named() -> None:
+    with listen(LOOPBACK, None) as taken, pytest.raises(LaunchError, match=r"port-in-use.*Address already in use"):
+        open_store_at(LOOPBACK, taken.getsockname()[1])

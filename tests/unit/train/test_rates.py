@@ -17,7 +17,7 @@ import paceline
 from paceline import Trainer, dist
 from paceline.monitor import gpu_stats
 from paceline.plan import slow_input
-from paceline.plan.traffic import Traffic
+from paceline.plan.network_model import Traffic
 from paceline.train.rates import Rates
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ledgers import Line
-from paceline.config.recipe import Config
-from paceline.config.show import effective
+from paceline.config.recipe import Config, effective
 from paceline.run import heartbeat, ledger
 from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock

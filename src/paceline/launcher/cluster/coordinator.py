@@ -299,7 +299,7 @@ class Coordinator:
 
     def _start(self, folder: str | None) -> None:
         """Start all ranks, on the nodes that have joined."""
-        from paceline.runtime.store import open_store
+        from paceline.runtime.process_group import open_store
 
         members = self._in_order()
         address = membership.store_address(members, self._server.address)

@@ -32,8 +32,8 @@ from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
 from paceline.launcher.local.titles import set_title
 from paceline.launcher.workload import Workload, choose_ranks
-from paceline.runtime.fork import fork
 from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
+from paceline.runtime.processes import fork
 from paceline.text import plural
 
 

@@ -27,7 +27,8 @@ from paceline.launcher.workload import Target
 from paceline.run import failures, heartbeat, regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.user_frame import find_user_frame
-from paceline.runtime import environment, gloo_threads, rank_watch
+from paceline.runtime import environment, rank_watch
+from paceline.runtime.processes import before_shutdown
 from paceline.runtime.rank_watch import RankWatch
 
 _EXIT_SECONDS = 10.0
@@ -44,7 +45,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
     own_stack.allow(logs.stack(rank_info.rank))
-    gloo_threads.before_shutdown()
+    before_shutdown()
     watch = _start_watch(logs, rank_info.rank)
     failures.reserve(logs, rank_info.rank)
     failure = None

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline.config.launch import Endpoint
 from paceline.runtime.network import LOOPBACK, listen
-from paceline.runtime.store import open_store
+from paceline.runtime.process_group import open_store
 
 _REACH_SECONDS = 60.0  # to connect to the store of the coordinator
 

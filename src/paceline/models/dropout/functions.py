@@ -4,7 +4,11 @@ They are installed in torch's namespaces while a step runs, so that a model need
 `torch.nn.functional.dropout`, which is looked up at each call. A function mode would see every operation of the model,
 at a few microseconds each.
 
-A call that cannot be computed by sample runs torch's function, and is noted.
+A call that cannot be computed by sample runs torch's function, and is noted. Each block of a model begins a scope:
+
+    context = NoiseContext(seed, keys=by_sample(model, names, seed, device))
+
+The blocks are the detected ones on every layout, whatever `blocks` in the recipe says: a mask depends on them.
 """
 
 from __future__ import annotations
@@ -12,19 +16,20 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter, functional
 
 from paceline.models.dropout.mask import arrange, hash_elements, reading_of, threshold
 from paceline.runtime import noise
 from paceline.runtime.rng import Replacements
-from paceline.runtime.sample_keys import SampleKeys, active
+from paceline.runtime.sample_keys import VISIT, SampleKeys, Scope, active
 
 _ALPHA = -1.7580993408473766  # what SELU returns for negative infinity
 _attention = functional.scaled_dot_product_attention
@@ -243,3 +248,58 @@ class Replaced(Replacements):
 
 
 replaced = Replaced()
+
+Named = tuple[str, nn.Module]
+
+
+def by_sample(model: nn.Module, names: Sequence[str], seed: int, device: torch.device) -> SampleKeys:
+    """`names`: the blocks of the full model, some of which may be on other ranks."""
+    keys = SampleKeys(seed, device, names)
+    here = dict(model.named_modules())
+    keys.time_major = any(getattr(part, "batch_first", True) is False for part in here.values())  # attention, recurrent
+    keys.installed = _Installed(keys, [(name, here[name]) for name in names if name in here])
+    return keys
+
+
+class ScopedForward:
+    """Replaces the forward of a block: calls within it belong to its scope."""
+
+    def __init__(self, forward: Callable[..., Any], keys: SampleKeys, inside: Scope, after: Scope) -> None:
+        self.forward, self._keys, self._inside, self._after = forward, keys, inside, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keys, inside = self._keys, self._inside
+        first = inside.visits * VISIT
+        inside.visits += 1
+        keys.current, keys.calls = inside, first
+        result = self.forward(*args, **kwargs)
+        keys.current, keys.calls = self._after, first
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of the model, or a file of it, has the forward of the user."""
+        return copy, (self.forward,)
+
+
+class _Installed:
+    """Entered while a training loop runs. Afterwards the model is as the user passed it."""
+
+    def __init__(self, keys: SampleKeys, blocks: Sequence[Named]) -> None:
+        self._keys, self._blocks = keys, blocks
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        keys = self._keys
+        replaced.__enter__()
+        for name, block in self._blocks:
+            self._before.append(block.__dict__.get("forward"))
+            block.__dict__["forward"] = ScopedForward(block.forward, keys, keys.inside[name], keys.after[name])
+
+    def __exit__(self, *error: object) -> None:
+        replaced.__exit__()
+        for (_, block), before in zip(self._blocks, self._before, strict=True):
+            if before is None:
+                del block.__dict__["forward"]
+            else:
+                block.__dict__["forward"] = before
+        self._before = []

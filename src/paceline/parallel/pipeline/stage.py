@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import LayoutError
-from paceline.models.power_iteration import PowerIterations
+from paceline.models.weights import PowerIterations
 from paceline.parallel.pipeline.stage_partition import LayerSequence, StagePartition
 from paceline.runtime import noise
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: layers are sharded across ranks, which process the same data.
 
-The tensor plan of a model assigns a style to each layer (`models/tensor_plan.py`). Parameters become DTensors, so that
+The tensor plan of a model assigns a style to each layer (`models/spec.py`). Parameters become DTensors, so that
 FSDP, gradient norms and checkpoints know their placement. Layers compute on local shards as plain tensors
 (`layers.py`), with these collectives (`comm_ops.py`):
 
@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from paceline.config.sections import TensorSection as Settings
 from paceline.errors import LayoutError
-from paceline.models.spec import spec_of
-from paceline.models.tensor_plan import plan_of, styles_of_modules
+from paceline.models.spec import plan_of, spec_of, styles_of_modules
 from paceline.parallel.shards import shard_of, tied_parameters
 from paceline.parallel.tensor.comm_ops import gather_from_group
 from paceline.parallel.tensor.layers import parallelize_layer

@@ -16,7 +16,7 @@ from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.state import LoadedState, TrainingState
 from paceline.checkpoint.transfer import fetch
-from paceline.data.epoch_lengths import Place
+from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.guard.run_setup import COUNTERS
 from paceline.optim.optimizers import reset_state
@@ -26,7 +26,7 @@ from paceline.run.folder import BEST, CONFIG, RunFolder, short
 from paceline.run.folder import require_exists as require_path
 from paceline.run.jsonl import truncate_after
 from paceline.runtime import collectives
-from paceline.runtime.rank_errors import run_on_all_ranks
+from paceline.runtime.consistency import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.replica_state import report_other_replicas

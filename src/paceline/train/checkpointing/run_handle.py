@@ -22,18 +22,17 @@ from paceline.checkpoint import directory
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
-from paceline.data.epoch_lengths import Place
+from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError
 from paceline.guard import origin
 from paceline.log import Log
-from paceline.plan.derived import Derived, table
+from paceline.plan.layout import Derived, table
 from paceline.run import jsonl, ledger, regular_files
 from paceline.run.folder import RunFolder, not_usable
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
+from paceline.runtime.consistency import ranks_without_access, run_on_all_ranks
 from paceline.runtime.process_group import World
-from paceline.runtime.rank_errors import run_on_all_ranks
-from paceline.runtime.shared_storage import ranks_without_access
 from paceline.text import numbered
 from paceline.train import factory
 from paceline.train.recorder import Sinks

@@ -22,7 +22,7 @@ from paceline.parallel.agreement import Agreement
 from paceline.parallel.same_call import meet
 from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
-from paceline.runtime.rank_errors import run_on_all_ranks
+from paceline.runtime.consistency import run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.checkpointing.replica_state import with_means
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle

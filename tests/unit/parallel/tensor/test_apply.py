@@ -13,7 +13,7 @@ from paceline.config.recipe import Config
 from paceline.config.sections import TensorSection
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
-from paceline.models.tensor_plan import plan_of
+from paceline.models.spec import plan_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.train import factory
 

@@ -1,4 +1,4 @@
-"""Waits for gloo's worker threads before a process group is destroyed.
+"""Forks this process, and waits for gloo's worker threads before a process group is destroyed.
 
 A worker frees a finished collective, with the tensors and callbacks that it holds, after `wait()` has returned. For
 tensors of Python it needs the GIL. Whoever destroys the group joins its workers, and may hold the GIL meanwhile: DDP's
@@ -12,10 +12,57 @@ group wait, also those that a script opens: `destroy_process_group` calls `Proce
 
 from __future__ import annotations
 
+import gc
+import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from paceline.errors import PacelineError
+
+
+def fork() -> int:
+    """`os.fork()`, with a child that never collects the garbage of its parent.
+
+    Some objects own threads, which a fork does not copy. A `TCPStore` joins its thread when it is destroyed. In the
+    child, the memory of that thread may belong to another one by then: the child would wait forever, or abort.
+    """
+    process = os.fork()
+    if process == 0:
+        gc.freeze()
+    return process
+
+
+def call_in_child(function: Callable[[], Any]) -> Any:
+    """What a function returns in a forked process, as JSON: one that may start threads or initialize CUDA, after which
+    this process could not fork any more. An exception is a RuntimeError here, unless it has a code."""
+    receiving, sending = os.pipe()
+    process = fork()
+    if process == 0:
+        answer: dict[str, Any] = {}
+        try:
+            answer = {"value": function()}
+        except PacelineError as error:
+            answer = {"error": error.to_dict()}
+        except BaseException as error:
+            answer = {"raised": str(error) or type(error).__name__}
+        finally:
+            os.write(sending, json.dumps(answer).encode())
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(process, 0)
+    found = json.loads(text or b'{"raised": "the process was killed"}')
+    if "error" in found:
+        raise PacelineError.from_dict(found["error"])
+    if "raised" in found:
+        raise RuntimeError(found["raised"])
+    return found["value"]
+
 
 _NAME = "pt_gloo_runloop"
 _INTERVAL = 0.005  # seconds; sleeping releases the GIL, which a worker may be waiting for

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,7 +12,27 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from paceline.runtime import gloo_threads
+from paceline.errors import DataError
+from paceline.runtime import processes
+from paceline.runtime.processes import call_in_child
+
+
+def test_a_function_runs_in_another_process() -> None:
+    parent = os.getpid()
+    assert call_in_child(lambda: [os.getpid() != parent, None, "a" * 100_000]) == [True, None, "a" * 100_000]
+
+
+def test_errors_are_raised_here() -> None:
+    def fail() -> None:
+        raise DataError("empty", "No samples.")
+
+    with pytest.raises(DataError, match=r"\[data\.empty\] No samples\."):
+        call_in_child(fail)
+    with pytest.raises(RuntimeError, match="division by zero"):
+        call_in_child(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="the process was killed"):
+        call_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -42,13 +64,13 @@ def test_it_waits_for_a_worker_that_is_busy() -> None:
     until = threading.Event()
     with worker(until) as done:
         threading.Timer(0.2, until.set).start()
-        gloo_threads.wait_until_idle(timeout=60.0)
+        processes.wait_until_idle(timeout=60.0)
         assert done.is_set()
 
 
 def test_it_gives_up_after_the_timeout() -> None:
     with worker(threading.Event()) as done:
-        gloo_threads.wait_until_idle(timeout=0.1)
+        processes.wait_until_idle(timeout=0.1)
         assert not done.is_set()
 
 
@@ -56,7 +78,7 @@ def test_workers_of_torch_have_the_name_that_is_looked_for() -> None:
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     try:
         torch_dist.all_reduce(torch.ones(1))
-        assert gloo_threads._workers()
-        gloo_threads.wait_until_idle(timeout=600.0)  # which would be longer than a test may take
+        assert processes._workers()
+        processes.wait_until_idle(timeout=600.0)  # which would be longer than a test may take
     finally:
         torch_dist.destroy_process_group()

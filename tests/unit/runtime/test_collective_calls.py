@@ -26,7 +26,7 @@ def test_collectives_of_torch_are_checked_in_debug_mode() -> None:
     assert tensor.sum() == 12
     sent = tensor.double() if dist.rank() == 1 else tensor
     text, line = caught(lambda: torch_dist.broadcast(sent, src=1)), sys._getframe().f_lineno
-    where = f"tests/unit/runtime/test_collective_hook.py:{line}"
+    where = f"tests/unit/runtime/test_collective_calls.py:{line}"
     assert f"ranks 0, 2: broadcast((2, 2), float32, src=1) at {where}" in text
     assert f"rank 1: broadcast((2, 2), float64, src=1) at {where}" in text
     roots = caught(lambda: torch_dist.reduce(tensor, dst=dist.rank() // 2))

@@ -1,3 +1,5 @@
+"""The datasets that paceline brings."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,8 +11,38 @@ import torch
 from torch.utils.data import default_collate
 
 import paceline
-from paceline.data.cifar import RECORD, TEST_FILES, TRAIN_FILES
+from paceline.data.embedded import RECORD, TEST_FILES, TRAIN_FILES, bigram_loss
 from paceline.errors import DataError
+
+
+def test_shapes_are_a_function_of_their_index() -> None:
+    train, val = paceline.get_data("shapes", size=16, channels=1, length=64, val_length=8)
+    again, _ = paceline.get_data("shapes", size=16, channels=1, length=64, val_length=8)
+    assert torch.equal(train[5]["inputs"], again[5]["inputs"])
+    assert not torch.equal(train[5]["inputs"], val[5]["inputs"])
+    assert train[5]["inputs"].shape == (1, 16, 16)
+    assert train[5]["inputs"].min() >= 0 and train[5]["inputs"].max() <= 1
+    assert {int(train[index]["targets"]) for index in range(8)} == {0, 1, 2, 3}
+
+
+def test_text_windows_hold_each_tokens_successor_and_do_not_overlap() -> None:
+    train, _ = paceline.get_data("stdlib-text", context=16, size=5000)
+    first, second = train[0], train[1]
+    assert torch.equal(first["inputs"][1:], first["targets"][:-1])
+    assert second["inputs"][0] == first["targets"][-1]
+    assert len(train) > 100
+
+
+def test_the_held_out_text_is_not_in_the_training_text() -> None:
+    train, val = paceline.get_data("stdlib-text", context=16, size=5000)
+    assert len(train.text) + len(val.text) == 5000
+
+
+def test_bigram_loss_is_the_cross_entropy_of_counted_pairs() -> None:
+    text = np.frombuffer(b"ab" * 500, dtype=np.uint8)
+    assert bigram_loss(text, text) < 0.01
+    random = np.random.default_rng(0).integers(0, 4, 200_000, dtype=np.uint8)
+    assert bigram_loss(random[:100_000], random[100_000:]) == pytest.approx(np.log(4), abs=0.002)
 
 
 def write_cifar(folder: Path, records: int = 6) -> np.ndarray:
