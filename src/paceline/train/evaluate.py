@@ -32,7 +32,7 @@ from paceline.models.losses import WeightedSums, weighted_means
 from paceline.models.metric_results import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.models.named_metrics import NamedMetric
-from paceline.optim.best import Best
+from paceline.optim.schedules import Best
 from paceline.parallel.fsdp import reshard_all
 from paceline.run.history import Record
 from paceline.runtime import collectives

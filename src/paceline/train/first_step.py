@@ -323,7 +323,7 @@ def watch_own_draws(engine: Engine) -> None:
         engine.draw.watch = LateDraws(engine.draw, lambda micro: None, engine.log.warning, engine.log)
 
 
-def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.Trial:
+def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.LossTrial:
     """The arguments of checks that run the forward once more."""
     module, code = engine.module, [engine.task.criterion, engine.task.loss_fn]
 
@@ -335,7 +335,7 @@ def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.Trial:
         with torch.enable_grad():
             return run_loss(module, batch)
 
-    return loss_halves.Trial(module, run, micro, engine.draw, code)
+    return loss_halves.LossTrial(module, run, micro, engine.draw, code)
 
 
 def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None:

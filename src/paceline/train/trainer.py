@@ -35,7 +35,7 @@ from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop
-from paceline.train.custom_loop_methods import CustomLoopMethods, open_custom_loop
+from paceline.train.custom_loop_methods import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.factory import MetricsLike, build_metrics, settle, split_metrics
@@ -51,7 +51,7 @@ from paceline.train.trainer_methods import TrainedWeights, TrainerMethods
 
 
 @document_settings
-class Trainer(TrainerMethods, CustomLoopMethods, MethodHints):
+class Trainer(TrainerMethods, MethodHints):
     """Trains a model with the same result on any number of ranks.
 
     It never starts processes: under paceline, torchrun, spawn or an existing process group it uses that world; in a

@@ -20,12 +20,11 @@ from paceline.parallel.same_call import meet
 from paceline.parallel.shards import gather_full_tensors
 from paceline.run.history import require_free_names
 from paceline.train import evaluate, oom
-from paceline.train.checkpointing.restorer import Restorer, require_exists
+from paceline.train.checkpointing.restorer import require_exists
 from paceline.train.checkpointing.saver import Saver
-from paceline.train.custom_loop import CustomLoop
+from paceline.train.custom_loop_methods import CustomLoopMethods
 from paceline.train.engine import Engine
 from paceline.train.evaluate import Evaluation
-from paceline.train.loaders import Loaders
 from paceline.train.recorder import Recorder
 
 
@@ -70,19 +69,13 @@ class TrainedWeights:
         return state if self._engine.sharded is None else gather_full_tensors(state, self._engine.mesh)
 
 
-class TrainerMethods:
+class TrainerMethods(CustomLoopMethods):
     """What `Trainer` has for weights, checkpoints, evaluations, predictions, and values to log."""
 
-    _engine: Engine
-    _loaders: Loaders
     _saver: Saver
-    _restorer: Restorer
     _weights: TrainedWeights
     _recorder: Recorder | None
     _warn_once: Callable[[str], None]
-
-    def _get_custom_loop(self) -> CustomLoop:
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full weights.
