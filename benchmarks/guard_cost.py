@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import paceline
-from paceline.guard.replica_checksum import ReplicaCheck
+from paceline.guard.same_model import ReplicaCheck
 
 WIDTH = 5000
 

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel.comm_hook import CommHook
+from paceline.parallel.data_parallel import CommHook
 from paceline.sync.compression import Compression
 from paceline.sync.exchange import Exchange
 

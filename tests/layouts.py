@@ -158,7 +158,7 @@ def no_reduction_between_copies() -> None:
 def norm_of_own_pieces() -> None:
     """A wrong clip norm under sharding: each rank clips by the norm of what it holds."""
     from paceline.optim.clip import total_norm
-    from paceline.train.sharded_params import ShardedParams
+    from paceline.train.optimizer_step import ShardedParams
 
     ShardedParams.norm_of = lambda self, parameters: total_norm  # type: ignore[method-assign]
 

@@ -48,7 +48,7 @@ from torch._dynamo.utils import counters
 from paceline.runtime import collectives, environment, process_group
 from paceline.runtime.processes import fork, wait_until_idle
 from paceline.testing import runner
-from paceline.train import hang_watch, standstill
+from paceline.train import standstill
 from samples import ALL
 
 _PR_SET_PDEATHSIG = 1  # Linux prctl
@@ -328,8 +328,8 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
 
 def _end_watches() -> None:
     """The threads of training, which serve all Trainers of a process group."""
-    for module in (standstill, hang_watch):
-        if module._watch is not None:
-            module._watch.end()
-            module._watch._thread.join(10)
-            module._watch = None
+    for watch in (standstill._watch, standstill._hang_watch):
+        if watch is not None:
+            watch.end()
+            watch._thread.join(10)
+    standstill._watch = standstill._hang_watch = None

@@ -26,8 +26,8 @@ NOT_A_FILE = {
     ("config/components.py", "tensorboard"): "the name of a logger",
     ("monitor/loggers.py", "tensorboard"): "the name of a logger and of its package",
     ("plan/network_model.py", "profile"): "the name of a setting",
-    ("train/custom_loop_setup.py", "profile"): "the name of a setting",
-    ("train/evaluation_policy.py", "best"): "a key of a state dict",
+    ("train/custom_loop_methods.py", "profile"): "the name of a setting",
+    ("train/evaluate.py", "best"): "a key of a state dict",
 }
 
 

@@ -20,7 +20,7 @@ from paceline import dist
 from paceline.diagnose.patience import Standstill
 from paceline.runtime import environment
 from paceline.runtime.whereabouts import Post
-from paceline.train.hang_watch import describe
+from paceline.train.standstill import describe
 
 FILE = Path(__file__).name
 FOUND = Standstill(2.5, 2.0, "at least 2 s", "training")

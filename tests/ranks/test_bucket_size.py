@@ -14,7 +14,7 @@ from torch import nn
 
 import tiny
 from paceline import Trainer, dist
-from paceline.train import bucket_size
+from paceline.train import first_step
 from worlds import ranks
 
 SMALL = 0.0002  # MB: a parameter or two
@@ -22,9 +22,9 @@ SMALL = 0.0002  # MB: a parameter or two
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_size, "SIZES", (SMALL, 0.001, 25.0))
-    monkeypatch.setattr(bucket_size, "_ROUNDS", 1)
-    monkeypatch.setattr(bucket_size, "select", lambda seconds: SMALL)  # not the one that happens to be fastest
+    monkeypatch.setattr(first_step, "SIZES", (SMALL, 0.001, 25.0))
+    monkeypatch.setattr(first_step, "_ROUNDS", 1)
+    monkeypatch.setattr(first_step, "select", lambda seconds: SMALL)  # not the one that happens to be fastest
 
 
 def trainer(bucket_mb: Any, **settings: Any) -> Trainer:
@@ -87,7 +87,7 @@ def test_a_resumed_run_uses_the_size_of_its_checkpoint(tmp_path: Path) -> None:
         settings = {"run": str(tmp_path / "run"), "save_every": 3, "quiet": False}
         first = trainer("auto", **settings)
         first.train(tiny.blobs(), max_steps=6)
-        bucket_size._measure = None  # type: ignore[assignment]
+        first_step._measure = None  # type: ignore[assignment]
         with log() as lines:
             second = trainer("auto", resume=str(tmp_path / "run" / "checkpoints" / "step-000003"), **settings)
             assert second.config.ddp.bucket_mb == SMALL and second.step_count == 3

@@ -158,6 +158,6 @@ def test_a_model_without_suitable_outputs_is_refused() -> None:
     ("metric", "better"), [("mse", "min"), ("mae", "min"), ("perplexity", "min"), ("accuracy", "max")]
 )
 def test_the_best_checkpoint_is_the_one_with_the_better_value(metric: str, better: str) -> None:
-    from paceline.optim.best import Best
+    from paceline.optim.schedules import Best
 
     assert Best(metric).mode == better

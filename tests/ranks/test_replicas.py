@@ -11,7 +11,7 @@ from torch import nn
 import tiny
 from paceline import dist
 from paceline.errors import PacelineError
-from paceline.guard import replica_checksum
+from paceline.guard import same_model
 from paceline.parallel.shards import local_shard
 from worlds import ranks
 
@@ -39,7 +39,7 @@ def failure(step: int, name: str, rank: int = 1, **settings: Any) -> str:
 
 
 def at_every_log_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_checksum, "_SHARE", 0)
+    monkeypatch.setattr(same_model, "_SHARE", 0)
 
 
 @ranks(3)
@@ -54,13 +54,13 @@ def test_a_weight_that_changes_on_one_rank_is_named(monkeypatch: pytest.MonkeyPa
 @ranks(2)
 def test_checks_continue_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     at_every_log_point(monkeypatch)
-    monkeypatch.setattr(replica_checksum, "_BYTES", 64)  # every check covers a part of a parameter
+    monkeypatch.setattr(same_model, "_BYTES", 64)  # every check covers a part of a parameter
     assert "2.weight" in failure(1, "2.weight")
 
 
 @ranks(2)
 def test_the_last_step_is_checked_before_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_checksum, "_SHARE", 1e9)  # no second check
+    monkeypatch.setattr(same_model, "_SHARE", 1e9)  # no second check
     assert "After step 12" in failure(12, "2.bias")
 
 

@@ -45,7 +45,7 @@ def _settled(config: Config) -> Config:
     if not config.inherited:
         return config
     from paceline.runtime.processes import call_in_child
-    from paceline.train.recipe_names import settle
+    from paceline.train.factory import settle
 
     config, notes = settle(config, call_in_child)
     for note in notes:
@@ -129,7 +129,7 @@ def require_script(target: Target) -> None:
 def planned_run(target: Target) -> tuple[str | None, str | None]:
     """The run folder that a script names as it calls the Trainer (`run="x"`, `resume="auto"`), and the path of the run
     that it resumes. The logs of its ranks then go to the same folder. None if it does not, or not in plain words."""
-    from paceline.guard import origin
+    from paceline.guard import run_setup
     from paceline.run.folder import RunFolder
 
     if target.kind != "script":
@@ -139,7 +139,7 @@ def planned_run(target: Target) -> tuple[str | None, str | None]:
     resumed = None
     if said.get("resume") == "auto":
         script = Path(target.name).absolute()
-        found = RunFolder.newest(name) if name else origin.find(Path(target.name).stem, script)[0]
+        found = RunFolder.newest(name) if name else run_setup.find(Path(target.name).stem, script)[0]
         resumed = None if found is None else str(found)
     return name, resumed
 

@@ -28,20 +28,11 @@ _HOMES = {
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _ANY_STDLIB = re.compile(r"/lib(?:64)?/python3\.\d+/(.*)")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-_TRAINER = {
-    f"paceline/train/{name}.py"
-    for name in ("trainer", "evaluation_methods", "checkpoint_methods", "custom_loop_methods")
-}
+_TRAINER = {f"paceline/train/{name}.py" for name in ("trainer", "trainer_methods", "custom_loop_methods")}
 _DIST = {"paceline/runtime/collectives.py", "paceline/runtime/collective_calls.py"}
-_WRAPPER = "paceline/train/method_hints.py"  # a frame between the user's code and a method of the Trainer
+_WRAPPER = "paceline/train/trainer_kwargs.py"  # a frame between the user's code and a method of the Trainer
 _BACKWARD = "torch/autograd/graph.py"  # which waits for the reduction of gradients
-_WAITING = (
-    "torch/distributed/",
-    _BACKWARD,
-    "paceline/parallel/agreement.py",
-    "paceline/parallel/same_call.py",
-    "paceline/runtime/",
-)
+_WAITING = ("torch/distributed/", _BACKWARD, "paceline/parallel/same_call.py", "paceline/runtime/")
 # Innermost functions of torch.distributed, while a rank waits for one other.
 _P2P = {
     "send",

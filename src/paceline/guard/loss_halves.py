@@ -57,7 +57,7 @@ class Sum(NamedTuple):
     counts: tuple[float, ...] = ()
 
 
-class Trial(NamedTuple):
+class LossTrial(NamedTuple):
     """What runs the loss of a batch once more. `run` computes it, on the ranks that have it, with a graph."""
 
     module: LossModule
@@ -67,7 +67,7 @@ class Trial(NamedTuple):
     user_code: Sequence[Any]
 
 
-def compare(trial: Trial, *, replicated: bool, partner: MicroBatch | None, modes: Sequence[bool]) -> str | None:
+def compare(trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, modes: Sequence[bool]) -> str | None:
     """Return a warning, or None. Collective. `partner`: another micro-batch, to be joined if all have one sample.
     `modes`: whether to train or to evaluate, one after the other."""
     error = None
@@ -80,7 +80,7 @@ def compare(trial: Trial, *, replicated: bool, partner: MicroBatch | None, modes
 
 
 def _compare(
-    trial: Trial, replicated: bool, partner: MicroBatch | None, *, training: bool
+    trial: LossTrial, replicated: bool, partner: MicroBatch | None, *, training: bool
 ) -> tuple[str | None, str | None, bool]:
     """A difference, an error, and whether the loss was computed."""
     module, micro = trial.module, trial.micro
@@ -190,7 +190,7 @@ def _trial_mode(module: LossModule, replicated: bool, training: bool) -> Iterato
 
 
 def _loss(
-    trial: Trial,
+    trial: LossTrial,
     failed: list[str],
     training: bool,
     span: tuple[int, int] | None,

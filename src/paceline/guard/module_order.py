@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
-from paceline.parallel.agreement import Agreement
+from paceline.parallel.same_call import Agreement
 from paceline.parallel.sync_batchnorm import SynchronizedNorm
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh

@@ -27,7 +27,7 @@ import paceline
 from paceline.data.batches import digest, samples_in, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import DataError, LayoutError, TrainError
-from paceline.guard import forward_state, same_model, snapshot
+from paceline.guard import forward_changes, same_model, snapshot
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.models.weights import checksum
@@ -78,7 +78,7 @@ def check(
     trial = replace(micro, batch=snapshot.copied(micro.batch))
     with snapshot.preserved(module.model, *user_code):
         draw.begin(trial)
-        with forward_state.watched(module.model, mesh, compiled=compiled, criteria=module.loss_state) as changes:
+        with forward_changes.watched(module.model, mesh, compiled=compiled, criteria=module.loss_state) as changes:
             if run_zero_weight is not None:  # a pipeline
                 weight = run_zero_weight(trial)
             else:
@@ -109,7 +109,7 @@ def check(
     _require_agreement(gathered, repeats_loss=mesh.repeats_loss)
     if not all(rank["divides"] for rank in gathered):  # ranks must weight losses in the same way
         module.divides = False
-    buffers = forward_state.changed_buffers([rank["changes"] for rank in gathered], mesh)
+    buffers = forward_changes.changed_buffers([rank["changes"] for rank in gathered], mesh)
     depends = all(rank["depends"] and rank["divides"] for rank in gathered)
     return sum(rank["weight"] for rank in gathered), depends, buffers
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.data.batches import tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.guard import snapshot
-from paceline.guard.kept_state import TOLERANCE, trial_loss
+from paceline.guard.forward_changes import TOLERANCE, trial_loss
 from paceline.guard.loss_halves import not_checked
 from paceline.log import Log
 from paceline.models.loss_module import LossModule

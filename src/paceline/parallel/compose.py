@@ -20,20 +20,16 @@ from paceline.config.recipe import Config
 from paceline.log import Log
 from paceline.models.spec import find_blocks
 from paceline.models.weights import convert_weights
-from paceline.parallel.agreement import Agreement
-from paceline.parallel.comm_hook import CommHook
-from paceline.parallel.compile import compile_model, require_compiler
-from paceline.parallel.data_parallel import DataParallel, gpus
-from paceline.parallel.ddp import replicate
+from paceline.parallel.compile import ShortBatches, compile_model, require_compiler
+from paceline.parallel.data_parallel import CommHook, DataParallel, gpus, replicate
 from paceline.parallel.fsdp import reduce_unused, shard, without_all_reduce
 from paceline.parallel.meta_init import is_meta, materialize
-from paceline.parallel.pipeline.schedule_runner import PipelineRunner
-from paceline.parallel.pipeline.stage import Stage, build_stages
+from paceline.parallel.pipeline.schedule_runner import PipelineRunner, Stage, build_stages
 from paceline.parallel.pipeline.stage_partition import AbsentLayer, StagePartition, partition_model, remove_other_stages
 from paceline.parallel.recompute import recompute
 from paceline.parallel.replicas import Replicas
+from paceline.parallel.same_call import Agreement
 from paceline.parallel.shards import broadcast_weights
-from paceline.parallel.short_batches import ShortBatches
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, synchronize_instance_norms, unconverted
 from paceline.parallel.tensor.apply import apply_tensor_parallel

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from paceline.config.recipe import Config
 from paceline.config.sections import SweepSection
 from paceline.errors import SearchError
-from paceline.optim.best import Best
+from paceline.optim.schedules import Best
 from paceline.run.study_folder import StudyFolder
 from paceline.search import sampling
 from paceline.search.sampling import import_optuna, quiet

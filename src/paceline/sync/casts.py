@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.sync.compression import BucketSlices, Compression
+from paceline.sync.compression import BucketSlices, Compression, KeptTensor, NamedState, StepEnd, add_unscaled
 from paceline.sync.exchange import Collectives, Exchange, Scratch, wait_for
-from paceline.sync.named_state import KeptTensor, NamedState, StepEnd, add_unscaled
 
 
 class CastCompression(Compression):

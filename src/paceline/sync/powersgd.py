@@ -32,9 +32,8 @@ from torch.futures import Future
 
 from paceline.errors import LayoutError
 from paceline.runtime.rng import derive_seed
-from paceline.sync.compression import BucketSlices, Compression, dense_mean
+from paceline.sync.compression import BucketSlices, Compression, NamedState, Slot, StepEnd, add_unscaled, dense_mean
 from paceline.sync.exchange import Collectives, Exchange
-from paceline.sync.named_state import NamedState, Slot, StepEnd, add_unscaled
 
 _Q = "q."  # prefix of names in the replicated state
 _STEPS = "steps"

@@ -192,7 +192,7 @@ def parity(
 
 def _factory_for(what: Any) -> tuple[TrainerFactory, dict[str, Any]]:
     """A function that builds a Trainer, and the settings of the recipe, which the comparison overrides."""
-    from paceline.train.recipe_names import settle
+    from paceline.train.factory import settle
 
     if callable(what):
         return what, {}

@@ -17,13 +17,13 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import hook_check, odd_parameters, own_step, preflight, same_model
+from paceline.guard import own_step, preflight, same_model, unsupported, wrapped_model
 from paceline.guard.gradient_hooks import GradientHooks, hooks_of
 from paceline.guard.module_order import watch_order
 from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
-from paceline.guard.optimizer_check import require_separable
-from paceline.guard.replica_checksum import ReplicaCheck
 from paceline.guard.run_setup import RunSetup
+from paceline.guard.same_model import ReplicaCheck
+from paceline.guard.unsupported import require_separable
 from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule, parameters_of_loss
@@ -33,7 +33,7 @@ from paceline.models.weights import PowerIterations, convert_state, input_change
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import compose
-from paceline.parallel.comm_hook import CommHook
+from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.fsdp import track_used
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
@@ -45,22 +45,19 @@ from paceline.plan.layout import AXIS_NAMES, derive_layout
 from paceline.plan.network_model import Traffic
 from paceline.plan.passes import is_sharded, require_allowed, uses_local_steps
 from paceline.precision import policies
-from paceline.precision.scaler import Scaler
+from paceline.precision.policies import Scaler
 from paceline.runtime import collectives, consistency, process_group
 from paceline.runtime.mesh import Mesh
-from paceline.train import compressed_gradients, factory, resolve_layout, standstill
+from paceline.train import factory, resolve_layout, standstill, sync_setup
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.graph_step import GraphedStep
-from paceline.train.local_replicas import build_local_steps, replicas_differ
-from paceline.train.model_flops import ModelFlops
-from paceline.train.optimizer_step import Updater
+from paceline.train.optimizer_step import ShardedParams, Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
-from paceline.train.rates import Rates
-from paceline.train.replica_average import ReplicaAverage
-from paceline.train.sharded_params import ShardedParams
+from paceline.train.rates import ModelFlops, Rates
 from paceline.train.slice_step import SliceStepper, refuse_forward
 from paceline.train.step import Stepper
+from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
 from paceline.train.telemetry import Telemetry
 
 
@@ -102,8 +99,8 @@ class Engine:
         self.telemetry.joined(self.world)
         self.log.on_warning = self.telemetry.warned
         self.model, config, hook = take_over(model, config, self.world.size, self.log)
-        self.config, self.comm_hook = config, hook_check.choose_hook(task.comm_hook, hook, config)
-        odd_parameters.require_initialized(self.model)
+        self.config, self.comm_hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
+        unsupported.require_initialized(self.model)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
         require_allowed(config, plan)
         if plan.degrees.tensor > 1:
@@ -114,9 +111,9 @@ class Engine:
         consistency.require_same_recipe(collectives.all_gather_object({**config.to_dict(), **hook_name}))
         same_model.require_same_model(self.model, task.optimizer, task.criterion)
         self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
-        odd_parameters.require_supported(self.model, config, self.layout.degrees)
+        unsupported.require_supported(self.model, config, self.layout.degrees)
         if self.comm_hook is not None:
-            hook_check.require_ddp(self.comm_hook, config, self.layout.degrees, self.log)
+            wrapped_model.require_ddp(self.comm_hook, config, self.layout.degrees, self.log)
         factory.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(
             self.layout.degrees,
@@ -124,15 +121,15 @@ class Engine:
             always=config.fsdp.offload,
             local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
         )
-        odd_parameters.require_replicated_criterion(task.stateful_loss, config, self.layout.degrees)
+        unsupported.require_replicated_criterion(task.stateful_loss, config, self.layout.degrees)
         self._original_names, self._original_hooks = names_of(self.named_parameters()), hooks_of(self.model)
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
         self._block_names = [name for name, _ in find_blocks(self.model)]  # those of the recipe may differ by layout
         self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
-        self.compression = compressed_gradients.compression_for(config, self.layout.degrees, self.traffic, self.log)
+        self.compression = sync_setup.compression_for(config, self.layout.degrees, self.traffic, self.log)
         if self.compression is not None:
-            self.comm_hook = compressed_gradients.hook_for(self.compression, config)
+            self.comm_hook = sync_setup.hook_for(self.compression, config)
         self._compose()
         self._build_optimizer()
         self._build_step()
@@ -176,7 +173,7 @@ class Engine:
         self.module = self._subject.step
         self.module.proportions.warn = self.log.warning
         if self.compression is not None:
-            compressed_gradients.begin(self.compression, self.module, config, self.log)
+            sync_setup.begin(self.compression, self.module, config, self.log)
         watch_order(self.module, self.mesh, config)
         partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
         # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank.
@@ -187,7 +184,7 @@ class Engine:
     def ranks_have_state(self) -> bool:
         """Whether what reduces the gradients has a state of its own on each rank."""
         hook = self.comm_hook if self.world.size > 1 else None
-        return hook is not None and (self.compression is not None or hook_check.is_saved(hook))
+        return hook is not None and (self.compression is not None or wrapped_model.is_saved(hook))
 
     def seed_drawing(self, step: int) -> None:
         seed_generators(self.config, self.model, self.mesh, step)

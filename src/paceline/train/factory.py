@@ -1,26 +1,33 @@
-"""Build the objects of a recipe, check it before launch, and open the outputs of a run."""
+"""Build the objects of a recipe, check it before launch, and open the outputs of a run.
+
+The names of its model, data and metrics are registered, or of the user's own code. Commands that only read a recipe
+never call this: it may import code that the recipe names (`module:function`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.config.recipe import Config, effective
+from paceline.config.components import METRICS
+from paceline.config.recipe import Config, effective, with_sections
 from paceline.config.sections import NamedSection
 from paceline.data.batches import tensors_in
-from paceline.data.datasets import get_data
+from paceline.data.datasets import DATASETS, get_data
 from paceline.errors import ConfigError, ModelError, PacelineError, TrainError
-from paceline.guard import origin
+from paceline.guard import run_setup
+from paceline.models import metrics  # noqa: F401 - implements those of METRICS
 from paceline.models.spec import declared_spec
-from paceline.models.zoo import find_model, get_model
+from paceline.models.zoo import MODELS, find_model, get_model
 from paceline.monitor import rank_stats
 from paceline.monitor.loggers import open_loggers
 from paceline.monitor.profiler import Profiler
@@ -36,9 +43,11 @@ from paceline.plan.memory import MachineFacts
 from paceline.plan.passes import require_allowed
 from paceline.plan.schedule import derive_schedule
 from paceline.precision import policies
+from paceline.registry import Registry
 from paceline.run import folder as folders
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
+from paceline.run.history import require_free_names
 from paceline.run.jsonl import JsonlWriter
 from paceline.run.user_frame import find_user_frame
 from paceline.runtime import collectives, environment
@@ -47,10 +56,78 @@ from paceline.runtime.process_group import World
 from paceline.runtime.processes import call_in_child
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
 from paceline.train import resolve_layout
-from paceline.train.recipe_names import REGISTRIES, build_metrics, import_component, settle
 from paceline.train.recorder import Sinks
 
 _DATA = 1  # the number of a random stream; the model has 0
+REGISTRIES: dict[str, Registry[Any, Any]] = {"model": MODELS, "data": DATASETS}
+MetricsLike = Mapping[str, Any] | Sequence[str] | str | None
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def import_component(config: Config, key: str) -> None:
+    """Import the model or dataset of a recipe, if it is of the user's own code."""
+    section: NamedSection | None = getattr(config, key)
+    if section is not None and is_own(section.name):
+        REGISTRIES[key].import_own(section.name, config.code)
+
+
+def settle(config: Config, ask: Callable[[Callable[[], Any]], Any] = _call) -> tuple[Config, list[str]]:
+    """The recipe without options of a model or dataset that an override has replaced by one that does not have them,
+    and what to say about it. `ask` calls functions that may import code of the user."""
+    changes, notes = dict[str, NamedSection](), list[str]()
+    for key in [key for key in REGISTRIES if config.inherited.get(key)]:
+        section: NamedSection = getattr(config, key)
+        known, options = ask(partial(_options, config, key)), section.options()
+        foreign = [] if known is None else [name for name in options if name not in known]
+        if dropped := [name for name in foreign if name in config.inherited[key]]:
+            kept = {name: value for name, value in section.model_dump().items() if name not in dropped}
+            changes[key] = type(section).model_validate(kept)
+            them = ", ".join(f"{key}.{name}" for name in dropped)
+            notes.append(f"{key}.name={section.name} drops {them} of the recipe: {section.name} has no such option")
+    return with_sections(config, changes), notes
+
+
+def _options(config: Config, key: str) -> list[str] | None:
+    """The options of a component; None: any."""
+    import_component(config, key)
+    name = getattr(config, key).name
+    REGISTRIES[key].find(name)
+    return REGISTRIES[key].options(name)
+
+
+def split_metrics(given: MetricsLike) -> tuple[list[str], dict[str, Any]]:
+    """The names in an argument `metrics`, which a recipe can contain, and functions by name, which it can't."""
+    if given is None:
+        return [], {}
+    if isinstance(given, Mapping):
+        return [], dict(given)
+    names = [given] if isinstance(given, str) else list(given)
+    return names, {}
+
+
+def build_metrics(config: Config, more: MetricsLike = None) -> dict[str, Any]:
+    """The metrics of a recipe, and more, by the name under which they are recorded. In a dict, a function may be given
+    by its name as well."""
+    found: dict[str, Any] = {}
+    names, functions = split_metrics(more)
+    for name in [*config.metrics, *names]:
+        short = name.rpartition(":")[2].rpartition(".")[2]
+        if short in found or short in functions:
+            raise TrainError("reserved-name", f"Two metrics have the name {short!r}.", fix="remove or rename one")
+        found[short] = _find_metric(name, config)
+    found |= {key: _find_metric(value, config) if isinstance(value, str) else value for key, value in functions.items()}
+    require_free_names(found, "metrics")
+    return found
+
+
+def _find_metric(name: str, config: Config) -> Any:
+    if is_own(name):
+        METRICS.import_own(name, config.code)
+    metric: Any = METRICS.find(name)
+    return metric() if isinstance(metric, type) else metric  # a class, as those of torchmetrics
 
 
 def build_model(config: Config) -> nn.Module:
@@ -227,7 +304,7 @@ def _launch_folder(name: str | None) -> RunFolder | None:
 
 def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> None:
     regular_files.replace(run.config, f"{effective(config)}\n".encode())
-    script = origin.main_script()
+    script = run_setup.main_script()
     if script is not None:
         rows = {**rows, "script": Derived(os.path.relpath(script, run.path.parent), "trains in this folder")}
     regular_files.replace(run.environment, json.dumps(rank_stats.describe(), indent=1).encode())

@@ -23,7 +23,6 @@ from torch import Tensor
 from paceline.data.batches import apply, tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
-from paceline.guard.graph_capture import raise_if_waiting, require_capturable
 from paceline.log import Log
 from paceline.models.graph_constants import Constants, changed, constants_of, settings_of, shape_of
 from paceline.models.loss_module import LossModule
@@ -31,6 +30,7 @@ from paceline.models.losses import Loss
 from paceline.runtime.noise import Draw, NoiseContext
 from paceline.runtime.whereabouts import progress
 from paceline.train import cuda_graphs
+from paceline.train.cuda_graphs import raise_if_waiting, require_capturable
 from paceline.train.optimizer_step import Updater
 from paceline.train.step import Stepper
 

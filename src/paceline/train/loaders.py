@@ -16,8 +16,8 @@ from paceline.guard import run_setup
 from paceline.parallel.same_call import meet
 from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
-from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.engine import Engine
+from paceline.train.oom import BatchSizeFinder
 from paceline.train.slice_step import SliceStepper
 
 

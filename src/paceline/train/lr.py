@@ -15,7 +15,7 @@ import torch
 from paceline.config.components import SCHEDULES
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
-from paceline.guard.scheduler_check import interval_problem
+from paceline.guard.unsupported import interval_problem
 from paceline.optim.schedules import Plateau, from_plan
 from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.plan.schedule import SchedulePlan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.guard.replica_checksum import ReplicaCheck
+from paceline.guard.same_model import ReplicaCheck
 from paceline.log import Log
 from paceline.models.losses import Loss, means_of, weighted_means
 from paceline.models.metrics import require_number

@@ -22,42 +22,36 @@ from paceline.data import adopt
 from paceline.data.input_hints import explain_dtypes
 from paceline.data.loader import Loader, MicroBatch
 from paceline.guard import nonfinite, preflight
-from paceline.guard.hook_check import check_comm_hook
+from paceline.guard.wrapped_model import check_comm_hook
 from paceline.models.usage_errors import explain_no_gradient
 from paceline.monitor.progress_bar import Display, choose_display
-from paceline.parallel.comm_hook import Reduce
-from paceline.parallel.ddp import broadcast_buffers
+from paceline.parallel.data_parallel import Reduce, broadcast_buffers
 from paceline.plan.schedule import derive_schedule, pause_step
 from paceline.run.history import History, Record
 from paceline.train import factory, first_step, loop, oom
-from paceline.train.agenda import Agenda
-from paceline.train.batch_size_finder import BatchSizeFinder
 from paceline.train.callbacks import Callbacks, End, Failed, Start, gradient_hook
-from paceline.train.checkpoint_methods import CheckpointMethods
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop
-from paceline.train.custom_loop_methods import CustomLoopMethods
-from paceline.train.custom_loop_setup import open_custom_loop
+from paceline.train.custom_loop_methods import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects
-from paceline.train.evaluation_methods import EvaluationMethods
-from paceline.train.evaluation_policy import EvaluationPolicy
+from paceline.train.evaluate import EvaluationPolicy
+from paceline.train.factory import MetricsLike, build_metrics, settle, split_metrics
 from paceline.train.loaders import Loaders
+from paceline.train.loop import Agenda
 from paceline.train.lr import LearningRate
-from paceline.train.method_hints import MethodHints, hinted
+from paceline.train.oom import BatchSizeFinder
 from paceline.train.random_numbers import dropout_rows
-from paceline.train.rank_poll import RankPoll
-from paceline.train.recipe_names import MetricsLike, build_metrics, settle, split_metrics
+from paceline.train.rank_poll import RankPoll, Signals
 from paceline.train.recorder import Recorder, Sinks
-from paceline.train.signals import Signals
-from paceline.train.trained_weights import TrainedWeights
-from paceline.train.trainer_kwargs import TrainerKwargs, check_arguments, document_settings
+from paceline.train.trainer_kwargs import MethodHints, TrainerKwargs, check_arguments, document_settings, hinted
+from paceline.train.trainer_methods import TrainedWeights, TrainerMethods
 
 
 @document_settings
-class Trainer(EvaluationMethods, CheckpointMethods, CustomLoopMethods, MethodHints):
+class Trainer(TrainerMethods, MethodHints):
     """Trains a model with the same result on any number of ranks.
 
     It never starts processes: under paceline, torchrun, spawn or an existing process group it uses that world; in a

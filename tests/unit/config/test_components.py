@@ -19,7 +19,10 @@ from paceline.config.recipe import Config
 from paceline.errors import ConfigError
 from paceline.models import metrics  # noqa: F401  # implements METRICS
 from paceline.monitor import loggers  # noqa: F401  # implements LOGGERS
-from paceline.optim import muon, schedules  # noqa: F401
+from paceline.optim import (
+    optimizers,  # implements OPTIMIZERS
+    schedules,  # noqa: F401  # implements SCHEDULES
+)
 from paceline.precision import policies  # noqa: F401
 from paceline.registry import Registry
 from paceline.train.trainer_kwargs import TrainerKwargs
@@ -34,7 +37,7 @@ def test_classes_of_optimizers_exist() -> None:
     facts = [OPTIMIZERS.facts(name) for name in OPTIMIZERS.declared] + list(TORCH_OPTIMIZERS)
     names = [name for each in facts for name in each.classes]
     assert len(names) == len(set(names)) > 10
-    assert [name for name in names if not hasattr(torch.optim, name) and not hasattr(muon, name)] == []
+    assert [name for name in names if not hasattr(torch.optim, name) and not hasattr(optimizers, name)] == []
 
 
 def test_every_optimizer_of_torch_has_facts_but_the_one_with_a_closure() -> None:

@@ -2,7 +2,7 @@
 
 The tensor plan of a model assigns a style to each layer (`models/spec.py`). Parameters become DTensors, so that
 FSDP, gradient norms and checkpoints know their placement. Layers compute on local shards as plain tensors
-(`layers.py`), with these collectives (`comm_ops.py`):
+and these collectives (`layers.py`):
 
     column     full inputs → sharded outputs       backward: all-reduce of the input gradients
     row        sharded inputs → full outputs       forward: all-reduce of the partial outputs
@@ -27,8 +27,7 @@ from paceline.config.sections import TensorSection as Settings
 from paceline.errors import LayoutError
 from paceline.models.spec import plan_of, spec_of, styles_of_modules
 from paceline.parallel.shards import shard_of, tied_parameters
-from paceline.parallel.tensor.comm_ops import gather_from_group
-from paceline.parallel.tensor.layers import parallelize_layer
+from paceline.parallel.tensor.layers import gather_from_group, parallelize_layer
 from paceline.runtime.mesh import Mesh
 from paceline.text import plural
 

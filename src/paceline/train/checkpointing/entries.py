@@ -4,9 +4,9 @@
     ema/<name>                       EMA weights
     optimizer/<name>/<key>           optimizer state of a parameter: tensors
     optimizer-values/<name>/<key>    and plain numbers
-    compression/…, comm-state/…      what reduces gradients (reduction_state.py)
+    compression/…, comm-state/…      what reduces gradients (sync_state.py)
     random/rank-<r>/<generator>      random state of each rank
-    outer/…, replicas/<r>/…          of replicas that train apart: see replica_state.py
+    outer/…, replicas/<r>/…          of replicas that train apart: see sync_state.py
 
 To checkpoint another part, add a `StateEntry` to `training_state`.
 """
@@ -22,14 +22,21 @@ from torch import Tensor, nn
 from paceline.checkpoint.export import PretrainedFiles, is_pretrained
 from paceline.checkpoint.state import StateEntry, Stateful, TrainingState
 from paceline.runtime import rng
-from paceline.train.bucket_size import BucketSizeState
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.model_state import EmaState, ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
-from paceline.train.checkpointing.reduction_state import COMM_STATE, COMPRESSION, CompressionState, HookState
-from paceline.train.checkpointing.replica_state import ReplicaScaler, RoundState, replica_place
+from paceline.train.checkpointing.sync_state import (
+    COMM_STATE,
+    COMPRESSION,
+    CompressionState,
+    HookState,
+    ReplicaScaler,
+    RoundState,
+    replica_place,
+)
 from paceline.train.engine import Engine
-from paceline.train.evaluation_policy import EvaluationPolicy
+from paceline.train.evaluate import EvaluationPolicy
+from paceline.train.first_step import BucketSizeState
 from paceline.train.lr import LearningRate
 
 

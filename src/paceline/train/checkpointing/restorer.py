@@ -29,9 +29,9 @@ from paceline.runtime import collectives
 from paceline.runtime.consistency import run_on_all_ranks
 from paceline.text import flatten
 from paceline.train.checkpointing.model_state import require_same_names
-from paceline.train.checkpointing.replica_state import report_other_replicas
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
+from paceline.train.checkpointing.sync_state import report_other_replicas
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 

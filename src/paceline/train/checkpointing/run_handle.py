@@ -24,7 +24,7 @@ from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
 from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError
-from paceline.guard import origin
+from paceline.guard import run_setup
 from paceline.log import Log
 from paceline.plan.layout import Derived, table
 from paceline.run import jsonl, ledger, regular_files
@@ -215,7 +215,7 @@ class RunHandle:
 
 def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Opened) -> RunHandle:
     """The run to resume, after a restart or because of `resume`; or a new run, without a folder yet. Collective."""
-    default_name = origin.default_name(type(model).__name__.lower())
+    default_name = run_setup.default_name(type(model).__name__.lower())
     run = RunHandle(world, log, default_name, opened)
     folder = _restarted(config, world, default_name)
     if folder is not None:
@@ -275,13 +275,13 @@ def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFol
     name = _requested_name(config, default_name if launched is None else launched.requested_name)
     found = None
     if world.is_main:
-        script = origin.main_script()
-        found, other = origin.find(name, script)
+        script = run_setup.main_script()
+        found, other = run_setup.find(name, script)
         if other is not None and isinstance(config.run, str):  # it has the name that was asked for
             found = other
-            log.warning(f"{other.short} was trained by {origin.script_of(other)}, and is now continued by {script}")
+            log.warning(f"{other.short} was trained by {run_setup.script_of(other)}, and is now continued by {script}")
         elif other is not None and found is None:
-            before = f"{other.short} belongs to {origin.script_of(other)}, not to {script}"
+            before = f"{other.short} belongs to {run_setup.script_of(other)}, not to {script}"
             log.warning(f"{before}: it is not resumed; to continue it, set resume to its path")
     folder = _same_on_every_rank(found)
     if folder is None:

@@ -18,14 +18,13 @@ from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Wri
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.guard.preflight import versions
-from paceline.parallel.agreement import Agreement
-from paceline.parallel.same_call import meet
+from paceline.parallel.same_call import Agreement, meet
 from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
 from paceline.runtime.consistency import run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
-from paceline.train.checkpointing.replica_state import with_means
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle
+from paceline.train.checkpointing.sync_state import with_means
 from paceline.train.engine import Engine
 
 _TOLERATED_FAILURES = 2

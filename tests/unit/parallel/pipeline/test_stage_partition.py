@@ -14,7 +14,7 @@ from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
 from paceline.models.mlp import MLP
 from paceline.models.resnet import BasicBlock, ResNet, _small_stem
-from paceline.parallel.pipeline.stage import build_stages
+from paceline.parallel.pipeline.schedule_runner import build_stages
 from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model, remove_other_stages
 from paceline.train import factory
 

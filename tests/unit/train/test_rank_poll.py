@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from paceline.train.signals import Signals, decode, encode
+from paceline.train.rank_poll import Signals, decode, encode
 
 HEAD = """
 import os, signal, sys, time
 from signal import SIGINT, SIGTERM, SIGUSR1
-from paceline.train.signals import Signals, decode, encode
+from paceline.train.rank_poll import Signals, decode, encode
 signal.signal(SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
 me = os.getpid()
 """
@@ -152,6 +152,6 @@ def test_a_program_that_imports_ipython_is_not_interactive() -> None:
     import ipykernel  # noqa: F401
     import IPython  # noqa: F401
 
-    from paceline.train.signals import _is_interactive
+    from paceline.train.rank_poll import _is_interactive
 
     assert not _is_interactive()

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import tiny
 from paceline import Loss
-from paceline.parallel.carried_weight import CarriedWeight
+from paceline.parallel.replicas import CarriedWeight
 from worlds import ranks
 
 

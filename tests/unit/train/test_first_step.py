@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.train.bucket_size import candidates, select
+from paceline.train.first_step import candidates, select
 
 
 def parameters(*megabytes: float) -> list[Tensor]:
