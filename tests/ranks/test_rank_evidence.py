@@ -18,7 +18,7 @@ from observed import Pages, all_stand_still, observe
 from paceline import dist
 from paceline.diagnose.evidence import Operation, RankEvidence
 from paceline.diagnose.stacks import state_of
-from paceline.run.rank_page import RankPage
+from paceline.run.heartbeat import RankPage
 
 
 def sleep() -> None:

@@ -86,7 +86,7 @@ class RunFolder:
     logs = _File(_LOGS)
     rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output
     heartbeat = _FilePerRank(_LOGS, "progress-{}")  # what the rank is doing (heartbeat.py)
-    page = _FilePerRank(_LOGS, "page-{}")  # how far it has come (rank_page.py)
+    page = _FilePerRank(_LOGS, "page-{}")  # how far it has come (heartbeat.py)
     stack = _FilePerRank(_LOGS, "stack-{}.txt")  # of its main thread, written when its launcher asks for it
     suspects = _FilePerRank(_LOGS, "suspects-{}.json")  # its samples in a suspect step (heartbeat.py)
     failure = _FilePerRank(_LOGS, "failure-{}.json")  # why it exited (failures.py)

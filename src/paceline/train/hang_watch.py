@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from paceline.diagnose.evidence import RankEvidence, StackFrame
-from paceline.diagnose.flight_recorder import read_counts
 from paceline.diagnose.hang import find_hang
 from paceline.diagnose.patience import Observation, Patience, Standstill
 from paceline.diagnose.place import main_place, place_of_stack
@@ -100,7 +99,7 @@ class HangWatch:
 def _operations() -> list[int]:
     """How many collectives this rank has entered and left in each group: the user's own code makes some as well."""
     dumps = (dump(False, True) for dump in rank_watch.flight_recorders().values())
-    return [count for dump in dumps for counts in read_counts(dump).values() for count in counts]
+    return [count for dump in dumps for counts in rank_watch.read_counts(dump).values() for count in counts]
 
 
 def describe(

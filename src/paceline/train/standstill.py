@@ -23,7 +23,7 @@ import threading
 import time
 from contextlib import suppress
 
-from paceline.diagnose import signatures
+from paceline.diagnose import exits
 from paceline.diagnose.evidence import StackFrame
 from paceline.diagnose.place import StackPlace, main_stack, place_of_stack
 from paceline.errors import DataError
@@ -127,7 +127,7 @@ def _places(board: Board) -> list[str]:
 
 def note_places(error: BaseException) -> None:
     """Add to the timeout of a collective where ranks stand."""
-    if _watch is not None and signatures.classify(f"{type(error).__name__}: {error}", "") == "timeout":
+    if _watch is not None and exits.classify(f"{type(error).__name__}: {error}", "") == "timeout":
         with suppress(RuntimeError):  # the rank with the store has ended
             error.add_note(f"Where ranks stand:\n{by_rank(_places(_watch.board))}")
 

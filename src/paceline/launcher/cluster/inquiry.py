@@ -15,7 +15,7 @@ from paceline.diagnose.evidence import Hang, RankEvidence
 from paceline.diagnose.patience import EXIT, Standstill
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.membership import NodeMember
-from paceline.launcher.local import hang_report
+from paceline.launcher.local import hang_detector
 
 _ANSWER_SECONDS = 2.0  # for the nodes to answer
 _SILENT_SECONDS = 2.0  # without a heartbeat, after which a node may be about to be lost
@@ -51,7 +51,7 @@ class HangInquiry:
             if self._open is not None and member is self._open.first:
                 self._open = None
             if self._reported is not None:
-                self._publish(hang_report.continued_message(float(message["seconds"]), self._reported), members)
+                self._publish(hang_detector.continued_message(float(message["seconds"]), self._reported), members)
                 self._reported = None
 
     def conclude(self, members: Sequence[NodeMember], generation: int, restarts: int) -> bool:
@@ -68,9 +68,9 @@ class HangInquiry:
 
     def _report(self, inquiry: _OpenInquiry, members: Sequence[NodeMember], generation: int, restarts: int) -> bool:
         self._reported, ranks = self._reported or inquiry.found, inquiry.ranks()
-        hang = hang_report.judge(ranks, inquiry.found)
-        action = hang_report.next_action(self._spec, restarts, hang, inquiry.found)
-        self._publish(hang_report.hang_message(hang, inquiry.found, ranks, generation, action), members)
+        hang = hang_detector.judge(ranks, inquiry.found)
+        action = hang_detector.next_action(self._spec, restarts, hang, inquiry.found)
+        self._publish(hang_detector.hang_message(hang, inquiry.found, ranks, generation, action), members)
         # A node that cannot be reached is found to be lost by its heartbeats, and is then the cause.
         is_cut_off = any(map(_is_silent, inquiry.missing))
         if action.stops and not is_cut_off:

@@ -22,7 +22,7 @@ from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, c
 from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.launcher.cluster.membership import JoinRequest
-from paceline.launcher.local import hang_report, interrupts, rank_logs
+from paceline.launcher.local import hang_detector, interrupts, rank_logs
 from paceline.launcher.local import status as local_status
 from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.rank_parent import kill_orphans, start_time
@@ -325,9 +325,9 @@ class Node(AgentObserver):
     def _note_hang(self, message: Message) -> None:
         """What the coordinator found out about ranks that make no progress. The first node records it."""
         if not self._is_quiet:
-            hang_report.show(message, self._logs)
+            hang_detector.show(message, self._logs)
         if "record" in message and self._logs is not None:
-            hang_report.record(message, self._logs)
+            hang_detector.record(message, self._logs)
 
     def _stop(self, number: int) -> int:
         self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)

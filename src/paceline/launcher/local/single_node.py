@@ -12,9 +12,8 @@ from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.local import interrupts, rank_logs
 from paceline.launcher.local import status as local_status
-from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.start import LocalStart, NodeAssignment
+from paceline.launcher.local.start import LocalStart, NodeAssignment, prepare_environment
 from paceline.launcher.restart_policy import GiveUp, Supervisor
 from paceline.launcher.workload import Workload, choose_ranks
 from paceline.run import heartbeat

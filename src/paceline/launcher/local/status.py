@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import log
 from paceline.diagnose import goodput
 from paceline.diagnose.cause import Cause
-from paceline.diagnose.signatures import has_traceback
+from paceline.diagnose.exits import has_traceback
 from paceline.errors import PacelineError
 from paceline.launcher.local.console import Console
 from paceline.launcher.local.rank_logs import RankLogs
