@@ -284,11 +284,7 @@ class _Report:
 
     def _at(self, rank: int) -> str:
         """Where a rank waits: ", in trainer.train() at train.py:12"; or nothing if its stack is not known."""
-        place = self.waits.places[rank]
-        if not place.line:
-            return ""
-        inside = f", inside {place.caller}" if place.caller else ""
-        return f", {'in' if '()' in place.line else 'at'} {place.line}{inside}"
+        return rank_place.after(rank_place.at_line(self.waits.places[rank]))
 
     def _step(self) -> str:
         """The step that most of the ranks that wait are in."""

@@ -39,17 +39,17 @@ class RankPlace(NamedTuple):
 
 def place_of_rank(evidence: RankEvidence) -> RankPlace:
     place = place_of_stack(evidence.stack)
-    at = _at(place)
+    at = at_line(place)
     if evidence.state == "stopped":
-        return RankPlace(_STATES["stopped"] + _after(at), "stopped", evidence.pid)
+        return RankPlace(_STATES["stopped"] + after(at), "stopped", evidence.pid)
     if evidence.state == "disk":
-        return RankPlace(_STATES["disk"] + _after(at), "disk")
+        return RankPlace(_STATES["disk"] + after(at), "disk")
     if place.activity == "debugger":
-        return RankPlace(f"is in a debugger{_after(at)}", "debugger")
+        return RankPlace(f"is in a debugger{after(at)}", "debugger")
     if holds_gil(evidence, place):
-        thread = _at(place_of_stack(evidence.gil_holder))
+        thread = at_line(place_of_stack(evidence.gil_holder))
         return RankPlace(
-            f"is kept by a thread that holds the GIL, {thread}" if thread else f"is holding the GIL{_after(at)}", "gil"
+            f"is kept by a thread that holds the GIL, {thread}" if thread else f"is holding the GIL{after(at)}", "gil"
         )
     if place.from_worker and evidence.workers:
         return _in_worker(evidence)
@@ -75,8 +75,8 @@ def _in_worker(evidence: RankEvidence) -> RankPlace:
     worker = _stuck_worker(evidence)
     if worker is None:
         return RankPlace("is waiting for a DataLoader worker", "worker")
-    at = _at(place_of_stack(worker.stack))
-    does = _STATES[worker.state] + _after(at) if worker.state in _STATES else f"is {at or 'running'}"
+    at = at_line(place_of_stack(worker.stack))
+    does = _STATES[worker.state] + after(at) if worker.state in _STATES else f"is {at or 'running'}"
     text = f"is waiting for its DataLoader worker (pid {worker.pid}), which {does}"
     kind: PlaceKind = {"stopped": "stopped", "disk": "disk"}.get(worker.state, "worker")  # type: ignore[assignment]
     return RankPlace(text, kind, worker.pid if worker.state == "stopped" else 0)
@@ -103,7 +103,7 @@ def _in_code(evidence: RankEvidence, place: StackPlace, at: str) -> RankPlace:
     return RankPlace(f"is {at}", "trainer" if place.line.startswith("trainer.") else "code")
 
 
-def _at(place: StackPlace) -> str:
+def at_line(place: StackPlace) -> str:
     """ "in read_image() at data.py:88, inside trainer.train() at train.py:12" """
     if not place.line:
         return ""
@@ -111,7 +111,7 @@ def _at(place: StackPlace) -> str:
     return f"{'in' if '()' in place.line else 'at'} {place.line}{inside}"
 
 
-def _after(at: str) -> str:
+def after(at: str) -> str:
     return f", {at}" if at else ""
 
 

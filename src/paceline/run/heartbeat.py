@@ -65,13 +65,6 @@ class Heartbeat(NamedTuple):
         """The number of the step in progress, counted from 1 as in the metrics; None in other phases."""
         return self.step + 1 if self.phase in ("first step", "training") else None
 
-    def __str__(self) -> str:
-        """For display after "rank 3 failed"."""
-        if self.trained is not None:
-            return f"in step {self.trained}"
-        before = self.phase in ("start", "rendezvous", "load")
-        return f"before training ({self.phase})" if before else f"{self.phase} after step {self.step}"
-
 
 class HeartbeatWriter:
     """Writes one rank's page. `at` is called at every step."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
+from faults import cgroups
 from paceline.diagnose import exits
-from paceline.diagnose.exits import EXIT_STATUSES, FIXES, RankExit
+from paceline.diagnose.exits import EXIT_STATUSES, FIXES, OomKillDetector, RankExit
 from paceline.run.failures import FailureRecord
 
 ERROR = {"family": "data", "name": "empty", "what": "It is empty.", "why": "", "fix": "fill it"}
@@ -114,3 +118,21 @@ def test_the_exception_of_a_traceback_and_the_peers_it_names() -> None:
 def test_the_rank_whose_error_is_repeated() -> None:
     assert exits.blamed_rank("Saving failed on rank 3: ValueError: own") == 3
     assert exits.blamed_rank("Saving failed") is None
+
+
+def test_a_kill_by_the_kernel_leaves_evidence_and_another_kill_none() -> None:
+    with cgroups.required() as cgroup:
+        detector = OomKillDetector()
+        victims = [_killed("kill", cgroup), _killed("allocate", cgroup), _killed("kill", cgroup)]
+        assert detector.killed(victims) == {victims[1]}
+        assert OomKillDetector().killed(victims) == set()
+
+
+def _killed(how: str, cgroup: str) -> int:
+    """The pid of a process that ended by SIGKILL, sent by itself or by the kernel."""
+    body = f"import os, pathlib; pathlib.Path({cgroup!r}, 'cgroup.procs').write_text(str(os.getpid()))\n" + (
+        "os.kill(os.getpid(), 9)" if how == "kill" else "bytearray(os.urandom(1 << 20) * 512)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", body])
+    assert process.wait(60) == -signal.SIGKILL
+    return process.pid

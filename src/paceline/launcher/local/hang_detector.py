@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose import stacks
-from paceline.diagnose.evidence import Hang, RankEvidence, WorkerEvidence
+from paceline.diagnose.evidence import Hang, RankEvidence, WorkerEvidence, ranks_from_json
 from paceline.diagnose.hang import find_hang
 from paceline.diagnose.patience import EXIT, LASTING, Observation, Patience, Standstill
 from paceline.diagnose.place import activity_of
 from paceline.diagnose.stacks import ProcessStacks
-from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.start import AgentObserver, LocalStart
+from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.run import heartbeat, regular_files
 from paceline.run.folder import RunFolder, short
 from paceline.run.heartbeat import Heartbeat, RankPage
@@ -170,28 +169,45 @@ _FINAL = ("mismatch", "order", "left", "exit")
 Message = dict[str, Any]
 
 
-class HangPolicy(AgentObserver):
-    """Reports hangs of the ranks of a single node, and stops them if `--on-hang` says so."""
+class HangReporter:
+    """Publishes reports of hangs, and decides whether ranks are stopped (`--on-hang`)."""
 
-    def __init__(self, start: LocalStart) -> None:
-        self._start = start
+    def __init__(self, spec: LaunchSpec, publish: Callable[[Message], None]) -> None:
+        self._spec, self._publish = spec, publish
         self._reported: Standstill | None = None
+        self.hang: Hang | None = None  # for which ranks are stopped
 
-    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
-        spec, generation = self._start.spec, self._start.generation
-        if self.hang is not None or (self._reported is not None and spec.on_hang == "report"):
-            return
+    def is_due(self, *, lasts: bool) -> bool:
+        """Whether to report a standstill. If the policy is to stop ranks, it is reported again once it lasts."""
+        return self.hang is None and (self._reported is None or (lasts and self._spec.on_hang != "report"))
+
+    def report(
+        self, found: Standstill, ranks: Sequence[RankEvidence], generation: int, restarts: int, *, may_stop: bool = True
+    ) -> None:
         self._reported = self._reported or found
-        hang = judge(ranks, found)
-        action = next_action(spec, generation - spec.prior_starts, hang, found)
-        self._tell(hang_message(hang, found, ranks, generation, action))
-        if action.stops:
+        hang = _judge(ranks, found)
+        action = _next_action(self._spec, restarts, hang, found)
+        self._publish(_hang_message(hang, found, ranks, generation, action))
+        if action.stops and may_stop:
             self.hang = hang
 
     def continued(self, seconds: float) -> None:
         if self._reported is not None:
-            self._tell(continued_message(seconds, self._reported))
+            self._publish(_continued_message(seconds, self._reported))
             self._reported = None
+
+
+class HangPolicy(HangReporter, AgentObserver):
+    """Reports hangs of the ranks of a single node, and stops them if `--on-hang` says so."""
+
+    def __init__(self, start: LocalStart) -> None:
+        super().__init__(start.spec, self._tell)
+        self._start = start
+
+    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
+        generation = self._start.generation
+        if self.is_due(lasts=found.lasts):
+            self.report(found, ranks, generation, generation - self._start.spec.prior_starts)
 
     def order(self) -> int | None:
         return None if self.hang is None else 0
@@ -201,7 +217,7 @@ class HangPolicy(AgentObserver):
         record(message, self._start.logs)
 
 
-def judge(ranks: Sequence[RankEvidence], found: Standstill) -> Hang:
+def _judge(ranks: Sequence[RankEvidence], found: Standstill) -> Hang:
     """An error in the diagnosis must not end a run that may continue."""
     try:
         return find_hang(ranks, found.seconds, at_exit=found.phase == EXIT)
@@ -209,29 +225,33 @@ def judge(ranks: Sequence[RankEvidence], found: Standstill) -> Hang:
         return Hang("unknown", (), f"ranks make no progress; the cause was not found ({type(error).__name__}: {error})")
 
 
-class NextAction(NamedTuple):
+class _NextAction(NamedTuple):
     text: str
     stops: bool = True  # the ranks
     ends_run: bool = True
 
 
-def next_action(spec: LaunchSpec, restarts: int, hang: Hang, found: Standstill) -> NextAction:
+def _next_action(spec: LaunchSpec, restarts: int, hang: Hang, found: Standstill) -> _NextAction:
     """What `--on-hang` leads to, after so many restarts."""
     if spec.on_hang == "report":
-        return NextAction("still waiting (--on-hang restart or stop would stop the ranks)", stops=False, ends_run=False)
+        return _NextAction(
+            "still waiting (--on-hang restart or stop would stop the ranks)", stops=False, ends_run=False
+        )
     if not found.lasts and hang.kind not in _FINAL:
         lasting = format_duration(LASTING * found.limit)
-        return NextAction(f"still waiting, for up to {lasting} (--on-hang {spec.on_hang})", stops=False, ends_run=False)
+        return _NextAction(
+            f"still waiting, for up to {lasting} (--on-hang {spec.on_hang})", stops=False, ends_run=False
+        )
     if spec.on_hang == "stop":
-        return NextAction("stopping the run (--on-hang stop)")
+        return _NextAction("stopping the run (--on-hang stop)")
     if restarts < spec.max_restarts:
-        return NextAction("stopping the ranks for a restart (--on-hang restart)", ends_run=False)
+        return _NextAction("stopping the ranks for a restart (--on-hang restart)", ends_run=False)
     why = "restarts are used up" if spec.max_restarts else "--max-restarts is 0"
-    return NextAction(f"stopping the run (--on-hang restart, but {why})")
+    return _NextAction(f"stopping the run (--on-hang restart, but {why})")
 
 
-def hang_message(
-    hang: Hang, found: Standstill, ranks: Sequence[RankEvidence], generation: int, action: NextAction
+def _hang_message(
+    hang: Hang, found: Standstill, ranks: Sequence[RankEvidence], generation: int, action: _NextAction
 ) -> Message:
     """The report: `text` for the screen, and what to record. A run that ends shows the whole report at its end."""
     what = hang.text.partition("\n")[0] if action.ends_run else hang.text.rstrip()
@@ -255,7 +275,7 @@ def hang_message(
     return {"kind": "hang", "text": text, "record": values}
 
 
-def continued_message(seconds: float, reported: Standstill) -> Message:
+def _continued_message(seconds: float, reported: Standstill) -> Message:
     text = f"ranks make progress again, after {seconds:.1f} s"
     since_report = max(0.0, seconds - reported.seconds)
     return {"kind": "continued", "text": text, "record": {"seconds": round(since_report, 3)}}
@@ -324,8 +344,8 @@ def collect(logs: RunFolder, pids: Mapping[int, int], node: int) -> list[RankEvi
         }
         if states[pid] == "exited":
             values["silent"] = 0.0
-        evidence.append(RankEvidence.from_json(values))
-    return evidence
+        evidence.append(values)
+    return ranks_from_json(evidence)
 
 
 def _from_page(page: RankPage | None, pid: int, stack: ProcessStacks, now: float) -> dict[str, Any]:

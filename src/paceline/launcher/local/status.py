@@ -14,8 +14,7 @@ from paceline.diagnose.cause import Cause
 from paceline.diagnose.exits import has_traceback
 from paceline.errors import PacelineError
 from paceline.launcher.local.console import Console
-from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.start import AgentObserver, LocalStart
+from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
 from paceline.run.ledger import Ledger

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from paceline.config.launch import LaunchSpec
-from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame
+from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame, ranks_from_json
 from paceline.diagnose.patience import LASTING, Standstill
 from paceline.launcher.local import hang_detector
 from paceline.launcher.local.hang_detector import HangDetector, HangPolicy
-from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment
+from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment, RankLogs
 from paceline.run import heartbeat, ledger
 from paceline.run.folder import RunFolder
 from paceline.run.heartbeat import RankPageWriter, pack_ranks
@@ -263,7 +262,7 @@ def test_a_rank_that_is_idle_when_the_others_have_ended_is_reported(node: Node) 
     node.wait(2 * TICK)
     [(found, ranks)] = node.heard.reports
     assert (found.phase, found.limit) == ("exit", 60.0)
-    hang = hang_detector.judge(ranks, found)
+    hang = hang_detector._judge(ranks, found)
     assert (hang.kind, hang.ranks) == ("exit", (0, 1))  # the process of rank 0 is still there in this test
 
 
@@ -297,7 +296,7 @@ def test_ranks_whose_code_has_returned_are_reported_if_none_exits(node: Node) ->
         node.write(rank, ended="has ended: its code returned, and it waits for the thread Thread-1")
     node.wait(60.0 + 2 * TICK)
     [(found, ranks)] = node.heard.reports
-    text = hang_detector.judge(ranks, found).text
+    text = hang_detector._judge(ranks, found).text
     assert text.startswith("ranks 0 and 1 have not exited, idle for 1 min 0 s: they are ")
     assert "rank 1 has ended: its code returned, and it waits for the thread Thread-1" in text
 
@@ -347,7 +346,7 @@ def test_every_report_of_a_run_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     last = report(tmp_path)
     assert (last["generation"], last["kind"], last["seconds"], last["limit"]) == (2, "stands-still", 2.3, 2.0)
     assert [each["generation"] for each in last["earlier"]] == [1, 0]
-    assert [RankEvidence.from_json(each) for each in last["evidence"]] == RANKS
+    assert ranks_from_json(last["evidence"]) == RANKS
     noted = [(event["event"], event["seconds"]) for event in ledger.events(RunFolder(tmp_path))]
     assert noted == [("hang", 2.3), ("continued", 1.7)] * 3
 
