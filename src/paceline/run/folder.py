@@ -44,7 +44,7 @@ class RankFiles:
         return {int(rank): found[rank] for rank in sorted(found) if rank.isdecimal()}
 
 
-class File:
+class FolderFile:
     """Declares a file or folder in the folder of a run or a study."""
 
     def __init__(self, *parts: str) -> None:
@@ -70,21 +70,21 @@ class RunFolder:
 
     path: Path
 
-    config = File(CONFIG)  # the effective recipe
-    derived = File("derived.json")  # values derived from it, with reasons
-    environment = File("environment.json")  # versions, devices and command of the last start
-    metrics = File(METRICS)  # one line per step and evaluation (jsonl.py)
-    ledger = File("ledger.jsonl")  # events of the launcher and of rank 0 (ledger.py)
-    lock = File(".lock")  # held by the job that writes to the folder (lock.py)
-    checkpoints = File(_CHECKPOINTS)  # one folder per checkpoint
-    latest = File(_CHECKPOINTS, LATEST)  # the name of the newest checkpoint
-    best = File(_CHECKPOINTS, BEST)  # the names of the best ones
+    config = FolderFile(CONFIG)  # the effective recipe
+    derived = FolderFile("derived.json")  # values derived from it, with reasons
+    environment = FolderFile("environment.json")  # versions, devices and command of the last start
+    metrics = FolderFile(METRICS)  # one line per step and evaluation (jsonl.py)
+    ledger = FolderFile("ledger.jsonl")  # events of the launcher and of rank 0 (ledger.py)
+    lock = FolderFile(".lock")  # held by the job that writes to the folder (lock.py)
+    checkpoints = FolderFile(_CHECKPOINTS)  # one folder per checkpoint
+    latest = FolderFile(_CHECKPOINTS, LATEST)  # the name of the newest checkpoint
+    best = FolderFile(_CHECKPOINTS, BEST)  # the names of the best ones
     rank_stats = _FilePerRank(_EVENTS, "rank-{:05d}.jsonl")  # throughput and memory
     trace = _FilePerRank(_PROFILE, "rank-{:05d}.json")  # of the profiler
     profile_split = _FilePerRank(_PROFILE, "split-{:05d}.json")  # where the time of the profiled steps went
-    report = File("report.html")  # a page about the run (watch/report.py)
+    report = FolderFile("report.html")  # a page about the run (watch/report.py)
 
-    logs = File(_LOGS)
+    logs = FolderFile(_LOGS)
     rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output
     heartbeat = _FilePerRank(_LOGS, "progress-{}")  # what the rank is doing (heartbeat.py)
     page = _FilePerRank(_LOGS, "page-{}")  # how far it has come (heartbeat.py)
@@ -92,14 +92,14 @@ class RunFolder:
     suspects = _FilePerRank(_LOGS, "suspects-{}.json")  # its samples in a suspect step (heartbeat.py)
     failure = _FilePerRank(_LOGS, "failure-{}.json")  # why it exited (failures.py)
     failure_space = _FilePerRank(_LOGS, "failure-{}.reserved")  # disk space for that file
-    hang = File(_LOGS, "hang.json")  # the last report of ranks that made no progress, and earlier ones
-    target = File(_LOGS, "target.json")  # the program that ranks run in a new interpreter
+    hang = FolderFile(_LOGS, "hang.json")  # the last report of ranks that made no progress, and earlier ones
+    target = FolderFile(_LOGS, "target.json")  # the program that ranks run in a new interpreter
 
-    csv = File("metrics.csv")  # from here on, files of the loggers
-    tensorboard = File(_TENSORBOARD)
-    wandb_id = File("wandb.id")
-    mlflow_id = File("mlflow.id")
-    mlflow_database = File("mlflow.db")
+    csv = FolderFile("metrics.csv")  # from here on, files of the loggers
+    tensorboard = FolderFile(_TENSORBOARD)
+    wandb_id = FolderFile("wandb.id")
+    mlflow_id = FolderFile("mlflow.id")
+    mlflow_database = FolderFile("mlflow.db")
 
     def __str__(self) -> str:
         return str(self.path)
@@ -112,7 +112,7 @@ class RunFolder:
     def files(self) -> Iterator[Path]:
         """The files that a run writes, whether or not they exist; of those of ranks, only existing ones."""
         for name, declared in vars(RunFolder).items():
-            if isinstance(declared, File):
+            if isinstance(declared, FolderFile):
                 yield from {getattr(self, name)}.difference(self.folders)
             elif isinstance(declared, _FilePerRank):
                 yield from getattr(self, name).existing().values()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.run import jsonl, ledger, regular_files
-from paceline.run.folder import File, RunFolder, not_usable, path_of, short
+from paceline.run.folder import FolderFile, RunFolder, not_usable, path_of, short
 
 _TRIALS = "trials"
 
@@ -25,11 +25,11 @@ _TRIALS = "trials"
 class StudyFolder:
     path: Path
 
-    settings = File("sweep.json")  # what the study searches. It is written last, so a folder that has it is a study
-    database = File("study.db")
-    journal = File("study.journal")
-    best_recipe = File("best.yaml")
-    report = File("report.html")
+    settings = FolderFile("sweep.json")  # what the study searches. It is written last, so a folder that has it is a study
+    database = FolderFile("study.db")
+    journal = FolderFile("study.journal")
+    best_recipe = FolderFile("best.yaml")
+    report = FolderFile("report.html")
 
     @classmethod
     def of(cls, name: str) -> StudyFolder:
