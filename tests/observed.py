@@ -14,10 +14,10 @@ from typing import Any
 import paceline
 from paceline.diagnose.evidence import RankEvidence
 from paceline.errors import PacelineError
-from paceline.launcher.local import hang_report
-from paceline.run import rank_page
+from paceline.launcher.local import hang_detector
+from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
-from paceline.run.rank_page import RankPage
+from paceline.run.heartbeat import RankPage
 from paceline.runtime import environment
 
 Pages = Mapping[int, RankPage]
@@ -59,10 +59,10 @@ class Observer:
             time.sleep(0.02)
             with suppress(OSError):
                 self.logs = RunFolder(Path((self._folder / "logs").read_text()))
-                self.pages = rank_page.read_pages(self.logs)
+                self.pages = heartbeat.read_pages(self.logs)
         pids = {rank: page.pid for rank, page in self.pages.items()}
         while not self.evidence or not (self._enough(self.evidence) or time.monotonic() > deadline):
-            self.evidence = hang_report.collect(self.logs, pids, node=0)
+            self.evidence = hang_detector.collect(self.logs, pids, node=0)
 
 
 def observe(

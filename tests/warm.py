@@ -11,7 +11,7 @@ from paceline.cli.main import app
 # Imported on first use in most ranks and commands, which took each of them 0.3 CPU seconds.
 _MODULES = (
     "multiprocessing.popen_fork", "numpy.ctypeslib", "paceline.cli.run_recipe", "paceline.data.embedded",
-    "paceline.launcher.backends.hostfile",
+    "paceline.launcher.backends.ssh",
     "paceline.launcher.cluster.frontend", "paceline.launcher.dispatch", "paceline.launcher.local.agent",
     "paceline.launcher.local.single_node", "paceline.models.mlp", "paceline.models.vae", "paceline.train.trainer",
     "pydantic.type_adapter", "tracemalloc", "transformers.models.gpt2.modeling_gpt2",

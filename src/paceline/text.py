@@ -1,9 +1,10 @@
-"""Formats numbers, lists, tables and curves, and parses `key=value,…`."""
+"""Formats numbers, lists, names of ranks, tables and curves, and parses `key=value,…`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -126,3 +127,17 @@ def flatten(values: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = F
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+_MAX_NAMED = 8
+_ONE_NODE: Mapping[int, int] = MappingProxyType({})
+
+
+def rank_names(ranks: Iterable[int], nodes: Mapping[int, int] = _ONE_NODE) -> str:
+    """`nodes`: the node of each rank, if there are several."""
+    found = sorted(ranks)
+    numbers = [f"{rank} (node {nodes[rank]})" if rank in nodes else str(rank) for rank in found[:_MAX_NAMED]]
+    if len(found) == 1:
+        return f"rank {numbers[0]}"
+    last = f"{len(found) - _MAX_NAMED} others" if len(found) > _MAX_NAMED else numbers.pop()
+    return f"ranks {', '.join(numbers)} and {last}"

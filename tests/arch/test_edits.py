@@ -214,7 +214,7 @@ OPTION = Change(
             into="LaunchOptions",
         ),
         Edit(
-            "launcher/local/rank_env.py",
+            "launcher/local/start.py",
             'os.environ["GREETING"] = str(start.spec.greeting)',
             into="rank_environment",
         ),

@@ -29,7 +29,7 @@ from paceline.cli.checkpoint import app
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose import goodput
 from paceline.errors import PacelineError
-from paceline.launcher.local import rank_logs
+from paceline.launcher.local.start import open_logs
 from paceline.run import failures, heartbeat, ledger
 from paceline.run.folder import RunFolder
 from paceline.train.trainer import Trainer  # here, not in every forked process
@@ -154,7 +154,7 @@ def _resume(run: Path) -> None:
 
 def _start_launch(run: Path) -> None:
     """What a launcher does in the folder before and after its ranks."""
-    with rank_logs.opened(LaunchSpec(run=str(run), resume=str(run))) as logs:
+    with open_logs(LaunchSpec(run=str(run), resume=str(run))) as logs:
         failures.clear(logs.folder, range(RANKS), everything=True)
         for rank in range(RANKS):
             failures.reserve(logs.folder, rank)

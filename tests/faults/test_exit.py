@@ -1,5 +1,5 @@
 """A rank that does not exit when the others have ended. Each takes the limit of that phase, a minute, so all but one of
-the node's launcher (unit/launcher/local/test_watchdog.py) run in `make test-all`."""
+the node's launcher (unit/launcher/local/test_hang_detector.py) run in `make test-all`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ import pytest
 import nodes
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.errors import LaunchError
-from paceline.launcher.backends.hostfile import Host, read_hosts
-from paceline.launcher.backends.ssh import SshBackend, remote_command
+from paceline.launcher.backends.ssh import Host, SshBackend, read_hosts, remote_command
 from paceline.launcher.cluster import fingerprint
 from paceline.launcher.cluster.fingerprint import NodeOrder
 from paceline.launcher.dispatch import dispatch

@@ -174,10 +174,11 @@ def test_ranks_that_use_up_the_grace_are_ended(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAPPING)
     caller = """
 from paceline.config.launch import LaunchSpec
-from paceline.launcher.local import agent, rank_logs
+from paceline.launcher.local import agent
+from paceline.launcher.local.start import temporary_logs
 from paceline.launcher.local.start import LocalStart, NodeAssignment
 from paceline.launcher.workload import Target, Workload
-with rank_logs.temporary() as logs:
+with temporary_logs() as logs:
     start = LocalStart(LaunchSpec(grace=0.2), logs, NodeAssignment(2, world=2))
     outcome = agent.run(Workload(Target("script", "script.py").run), start)
 raise SystemExit(128 + outcome.signal)

@@ -16,9 +16,9 @@ from torch import nn
 
 from observed import Pages, all_stand_still, observe
 from paceline import dist
-from paceline.diagnose.evidence import Operation, RankEvidence
+from paceline.diagnose.evidence import Operation, RankEvidence, ranks_from_json
 from paceline.diagnose.stacks import state_of
-from paceline.run.rank_page import RankPage
+from paceline.run.heartbeat import RankPage
 
 
 def sleep() -> None:
@@ -94,7 +94,7 @@ def test_ranks_that_do_not_come_and_one_that_waits(tmp_path: Path) -> None:
         assert (evidence.silent > 1.0) == (not can_write(evidence.rank))
         assert evidence.silent > 1.0 or (evidence.groups[0].entered, evidence.pending) == (number - 1, ())
         assert evidence.missing == ""
-        assert RankEvidence.from_json(evidence.to_json()) == evidence
+        assert ranks_from_json([evidence.to_json()]) == [evidence]
 
 
 def test_the_backward_of_ddp(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import paceline
 from observed import Pages, observe
 from paceline import dist
 from paceline.diagnose.stacks import state_of
-from paceline.run import rank_page
+from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment, rank_watch
 
@@ -50,8 +50,8 @@ def test_a_script_that_imports_nothing_has_a_page_and_its_children_do_not_write_
 def test_a_process_that_runs_another_program_has_no_page(tmp_path: Path) -> None:
     """Otherwise it would seem to hold the GIL."""
     program = """
-import os; from pathlib import Path; from paceline.run import rank_page; from paceline.run.folder import RunFolder
-print("pid of the page:", rank_page.read_pages(RunFolder(Path(os.environ["PACELINE_PROGRESS"])))[0].pid)
+import os; from pathlib import Path; from paceline.run import heartbeat; from paceline.run.folder import RunFolder
+print("pid of the page:", heartbeat.read_pages(RunFolder(Path(os.environ["PACELINE_PROGRESS"])))[0].pid)
 """
     done = forked.paceline("launch", "-n", "1", "--no-python", sys.executable, "-c", program, cwd=tmp_path)
     assert done.returncode == 0 and "pid of the page: 0\n" in done.stdout, done.stdout + done.stderr
@@ -169,7 +169,7 @@ def test_no_page_is_written_after_the_end() -> None:
     # The temporary folder of a launch is removed at its end; nobody writes to it again.
     folder = RunFolder(Path(paceline.launch(body, ranks=2)))
     assert not folder.path.exists()
-    assert rank_page.read_pages(folder) == {}
+    assert heartbeat.read_pages(folder) == {}
 
 
 def test_a_program_that_replaces_its_rank_is_not_taken_for_one_that_holds_the_gil(tmp_path: Path) -> None:

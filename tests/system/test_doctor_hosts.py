@@ -24,7 +24,7 @@ from paceline.config.launch import DEFAULT_PORT, Endpoint, LaunchSpec, NodeRange
 from paceline.doctor import node_probe, ssh_hosts
 from paceline.doctor.finding import Finding, worst
 from paceline.doctor.node_probe import ProbeRequest
-from paceline.launcher.backends.hostfile import read_hosts
+from paceline.launcher.backends.ssh import read_hosts
 from paceline.launcher.dispatch import dispatch
 from paceline.launcher.local import agent as _agent  # noqa: F401  # once, before launchers are forked
 from paceline.launcher.workload import Workload

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.launcher.backends.hostfile import read_hosts
-from paceline.launcher.backends.ssh import SshBackend, remote_command
+from paceline.launcher.backends.ssh import SshBackend, read_hosts, remote_command
 from system import ssh_server
 from system.ssh_server import SshServer
 from system.waiting import DEADLINE, eventually, is_gone

@@ -5,6 +5,7 @@ from math import inf, nan
 import pytest
 
 from paceline import text
+from paceline.text import rank_names
 
 GIB = 2**30
 
@@ -94,3 +95,13 @@ def test_curves_may_share_a_scale() -> None:
 def test_values_that_are_not_finite_are_marked() -> None:
     assert text.sparkline([1.0, nan, inf, 2.0]) == "▁××█" and text.sparkline([nan]) == "×"
     assert text.sparkline([-1.7e308, 1.7e308]) == "▁█" and text.sparkline([1.7e308] * 4, width=1) == "▁"
+
+
+def test_ranks_are_named_in_order_and_at_most_eight_of_them() -> None:
+    assert rank_names([2]) == "rank 2"
+    assert rank_names([3, 0, 1]) == "ranks 0, 1 and 3"
+    assert rank_names(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 others"
+
+
+def test_nodes_are_named_if_there_are_several() -> None:
+    assert rank_names([0, 4], {0: 0, 4: 1}) == "ranks 0 (node 0) and 4 (node 1)"

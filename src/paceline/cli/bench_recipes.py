@@ -118,7 +118,7 @@ def _parse_counts(text: str) -> list[int]:
 
 
 def _require_free_hosts(spec: LaunchSpec) -> None:
-    from paceline.launcher.backends.hostfile import read_hosts
+    from paceline.launcher.backends.ssh import read_hosts
 
     fixed = [host for host in read_hosts(spec.hosts) if host.ranks] if spec.hosts else []
     if fixed:

@@ -79,8 +79,7 @@ def _several_nodes(config: Config | None, spec: LaunchSpec, *, json: bool) -> in
     """One rank per node runs the checks; the first one reports."""
     from paceline.doctor import node_probe, ssh_hosts
     from paceline.doctor.finding import describe, to_json, worst
-    from paceline.launcher.backends.hostfile import read_hosts
-    from paceline.launcher.backends.ssh import read_ssh
+    from paceline.launcher.backends.ssh import read_hosts, read_ssh
     from paceline.launcher.dispatch import dispatch
 
     before: list[Finding] = []

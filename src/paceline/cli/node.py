@@ -16,7 +16,7 @@ def node() -> None:
     from paceline.config.recipe import Config
     from paceline.launcher.cluster import fingerprint
     from paceline.launcher.cluster.node import Node
-    from paceline.launcher.local.rank_env import prepare_environment
+    from paceline.launcher.local.start import prepare_environment
     from paceline.launcher.workload import choose_ranks
 
     order = fingerprint.read(0)

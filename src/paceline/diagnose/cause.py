@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from paceline.diagnose import signatures
 from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import (
     EXIT_STATUSES,
@@ -23,8 +22,14 @@ from paceline.diagnose.exits import (
     SIGNAL_FIXES,
     FailureKind,
     RankExit,
+    blamed_rank,
+    classify,
+    exception_name,
+    has_traceback,
+    is_mismatch,
+    peers,
 )
-from paceline.diagnose.rank_names import rank_names
+from paceline.text import rank_names
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}  # with which launchers stop ranks
 _MAX_NAMED = 8
@@ -116,12 +121,12 @@ def _kind(rank_exit: RankExit, oom_killed: Collection[int]) -> FailureKind | Non
     number = rank_exit.signal_number
     if number and number != signal.SIGABRT:
         return "signal"  # its log was written before the signal
-    if matched := signatures.classify(rank_exit.text, rank_exit.error_code):
+    if matched := classify(rank_exit.text, rank_exit.error_code):
         return matched
     if number:
         return "signal"
     first_line = rank_exit.record.text.partition("\n")[0] if rank_exit.record else ""
-    raised = rank_exit.record is not None or signatures.has_traceback(rank_exit.tail)
+    raised = rank_exit.record is not None or has_traceback(rank_exit.tail)
     return "exception" if raised and " called sys.exit(" not in first_line else "exit"
 
 
@@ -134,7 +139,7 @@ def _was_stopped(rank_exit: RankExit, failed: Sequence[RankExit]) -> bool:
 
 def _blamed_rank(rank_exit: RankExit) -> int | None:
     """The other rank whose error this one repeats, if any."""
-    rank = signatures.blamed_rank(rank_exit.text) if rank_exit.error_code else None
+    rank = blamed_rank(rank_exit.text) if rank_exit.error_code else None
     return None if rank == rank_exit.rank else rank
 
 
@@ -175,7 +180,7 @@ def _own_failure(found: _Exits, rank_exit: RankExit) -> Cause:
         "version-mismatch": "found different versions on other ranks",
         "exit": f"exited with status {rank_exit.code}",
     }[kind]
-    mismatch = signatures.is_mismatch(rank_exit.text)
+    mismatch = is_mismatch(rank_exit.text)
     if mismatch:
         did = "received data of another collective than it waited for"
     what = f"{found.name(rank_exit)} {did}{rank_exit.where}{_consequences(found)}"
@@ -190,7 +195,7 @@ def _own_failure(found: _Exits, rank_exit: RankExit) -> Cause:
 def _raised(rank_exit: RankExit) -> str:
     if rank_exit.error_code:
         return f"stopped with {rank_exit.error_code}"
-    name = signatures.exception_name(rank_exit.text)
+    name = exception_name(rank_exit.text)
     return f"raised {name}" if name else "failed"
 
 
@@ -206,8 +211,8 @@ def _timeout(found: _Exits) -> Cause:
 
 def _lost_connection(found: _Exits) -> Cause:
     lost, running = found.of("lost-connection"), found.still_running
-    peers = sorted({peer for each in lost for peer in signatures.peers(each.text)})
-    at = f" (at {', '.join(peers[:_MAX_NAMED])})" if peers else ""
+    addresses = sorted({peer for each in lost for peer in peers(each.text)})
+    at = f" (at {', '.join(addresses[:_MAX_NAMED])})" if addresses else ""
     whom = _running(found, running) if running else "each other"
     what = f"{found.names(lost)} lost the connection to {whom}{at}{lost[0].where}; no rank had exited before"
     return _cause(found, "lost-connection", running[0] if len(running) == 1 else lost[0], what, lost[0])

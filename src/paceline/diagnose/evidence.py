@@ -75,20 +75,12 @@ class RankEvidence:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> RankEvidence:
-        return cls(
-            **{
-                **values,
-                "groups": tuple(GroupProgress(**{**each, "ranks": tuple(each["ranks"])}) for each in values["groups"]),
-                "pending": tuple(_operation(each) for each in values["pending"]),
-                "stack": _stack(values["stack"]),
-                "gil_holder": _stack(values.get("gil_holder", ())),
-                "workers": tuple(
-                    WorkerEvidence(**{**each, "stack": _stack(each["stack"])}) for each in values["workers"]
-                ),
-            }
-        )
+
+def ranks_from_json(values: object) -> list[RankEvidence]:
+    """The opposite of `to_json`, of several ranks. A ValueError if it is something else: a node may send anything."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(list[RankEvidence]).validate_python(values)
 
 
 @dataclass(frozen=True)
@@ -100,12 +92,3 @@ class Hang:
     text: str
     operation: Operation | None = None  # that others wait in
     lines: Mapping[int, str] = field(default_factory=dict)  # by rank: "read_image() at data.py:88"
-
-
-def _operation(values: Mapping[str, Any]) -> Operation:
-    sizes = tuple(tuple(size) for size in values["sizes"])
-    return Operation(**{**values, "sizes": sizes, "dtypes": tuple(values["dtypes"])})
-
-
-def _stack(frames: Any) -> tuple[StackFrame, ...]:
-    return tuple(StackFrame(*frame) for frame in frames)

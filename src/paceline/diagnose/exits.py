@@ -1,10 +1,24 @@
-"""How a rank exited, the kinds of failure, and the exit status and the fix of each kind."""
+"""How a rank exited, the kinds of failure, and the exit status and the fix of each kind.
+
+`classify` tells what a traceback, a coded error or the last lines of a log are about. Its patterns include the names of
+torch's own components where possible: a user's connection to something else, such as a download that fails, is an
+exception like any other.
+
+`OomKillDetector` tells whether the SIGKILL that ended a rank came from the kernel's OOM killer, which notifies nobody.
+There are two sources of evidence. The kernel log, if it is readable, names each process that was killed. And the kernel
+counts OOM kills for each memory cgroup (a container, a SLURM step) and for the whole machine: the counters are read
+when the ranks start and again after one was killed. They do not say which process it was, only that there was one.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -161,3 +175,155 @@ def unrecorded(folder: RunFolder, rank: int, code: int | None, when: float) -> F
         fix="free some space on that disk, or raise the quota, and start again; earlier checkpoints are intact",
     )
     return FailureRecord(rank, when, code or 1, str(full), full.to_dict())
+
+
+Signature = Literal["gpu-memory", "lost-connection", "port-in-use", "timeout", "version-mismatch"]
+
+_VERSION_CODES = {"world.different-versions", "launch.node-differs"}
+_PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_GPU_MEMORY = re.compile(r"(CUDA|HIP|XPU) out of memory|\bOutOfMemoryError\b")
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms|Timed out after \d+ seconds waiting for clients|timed out after \d+ms"
+    r"|Watchdog caught collective operation timeout|Application timeout caused pair closure"
+    r"|DistStoreError: .*[Tt]ime|wait timeout after \d+ms"
+)
+_LOST = re.compile(
+    r"(gloo/|RuntimeError: |DistBackendError: ).*(Connection (reset|closed) by peer|Broken pipe)"
+    r"|remote process exited or there was a network error|ncclRemoteError"
+    r"|DistNetworkError|failed to recv, got 0 bytes"
+)
+_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes|distributed collective mismatch")
+_PEER = re.compile(r"(?:peer|error) (?:\[([\da-fA-F.:]+)\]:|([\w.-]+)<)(\d+)")
+_BLAMED = re.compile(r" failed on rank (\d+): ")
+_CHAIN = re.compile(r"\n(?:The above exception was the direct cause|During handling of the above exception)")
+_TRACEBACK = "Traceback (most recent call last):\n"
+
+
+def classify(text: str, code: str) -> Signature | None:
+    """The known signature of a failure, or None. In a chain of exceptions the first counts. `code` is the code of a
+    paceline error, or empty."""
+    text = _without_source(_CHAIN.split(text)[0])
+    if code in _VERSION_CODES:
+        return "version-mismatch"
+    if code.endswith(".port-in-use") or _PORT.search(text):
+        return "port-in-use"
+    if code == "train.out-of-memory" or _GPU_MEMORY.search(text):
+        return "gpu-memory"
+    if _TIMEOUT.search(text):
+        return "timeout"
+    if _LOST.search(text):
+        return "lost-connection"
+    return None
+
+
+def _without_source(text: str) -> str:
+    """A traceback without the source lines it quotes: only the error's own text counts."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+
+
+def blamed_rank(text: str) -> int | None:
+    """The rank whose error this one only repeats: a failure in one rank's part of a save is raised on every rank."""
+    found = _BLAMED.search(text)
+    return int(found.group(1)) if found else None
+
+
+def is_mismatch(text: str) -> bool:
+    """Whether gloo received the message of another collective, or a tensor of another size. It throws in a thread of
+    its own, which aborts the process, or in the one that waits."""
+    return _MISMATCH.search(text) is not None
+
+
+def has_traceback(text: str) -> bool:
+    return _TRACEBACK in text
+
+
+def exception_name(text: str) -> str:
+    """The class of the exception at the end of a traceback."""
+    after = text.rpartition(_TRACEBACK)[2]
+    last = next((line for line in after.splitlines() if line and not line.startswith(" ")), "")
+    name = re.match(r"[A-Za-z_][\w.]*", last)
+    return name.group() if name else ""
+
+
+def peers(text: str) -> list[str]:
+    """Addresses of the peers to which a connection was lost, as reported by gloo and NCCL."""
+    return [f"{address or name}:{port}" for address, name, port in _PEER.findall(text)]
+
+
+_LOG = Path("/dev/kmsg")
+_RECORD = 8192  # bytes: the maximum size of a kernel log record
+_KILLED = re.compile(r"Killed process (\d+)\b")
+
+
+class OomKillDetector:
+    """Detects processes that the OOM killer killed after this was created."""
+
+    def __init__(self) -> None:
+        self._log_end = max((number for number, _ in _log_records()), default=-1)
+        self._counted = _count()
+
+    def killed(self, pids: Collection[int]) -> set[int]:
+        """Those of these processes, all ended by SIGKILL, for which there is evidence of an OOM kill."""
+        named = {
+            int(pid)
+            for number, text in _log_records()
+            if number > self._log_end
+            for pid in _KILLED.findall(text)
+        }  # fmt: skip
+        # In a container the log holds pids of the host's namespace, not ours; so if it names none of these processes,
+        # the counters decide.
+        if known := named & set(pids):
+            return known
+        return set(pids) if _count() > self._counted else set()
+
+
+def _log_records() -> Iterator[tuple[int, str]]:
+    """Sequence number and text of each record in the kernel log."""
+    with suppress(OSError):  # it is missing or not readable
+        log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            yield from _read(log)
+        finally:
+            os.close(log)
+
+
+def _read(log: int) -> Iterator[tuple[int, str]]:
+    while True:
+        try:
+            record = os.read(log, _RECORD).decode(errors="replace")
+        except BrokenPipeError:  # overwritten by newer records while reading: continue with those
+            continue
+        except BlockingIOError:  # the end
+            return
+        head, _, text = record.partition(";")
+        yield int(head.split(",")[1]), text
+
+
+def _count() -> int:
+    """OOM kills so far in our memory cgroup; on the whole machine only if no cgroup has a counter, because that one
+    includes everybody who shares the machine."""
+    for path in (*_cgroup_files(), Path("/proc/vmstat")):
+        with suppress(OSError):
+            for line in path.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _cgroup_files() -> Iterator[Path]:
+    """Counter files of our memory cgroup and its parents, nearest first, for cgroup v1 and v2. In a container the path
+    may be the host's; then the one mounted at the root is ours."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.events"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
+        else:
+            continue
+        own = root / inside.lstrip("/")
+        yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))

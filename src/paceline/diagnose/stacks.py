@@ -2,16 +2,20 @@
 
 py-spy reads the memory of a process and does not stop it (`--nonblocking`), so a stack may be torn; that is noticed in
 most cases, and it is read again. Where the kernel does not permit this (`ptrace_scope`, a container without
-CAP_SYS_PTRACE), ranks write their stack when they get a signal (`STACK_SIGNAL`); one that is stopped can't.
+CAP_SYS_PTRACE), ranks write their stack when they get a signal (`STACK_SIGNAL`); one that is stopped can't. `allow`
+prepares a rank for both.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.diagnose.evidence import ProcessState, StackFrame
-from paceline.diagnose.own_stack import STACK_SIGNAL
 from paceline.run import regular_files
 
 _SECONDS = 5.0  # py-spy takes 20 ms of a core per process; on a machine under load, ten times as long
@@ -183,3 +186,23 @@ def _listed(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
+
+
+STACK_SIGNAL = signal.SIGRTMIN + 4 if sys.platform == "linux" else signal.SIGUSR2  # SIGUSR1 requests a checkpoint
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # Linux prctl, of the Yama security module
+
+
+def allow(file: Path) -> None:
+    """Allow other processes of this user to read the memory of this one and of those that it forks, and write the stack
+    of the main thread to a file when asked for it by a signal."""
+    if sys.platform != "linux":
+        return
+    _allow_reading()
+    os.register_at_fork(after_in_child=_allow_reading)
+    with suppress(OSError):
+        descriptor = regular_files.open_descriptor(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False)  # stays open
+
+
+def _allow_reading() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)

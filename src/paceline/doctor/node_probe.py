@@ -31,7 +31,7 @@ from paceline.doctor.finding import Finding, describe, to_json, worst
 from paceline.doctor.links import LinkServer, LinkTimes
 from paceline.doctor.network_check import Link, NodeFacts, judge_links, judge_nodes, names_of
 from paceline.doctor.node_facts import node_facts, own_address, users_environment
-from paceline.launcher.backends.hostfile import read_hosts
+from paceline.launcher.backends.ssh import read_hosts
 from paceline.launcher.workload import Target, Workload
 from paceline.runtime import environment
 from paceline.runtime.network import LOOPBACK, listen

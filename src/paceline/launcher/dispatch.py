@@ -11,8 +11,8 @@ from importlib import import_module
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
 from paceline.launcher.cluster import node_env
-from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
+from paceline.launcher.local.start import prepare_environment
 from paceline.launcher.workload import Workload, choose_ranks, reject_launch_on_rank
 from paceline.runtime.environment import read_exported
 from paceline.runtime.scheduler_env import read_allocation

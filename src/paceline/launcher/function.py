@@ -21,8 +21,7 @@ from paceline.diagnose.cause import Cause, find_cause
 from paceline.diagnose.exits import unrecorded
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import manual, node_env
-from paceline.launcher.local import rank_logs
-from paceline.launcher.local.start import LocalStart, NodeAssignment
+from paceline.launcher.local.start import LocalStart, NodeAssignment, temporary_logs
 from paceline.launcher.workload import Workload, choose_ranks, reject_launch_on_rank
 from paceline.log import Log
 from paceline.run import failures
@@ -78,7 +77,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
     if ranks is None:
         _log.info(f"ranks: {number} ({reason})")
     found = found or node_env.first_rank_environment(os.environ, number)
-    with rank_logs.temporary() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+    with temporary_logs() as logs, tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         result = Path(scratch)
         workload = Workload(lambda: _call(fn, kwargs, filled, result), name=getattr(fn, "__name__", ""))
         if found is None or found.nodes.most == 1:

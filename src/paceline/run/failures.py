@@ -88,9 +88,7 @@ def write(record: FailureRecord, folder: RunFolder, *, to_log: bool = False) -> 
     try:
         record.write(folder)
         if to_log:
-            log = regular_files.open_descriptor(folder.rank_log(record.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            with os.fdopen(log, "w") as file:
-                file.write(record.log_text)
+            regular_files.append(folder.rank_log(record.rank), record.log_text.encode(errors="replace"))
     except OSError as error:
         with suppress(OSError):
             sys.stderr.write(f"{record.log_text}This could not be written to {folder.logs}: {error.strerror}.\n")

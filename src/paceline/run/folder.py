@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import CheckpointError, LaunchError, did_you_mean
 
@@ -43,14 +44,14 @@ class RankFiles:
         return {int(rank): found[rank] for rank in sorted(found) if rank.isdecimal()}
 
 
-class _File:
-    """Declares a file or folder of a run folder."""
+class FolderFile:
+    """Declares a file or folder in the folder of a run or a study."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
 
-    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
-        return folder.path.joinpath(*self._parts)
+    def __get__(self, folder: Any, owner: object) -> Path:
+        return Path(folder.path, *self._parts)
 
 
 class _FilePerRank:
@@ -69,36 +70,36 @@ class RunFolder:
 
     path: Path
 
-    config = _File(CONFIG)  # the effective recipe
-    derived = _File("derived.json")  # values derived from it, with reasons
-    environment = _File("environment.json")  # versions, devices and command of the last start
-    metrics = _File(METRICS)  # one line per step and evaluation (jsonl.py)
-    ledger = _File("ledger.jsonl")  # events of the launcher and of rank 0 (ledger.py)
-    lock = _File(".lock")  # held by the job that writes to the folder (lock.py)
-    checkpoints = _File(_CHECKPOINTS)  # one folder per checkpoint
-    latest = _File(_CHECKPOINTS, LATEST)  # the name of the newest checkpoint
-    best = _File(_CHECKPOINTS, BEST)  # the names of the best ones
+    config = FolderFile(CONFIG)  # the effective recipe
+    derived = FolderFile("derived.json")  # values derived from it, with reasons
+    environment = FolderFile("environment.json")  # versions, devices and command of the last start
+    metrics = FolderFile(METRICS)  # one line per step and evaluation (jsonl.py)
+    ledger = FolderFile("ledger.jsonl")  # events of the launcher and of rank 0 (ledger.py)
+    lock = FolderFile(".lock")  # held by the job that writes to the folder (lock.py)
+    checkpoints = FolderFile(_CHECKPOINTS)  # one folder per checkpoint
+    latest = FolderFile(_CHECKPOINTS, LATEST)  # the name of the newest checkpoint
+    best = FolderFile(_CHECKPOINTS, BEST)  # the names of the best ones
     rank_stats = _FilePerRank(_EVENTS, "rank-{:05d}.jsonl")  # throughput and memory
     trace = _FilePerRank(_PROFILE, "rank-{:05d}.json")  # of the profiler
     profile_split = _FilePerRank(_PROFILE, "split-{:05d}.json")  # where the time of the profiled steps went
-    report = _File("report.html")  # a page about the run (watch/report.py)
+    report = FolderFile("report.html")  # a page about the run (watch/report.py)
 
-    logs = _File(_LOGS)
+    logs = FolderFile(_LOGS)
     rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output
     heartbeat = _FilePerRank(_LOGS, "progress-{}")  # what the rank is doing (heartbeat.py)
-    page = _FilePerRank(_LOGS, "page-{}")  # how far it has come (rank_page.py)
+    page = _FilePerRank(_LOGS, "page-{}")  # how far it has come (heartbeat.py)
     stack = _FilePerRank(_LOGS, "stack-{}.txt")  # of its main thread, written when its launcher asks for it
     suspects = _FilePerRank(_LOGS, "suspects-{}.json")  # its samples in a suspect step (heartbeat.py)
     failure = _FilePerRank(_LOGS, "failure-{}.json")  # why it exited (failures.py)
     failure_space = _FilePerRank(_LOGS, "failure-{}.reserved")  # disk space for that file
-    hang = _File(_LOGS, "hang.json")  # the last report of ranks that made no progress, and earlier ones
-    target = _File(_LOGS, "target.json")  # the program that ranks run in a new interpreter
+    hang = FolderFile(_LOGS, "hang.json")  # the last report of ranks that made no progress, and earlier ones
+    target = FolderFile(_LOGS, "target.json")  # the program that ranks run in a new interpreter
 
-    csv = _File("metrics.csv")  # from here on, files of the loggers
-    tensorboard = _File(_TENSORBOARD)
-    wandb_id = _File("wandb.id")
-    mlflow_id = _File("mlflow.id")
-    mlflow_database = _File("mlflow.db")
+    csv = FolderFile("metrics.csv")  # from here on, files of the loggers
+    tensorboard = FolderFile(_TENSORBOARD)
+    wandb_id = FolderFile("wandb.id")
+    mlflow_id = FolderFile("mlflow.id")
+    mlflow_database = FolderFile("mlflow.db")
 
     def __str__(self) -> str:
         return str(self.path)
@@ -111,7 +112,7 @@ class RunFolder:
     def files(self) -> Iterator[Path]:
         """The files that a run writes, whether or not they exist; of those of ranks, only existing ones."""
         for name, declared in vars(RunFolder).items():
-            if isinstance(declared, _File):
+            if isinstance(declared, FolderFile):
                 yield from {getattr(self, name)}.difference(self.folders)
             elif isinstance(declared, _FilePerRank):
                 yield from getattr(self, name).existing().values()

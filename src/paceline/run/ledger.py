@@ -31,7 +31,6 @@ Readers ignore unknown events.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -55,11 +54,7 @@ class Ledger:
         when = round(time.time() if at is None else at, 4)
         line = json.dumps({"time": when, "event": event, **values}) + "\n"
         with suppress(OSError):
-            descriptor = regular_files.open_descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            try:
-                os.write(descriptor, line.encode())  # a single write, because other processes append as well
-            finally:
-                os.close(descriptor)
+            regular_files.append(self._path, line.encode())
 
 
 def events(folder: RunFolder) -> list[dict[str, Any]]:

@@ -74,6 +74,15 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode(errors="replace")
 
 
+def append(path: Path, content: bytes) -> None:
+    """In a single write, because other processes may append as well."""
+    descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
+
+
 def replace(path: Path, content: bytes) -> None:
     """Write a file, atomically. Whatever has its name is replaced, not written to."""
     with replacing(path) as partial:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.run import jsonl, ledger, regular_files
-from paceline.run.folder import RunFolder, not_usable, path_of, short
+from paceline.run.folder import FolderFile, RunFolder, not_usable, path_of, short
 
 _TRIALS = "trials"
 
@@ -26,31 +25,18 @@ _TRIALS = "trials"
 class StudyFolder:
     path: Path
 
+    settings = FolderFile(
+        "sweep.json"
+    )  # what the study searches. It is written last, so a folder that has it is a study
+    database = FolderFile("study.db")
+    journal = FolderFile("study.journal")
+    best_recipe = FolderFile("best.yaml")
+    report = FolderFile("report.html")
+
     @classmethod
     def of(cls, name: str) -> StudyFolder:
         """By its name, which is below runs/, or by its path."""
         return cls(path_of(name))
-
-    @property
-    def settings(self) -> Path:
-        """What the study searches, as JSON. It is written last, so a folder that has it is a study."""
-        return self.path / "sweep.json"
-
-    @property
-    def database(self) -> Path:
-        return self.path / "study.db"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "study.journal"
-
-    @property
-    def best_recipe(self) -> Path:
-        return self.path / "best.yaml"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     @property
     def short(self) -> str:
@@ -125,8 +111,4 @@ def append_evaluation(trial: RunFolder, step: int, metric: str, value: float) ->
     """For trials that are functions: Trainers write these records themselves."""
     trial.path.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"evaluation": True, "step": step, metric: value}) + "\n"
-    descriptor = regular_files.open_descriptor(trial.metrics, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    regular_files.append(trial.metrics, line.encode())

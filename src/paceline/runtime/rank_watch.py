@@ -1,14 +1,20 @@
-"""Writes the page of this rank (run/rank_page.py) four times a second, in a thread that the launcher starts.
+"""Writes the page of this rank (run/heartbeat.py) four times a second, in a thread that the launcher starts.
 
 It imports nothing: torch may never be imported by the rank's script, or be half imported now. It takes 0.1 ms of a
 core per tick. Only when the rank stands still are its pending operations and its place looked up.
 
-Sequence numbers of collectives come from torch's flight recorder; nothing is added to a collective.
+Sequence numbers of collectives come from torch's flight recorder; nothing is added to a collective. It numbers and
+describes the operations of every process group. Numbers of a group's collectives are the same on all of its ranks. On
+gloo, `op_id` and the counts of `pg_status` also count sends and receives, which differ between ranks, and of which
+there are no entries. `state` stays "scheduled" on gloo; `retired` is right on every backend. Groups go by the order of
+their creation in this process (`pg_id`), which no other rank knows; entries have their name.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import threading
 import time
@@ -18,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.run import regular_files
-from paceline.run.rank_page import RankPageWriter, pack_ranks
+from paceline.run.heartbeat import RankPageWriter, pack_ranks
 
 _INTERVAL = 0.25
 _STANDS = 0.5  # seconds
@@ -30,8 +36,6 @@ _RECORDERS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": " (NCCL)"}
 class Readers(NamedTuple):
     """Functions of a room above this one."""
 
-    counts: Callable[[bytes], dict[int, tuple[int, int]]]  # diagnose.flight_recorder.read_counts
-    dump: Callable[[bytes], Any]  # diagnose.flight_recorder.read_dump
     place: Callable[[], str]  # of the main thread
     is_any_thread_in: Callable[[str], bool]  # a function of this name
 
@@ -169,7 +173,7 @@ class _Groups:
         self._counts = {
             (recorder, group): counts
             for recorder, dump in recorders.items()
-            for group, counts in self._readers.counts(dump(False, True)).items()
+            for group, counts in read_counts(dump(False, True)).items()
         }
         if have_changed:  # after the counts: a group without operations now had none then
             self._former = dict.fromkeys(_unused(world), frozenset(self._counts))
@@ -188,7 +192,7 @@ class _Groups:
         for recorder, dump in flight_recorders().items():
             with _no_fork():
                 text = dump(True, False)
-            found = self._readers.dump(text)
+            found = read_dump(text)
             backend = _RECORDERS[recorder]
             pending += [{**each, "group": each["group"] + backend} for each in found.pending]
             for group, each in found.groups.items():
@@ -295,3 +299,78 @@ def start(page: Path, heartbeat: Path, readers: Readers) -> RankWatch:
         os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
     _watch = RankWatch(page, heartbeat, readers)
     return _watch
+
+
+_PG_ID = re.compile(rb'"pg_id":(\d+)')
+_PENDING = 8  # operations per group that are described, the oldest ones
+
+
+class RecordedGroup(NamedTuple):
+    name: str
+    number: int  # of its last collective
+    uncounted: int  # what `pg_status` counts more than that: sends and receives
+
+
+class RecorderDump(NamedTuple):
+    groups: dict[int, RecordedGroup]  # by pg_id
+    pending: list[dict[str, Any]]  # Operation (evidence.py) as JSON, oldest first
+
+
+def read_counts(dump: bytes) -> dict[int, tuple[int, int]]:
+    """By pg_id: the counts of operations that this rank has entered, and left."""
+    status = json.loads(dump).get("pg_status", {})
+    return {
+        int(group): (_count(counts["last_enqueued_collective"]), _count(counts["last_completed_collective"]))
+        for group, counts in status.items()
+    }
+
+
+def _count(text: str) -> int:
+    return max(0, int(text))  # -1: none
+
+
+def read_dump(dump: bytes) -> RecorderDump:
+    """Groups and pending operations of a full dump."""
+    groups: dict[int, RecordedGroup] = {}
+    pending: list[dict[str, Any]] = []
+    described: dict[int, int] = {}
+    for entry in _entries(dump):
+        group = int(entry["pg_id"])
+        if not entry["is_p2p"]:
+            number = int(entry["collective_seq_id"])
+            is_gloo = entry["profiling_name"].startswith("gloo:")
+            groups[group] = RecordedGroup(
+                entry["process_group"][0], number, int(entry["op_id"]) - number if is_gloo else 0
+            )
+        if not entry["retired"] and described.setdefault(group, 0) < _PENDING:
+            described[group] += 1
+            pending.append(_operation(entry))
+    return RecorderDump(groups, pending)
+
+
+def _entries(dump: bytes) -> list[dict[str, Any]]:
+    """Of up to 2,000 entries only those that tell something: pending ones, and the last collective of each group. To
+    parse all of them would hold the GIL for 100 ms. An entry contains lists, but no object."""
+    _, _, text = dump.partition(b'"entries":[{')
+    texts = text.partition(b"}]")[0].split(b"},{") if text else []
+    last: dict[bytes, int] = {}
+    for place, each in enumerate(texts):
+        if b'"is_p2p":false' in each and (found := _PG_ID.search(each)):
+            last[found[1]] = place
+    wanted = set(last.values())
+    return [
+        json.loads(b"{" + each + b"}")
+        for place, each in enumerate(texts)
+        if place in wanted or b'"retired":false' in each
+    ]
+
+
+def _operation(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "group": entry["process_group"][0],
+        "number": int(entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]),
+        "name": entry["profiling_name"].partition(":")[2],  # "nccl:all_reduce", "nccl:send 0->1"
+        "sizes": entry["input_sizes"],
+        "dtypes": entry["input_dtypes"],
+        "p2p": bool(entry["is_p2p"]),
+    }

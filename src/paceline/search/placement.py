@@ -18,7 +18,7 @@ from typing import Any
 from paceline.config.launch import LaunchSpec, NodeRange
 from paceline.config.sections import SweepSection
 from paceline.errors import SearchError
-from paceline.launcher.backends.hostfile import read_hosts
+from paceline.launcher.backends.ssh import read_hosts
 from paceline.runtime.scheduler_env import read_allocation
 
 _HERE = ""  # the name of this machine

@@ -27,9 +27,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from paceline.diagnose import signatures
+from paceline.diagnose import exits
 from paceline.diagnose.evidence import RankEvidence, StackFrame
-from paceline.diagnose.flight_recorder import read_counts
 from paceline.diagnose.hang import find_hang
 from paceline.diagnose.patience import Observation, Patience, Standstill
 from paceline.diagnose.place import StackPlace, main_place, main_stack, place_of_stack
@@ -119,7 +118,7 @@ class HangWatch:
 def _operations() -> list[int]:
     """How many collectives this rank has entered and left in each group: the user's own code makes some as well."""
     dumps = (dump(False, True) for dump in rank_watch.flight_recorders().values())
-    return [count for dump in dumps for counts in read_counts(dump).values() for count in counts]
+    return [count for dump in dumps for counts in rank_watch.read_counts(dump).values() for count in counts]
 
 
 def describe(
@@ -236,7 +235,7 @@ def _places(board: Board) -> list[str]:
 
 def note_places(error: BaseException) -> None:
     """Add to the timeout of a collective where ranks stand."""
-    if _watch is not None and signatures.classify(f"{type(error).__name__}: {error}", "") == "timeout":
+    if _watch is not None and exits.classify(f"{type(error).__name__}: {error}", "") == "timeout":
         with suppress(RuntimeError):  # the rank with the store has ended
             error.add_note(f"Where ranks stand:\n{by_rank(_places(_watch.board))}")
 

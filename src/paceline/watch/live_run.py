@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.run.folder import RunFolder
+from paceline.run.jsonl import RecordStream
 from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
 from paceline.watch.rank_statistics import RankStatistics
-from paceline.watch.record_stream import RecordStream
 from paceline.watch.run_facts import RunFacts, read_other_facts
 
 _SECONDS_BETWEEN = 0.3  # several pages may ask at the same time

@@ -15,8 +15,8 @@ from typing import Any
 from paceline.config.components import smaller_is_better
 from paceline.run.folder import RunFolder
 from paceline.run.history import RESERVED
+from paceline.run.jsonl import Record, RecordStream
 from paceline.text import plural
-from paceline.watch.record_stream import Record, RecordStream
 
 _MAX_STEP = 1 << 53
 _MAX_METRICS = 20  # of evaluations

@@ -20,8 +20,8 @@ from typing import Any
 
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
+from paceline.run.jsonl import Record
 from paceline.text import plural
-from paceline.watch.record_stream import Record
 
 _MAX_RANKS = 4096
 _MAX_RECORDS = 160_000  # of all ranks: 9 MB, and half a second

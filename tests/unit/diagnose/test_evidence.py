@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import json
 
-from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame, WorkerEvidence
+from paceline.diagnose.evidence import (
+    GroupProgress,
+    Operation,
+    RankEvidence,
+    StackFrame,
+    WorkerEvidence,
+    ranks_from_json,
+)
 
 
 def test_evidence_survives_a_trip_through_json() -> None:
@@ -22,4 +29,4 @@ def test_evidence_survives_a_trip_through_json() -> None:
         workers=(WorkerEvidence(18, "disk", stack),),
         silent=0.5,
     )
-    assert RankEvidence.from_json(json.loads(json.dumps(evidence.to_json()))) == evidence
+    assert ranks_from_json(json.loads(json.dumps([evidence.to_json()]))) == [evidence]

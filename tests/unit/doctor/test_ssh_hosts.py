@@ -9,7 +9,7 @@ import pytest
 from paceline.doctor import ssh_hosts
 from paceline.doctor.finding import Finding
 from paceline.doctor.ssh_hosts import HostAnswer
-from paceline.launcher.backends.hostfile import Host
+from paceline.launcher.backends.ssh import Host
 
 HOST = Host("me@b")
 HERE = {"paceline": "1.0", "python": "3.12.1", "torch": "2.13.0"}

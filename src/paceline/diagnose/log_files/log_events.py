@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from paceline.diagnose.log_files.log_lines import LogLine
+from paceline.diagnose.log_files.log_scan import LogLine
 
 UNKNOWN = ""  # the code of an exception without a signature
 

@@ -18,9 +18,9 @@ from typing import Any
 from paceline.diagnose import catalog
 from paceline.diagnose.log_files import log_events, log_scan
 from paceline.diagnose.log_files.log_events import UNKNOWN, LogEvent, LogFacts
-from paceline.diagnose.log_files.log_lines import LogLine, parse
-from paceline.diagnose.rank_names import rank_names
+from paceline.diagnose.log_files.log_scan import LogLine, parse
 from paceline.errors import PacelineError
+from paceline.text import rank_names
 
 # That many lines about later steps mean that a rank survived an error.
 _SURVIVED_LINES, _SURVIVED_TRACEBACK_LINES = 3, 10

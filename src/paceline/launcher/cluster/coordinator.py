@@ -61,7 +61,7 @@ class Coordinator:
         self._server, self._spec, self._notify = ConnectionServer(listener, token), spec, notify
         self._nodes, self._store_port = spec.node_range, store_port
         self._supervisor = Supervisor(spec.max_restarts, spec.on_hang)
-        self._hangs = HangInquiry(spec, self._send, notify)
+        self._hangs = HangInquiry(spec, self._in_order, self._send, notify)
         self._members: dict[Channel, NodeMember] = {}
         self._fingerprint = fingerprint
         self._phase: Phase = "joining"
@@ -183,7 +183,7 @@ class Coordinator:
             case "started":
                 member.record_start(message)
             case "standstill" | "evidence" | "continued" if self._phase == "running":
-                self._hangs.handle(member, message, self._in_order())
+                self._hangs.handle(member, message)
             case "failed":
                 self._stop(0)
             case "exited" if member.is_busy:
@@ -265,7 +265,7 @@ class Coordinator:
             self._stop(0)  # nobody knows how the orphaned ranks ended
         elif self._has_new_node:
             self._stop(15, is_failure=False)
-        elif self._hangs.conclude(self._in_order(), self._generation, self._supervisor.restarts):
+        elif self._hangs.conclude(self._generation, self._supervisor.restarts):
             self._stop(0)
 
     def _wait_for_nodes(self, delay: float) -> None:

@@ -22,7 +22,7 @@ from paceline.errors import LaunchError
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.fingerprint import NodeOrder
-from paceline.launcher.local import hang_report, interrupts
+from paceline.launcher.local import hang_detector, interrupts
 from paceline.launcher.local import status as local_status
 from paceline.launcher.workload import Workload
 from paceline.runtime.network import listen
@@ -68,7 +68,7 @@ def launch_on(
     all interfaces, and the nodes try its addresses."""
 
     # Imported before any node waits: the store needs torch.
-    import paceline.launcher.local.rendezvous  # noqa: F401
+    import paceline.runtime.process_group  # noqa: F401
 
     token = secrets.token_hex(32)
     listener = listen(address or "0.0.0.0", spec.port)
@@ -174,7 +174,7 @@ def _show(message: Message, names: Sequence[str]) -> None:
     if message["kind"] == "end":
         local_status.show_end(message, None)
     elif message["kind"] in ("hang", "continued"):
-        hang_report.show(message, None)
+        hang_detector.show(message, None)
     elif text := local_status.describe_progress(message, names):
         log.info(text)
 

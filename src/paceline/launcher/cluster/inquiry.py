@@ -11,80 +11,75 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.config.launch import LaunchSpec
-from paceline.diagnose.evidence import Hang, RankEvidence
+from paceline.diagnose.evidence import Hang, RankEvidence, ranks_from_json
 from paceline.diagnose.patience import EXIT, Standstill
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.membership import NodeMember
-from paceline.launcher.local import hang_report
+from paceline.launcher.local.hang_detector import HangReporter
 
 _ANSWER_SECONDS = 2.0  # for the nodes to answer
 _SILENT_SECONDS = 2.0  # without a heartbeat, after which a node may be about to be lost
 
 
 class HangInquiry:
-    """`send` sends a message to a node, `notify` shows one here."""
+    """`members`: the nodes of the job; `send` sends a message to a node, `notify` shows one here."""
 
     def __init__(
-        self, spec: LaunchSpec, send: Callable[[NodeMember, Message], None], notify: Callable[[Message], None]
+        self,
+        spec: LaunchSpec,
+        members: Callable[[], Sequence[NodeMember]],
+        send: Callable[[NodeMember, Message], None],
+        notify: Callable[[Message], None],
     ) -> None:
-        self._spec, self._send, self._notify = spec, send, notify
+        self._spec, self._members, self._send, self._notify = spec, members, send, notify
         self.reset()
 
     def reset(self) -> None:
         """Before a generation starts."""
         self._open: _OpenInquiry | None = None
-        self._reported: Standstill | None = None
-        self.hang: Hang | None = None  # for which all ranks are being stopped
+        self._reporter = HangReporter(self._spec, self._publish)
 
-    def handle(self, member: NodeMember, message: Message, members: Sequence[NodeMember]) -> None:
+    @property
+    def hang(self) -> Hang | None:
+        """For which all ranks are being stopped."""
+        return self._reporter.hang
+
+    def handle(self, member: NodeMember, message: Message) -> None:
         """`standstill`, `evidence` or `continued` of a node."""
         if message["kind"] == "standstill":
-            # If the policy is to stop ranks, all are asked again once it lasts.
-            is_new = self._reported is None or (bool(message["lasts"]) and self._spec.on_hang != "report")
-            if self._open is not None or self.hang is not None or not is_new:
-                return
-            self._open = _OpenInquiry(member, message)
-            self._ask(self._open, members)
+            if self._open is None and self._reporter.is_due(lasts=bool(message["lasts"])):
+                self._open = _OpenInquiry(member, message)
+                self._ask(self._open)
         elif message["kind"] == "evidence" and self._open is not None:
             self._open.add(member, message)
         elif message["kind"] == "continued":
             if self._open is not None and member is self._open.first:
                 self._open = None
-            if self._reported is not None:
-                self._publish(hang_report.continued_message(float(message["seconds"]), self._reported), members)
-                self._reported = None
+            self._reporter.continued(float(message["seconds"]))
 
-    def conclude(self, members: Sequence[NodeMember], generation: int, restarts: int) -> bool:
+    def conclude(self, generation: int, restarts: int) -> bool:
         """Report a hang, once all nodes have answered or had the time to; returns whether to stop the ranks."""
         inquiry = self._open
         if inquiry is None or not inquiry.is_due:
             return False
         if inquiry.is_asleep:
-            self._ask(inquiry, members)
+            self._ask(inquiry)
         elif not inquiry.sleep():
             self._open = None
-            return self._report(inquiry, members, generation, restarts)
+            # A node that cannot be reached is found to be lost by its heartbeats, and is then the cause.
+            is_cut_off = any(map(_is_silent, inquiry.missing))
+            self._reporter.report(inquiry.found, inquiry.ranks(), generation, restarts, may_stop=not is_cut_off)
+            return self.hang is not None
         return False
 
-    def _report(self, inquiry: _OpenInquiry, members: Sequence[NodeMember], generation: int, restarts: int) -> bool:
-        self._reported, ranks = self._reported or inquiry.found, inquiry.ranks()
-        hang = hang_report.judge(ranks, inquiry.found)
-        action = hang_report.next_action(self._spec, restarts, hang, inquiry.found)
-        self._publish(hang_report.hang_message(hang, inquiry.found, ranks, generation, action), members)
-        # A node that cannot be reached is found to be lost by its heartbeats, and is then the cause.
-        is_cut_off = any(map(_is_silent, inquiry.missing))
-        if action.stops and not is_cut_off:
-            self.hang = hang
-        return self.hang is not None
-
-    def _ask(self, inquiry: _OpenInquiry, members: Sequence[NodeMember]) -> None:
-        for member in inquiry.ask([each for each in members if each.is_busy]):
+    def _ask(self, inquiry: _OpenInquiry) -> None:
+        for member in inquiry.ask([each for each in self._members() if each.is_busy]):
             self._send(member, {"kind": "inquire", "at_exit": inquiry.found.phase == EXIT})
 
-    def _publish(self, message: Message, members: Sequence[NodeMember]) -> None:
+    def _publish(self, message: Message) -> None:
         """To all nodes and here. Only the node of rank 0 records it."""
         shown = {name: value for name, value in message.items() if name != "record"}
-        for member in list(members):
+        for member in list(self._members()):
             self._send(member, message if member.is_busy and member.first_rank == 0 else shown)
         self._notify(shown)
 
@@ -167,9 +162,7 @@ def _silence(member: NodeMember) -> str:
 
 
 def _evidence(member: NodeMember, message: Message) -> list[RankEvidence]:
-    from pydantic import TypeAdapter
-
-    ranks = TypeAdapter(list[RankEvidence]).validate_python(message["ranks"])  # ValueError: a node may send anything
+    ranks = ranks_from_json(message["ranks"])
     if any(each.rank not in member.rank_range for each in ranks):
         raise ValueError("evidence of ranks of another node")
     return [replace(each, node=member.node) for each in ranks]

@@ -28,12 +28,11 @@ from paceline.launcher.cluster.channel import connect, job_token
 from paceline.launcher.cluster.coordinator import Coordinator
 from paceline.launcher.cluster.fingerprint import Fingerprint, fingerprint
 from paceline.launcher.cluster.node import Node
-from paceline.launcher.local.rank_env import prepare_environment
 from paceline.launcher.local.single_node import launch_single_node
-from paceline.launcher.local.titles import set_title
+from paceline.launcher.local.start import prepare_environment
 from paceline.launcher.workload import Workload, choose_ranks
 from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
-from paceline.runtime.processes import fork
+from paceline.runtime.processes import fork, set_title
 from paceline.text import plural
 
 

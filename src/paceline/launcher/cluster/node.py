@@ -22,11 +22,10 @@ from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, c
 from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.launcher.cluster.membership import JoinRequest
-from paceline.launcher.local import hang_report, interrupts, rank_logs
+from paceline.launcher.local import hang_detector, interrupts
 from paceline.launcher.local import status as local_status
-from paceline.launcher.local.rank_logs import RankLogs
 from paceline.launcher.local.rank_parent import kill_orphans, start_time
-from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment
+from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment, RankLogs, open_logs, shared_logs
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
 from paceline.run.folder import short
@@ -213,7 +212,7 @@ class Node(AgentObserver):
         """Create the run folder on the first node, or open it if that node was replaced."""
         try:
             if self._logs is None:
-                opened = rank_logs.opened(self._spec) if folder is None else rank_logs.shared(folder)
+                opened = open_logs(self._spec) if folder is None else shared_logs(folder)
                 self._logs = stack.enter_context(opened)
         except PacelineError as error:
             self._send({"kind": "error", "error": error.to_dict()})
@@ -222,7 +221,7 @@ class Node(AgentObserver):
 
     def _start(self, order: Message, stack: ExitStack) -> None:
         if self._logs is None or (order["folder"] is not None and str(self._logs.run) != order["folder"]):
-            self._logs = stack.enter_context(rank_logs.shared(order["folder"]))
+            self._logs = stack.enter_context(shared_logs(order["folder"]))
         kill_orphans({int(pid): born for pid, born in order["leftovers"].items()})
         first, last = order["first_rank"], order["first_rank"] + order["ranks"] - 1
         of = f"ranks {first} to {last}" if last > first else f"rank {first}"
@@ -325,9 +324,9 @@ class Node(AgentObserver):
     def _note_hang(self, message: Message) -> None:
         """What the coordinator found out about ranks that make no progress. The first node records it."""
         if not self._is_quiet:
-            hang_report.show(message, self._logs)
+            hang_detector.show(message, self._logs)
         if "record" in message and self._logs is not None:
-            hang_report.record(message, self._logs)
+            hang_detector.record(message, self._logs)
 
     def _stop(self, number: int) -> int:
         self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)

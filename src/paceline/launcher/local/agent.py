@@ -2,6 +2,9 @@
 
 Ranks get torchrun's environment variables and are forked, so that torch is imported once. When a rank fails, the others
 get a moment to exit on their own and are then stopped; only ranks that exited before that are considered as the cause.
+
+A single node listens on loopback only. With several nodes, the coordinator (cluster/coordinator.py) opens a new store
+for every start of the ranks, so that it contains nothing of an earlier one.
 """
 
 from __future__ import annotations
@@ -15,21 +18,24 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
 
 from paceline import log
+from paceline.config.launch import Endpoint
 from paceline.diagnose.evidence import Hang
-from paceline.diagnose.exits import RankExit, unrecorded
-from paceline.diagnose.oom_killer import OomKillDetector
+from paceline.diagnose.exits import OomKillDetector, RankExit, unrecorded
 from paceline.errors import LaunchError
-from paceline.launcher.local import hang_report, interrupts, rendezvous
-from paceline.launcher.local.hang_report import HangPolicy
-from paceline.launcher.local.rank_env import rank_environment
+from paceline.launcher.local import hang_detector, interrupts
+from paceline.launcher.local.hang_detector import HangDetector, HangPolicy
 from paceline.launcher.local.rank_main import run_rank
 from paceline.launcher.local.rank_parent import RankProcesses
-from paceline.launcher.local.start import AgentObserver, LocalStart
-from paceline.launcher.local.watchdog import Watchdog
+from paceline.launcher.local.start import AgentObserver, LocalStart, rank_environment
 from paceline.launcher.workload import Workload
 from paceline.run import failures, heartbeat, regular_files
+from paceline.runtime.network import LOOPBACK, listen
+from paceline.runtime.process_group import open_store
 
 _SETTLING = 0.5  # seconds for ranks to exit on their own after another one failed
 _AFTER_TERM = 5.0  # seconds between SIGTERM and SIGKILL
@@ -37,6 +43,7 @@ _BLOCKED_SAVE = 1.0  # the same, for ranks blocked in a save that cannot complet
 _HUNG = 1.0  # the same, for ranks that are stopped because they made no progress
 _AFTER_KILL = 10.0  # seconds for killed ranks to disappear; one blocked in the kernel is left behind
 _POLL_SECONDS = 0.05
+_REACH_SECONDS = 60.0  # to connect to the store of the coordinator
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,8 @@ def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = Non
         monitor = _Monitor(heard, watch, start)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-agent-"))
         # The store is local to this call: the traceback of an error raised later must not keep it, and its port, alive.
-        node = start.node
-        store = rendezvous.one_node(start.spec.port) if node.store is None else rendezvous.one_of_several(node.store)
-        variables = rank_environment(start, store, scratch)
+        store = _open_store(start)
+        variables = rank_environment(start, Endpoint(store.host, store.port), scratch)
         # multiprocessing closes the standard input of forked processes; it is restored from a copy.
         stdin = None
         with suppress(OSError):  # it is closed
@@ -90,6 +96,15 @@ def run(workload: Workload, start: LocalStart, watch: AgentObserver | None = Non
         if heard.ending is None:
             monitor.run(entry)
         return monitor.outcome()
+
+
+def _open_store(start: LocalStart) -> TCPStore:
+    """That of a single node, or the one that the coordinator opened: connecting to it detects early that it cannot be
+    reached."""
+    address = start.node.store
+    if address is None:
+        return open_store(listen(LOOPBACK, start.spec.port))
+    return TCPStore(*address, is_master=False, timeout=timedelta(seconds=_REACH_SECONDS), wait_for_workers=False)
 
 
 def _become_fresh(target: str, stdin: int | None) -> None:
@@ -133,7 +148,7 @@ class _Monitor:
         self._sigterm_at: float | None = None
         self._has_reported_start = self._has_reported_signal = self._has_reported_second = False
         self._pids: dict[int, int] = {}
-        self._watchdog: Watchdog | None = None  # from when all ranks run: it is a thread, and forks come before it
+        self._detector: HangDetector | None = None  # from when all ranks run: it is a thread, and forks come before it
 
     def run(self, entry: Callable[[int], None]) -> None:
         node = self._start.node
@@ -146,8 +161,8 @@ class _Monitor:
                     self._step()
             finally:
                 self._heard.attach(None)
-                if self._watchdog is not None:
-                    self._watchdog.stop()
+                if self._detector is not None:
+                    self._detector.stop()
         self._note()
         if number := self._ranks.ended_leftovers:
             log.info(f"note: ended {number} child process{'es' * (number > 1)} of ranks that had exited")
@@ -162,7 +177,7 @@ class _Monitor:
             own_code = code if local in self._own_exit or code == 0 else None
             record = records.get(rank) or unrecorded(logs, rank, own_code, when)
             failures.release(logs, rank)
-            hang_report.remove_files(logs, rank)
+            hang_detector.remove_files(logs, rank)
             ends.append(
                 RankExit(
                     rank=rank,
@@ -188,10 +203,10 @@ class _Monitor:
             self._watch.started(list(self._ranks.pids.values()))
             node = self._start.node
             pids = {node.first_rank + local: pid for local, pid in self._ranks.pids.items()}
-            self._watchdog = Watchdog(self._start.logs.folder, pids, self._running_ranks, node.number)
-            self._watchdog.start()
-        if self._watchdog is not None and self._settling_since is None and not self._heard.ending:
-            self._watchdog.report_to(self._watch)
+            self._detector = HangDetector(self._start.logs.folder, pids, self._running_ranks, node.number)
+            self._detector.start()
+        if self._detector is not None and self._settling_since is None and not self._heard.ending:
+            self._detector.report_to(self._watch)
         self._obey(self._watch.order())
         if self._heard.ending:
             if not self._has_reported_signal:

@@ -22,9 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from paceline.launcher.local.titles import set_title
 from paceline.run import regular_files
-from paceline.runtime.processes import fork
+from paceline.runtime.processes import fork, set_title
 
 _DRAIN_SECONDS = 2.0
 _LOOK_SECONDS = 0.1  # between polls of followed logs

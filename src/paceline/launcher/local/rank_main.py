@@ -21,14 +21,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.diagnose import flight_recorder, own_stack, place
-from paceline.launcher.local.titles import set_title
+from paceline.diagnose import place, stacks
 from paceline.launcher.workload import Target
 from paceline.run import failures, heartbeat, regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.user_frame import find_user_frame
 from paceline.runtime import environment, rank_watch
-from paceline.runtime.processes import before_shutdown
+from paceline.runtime.processes import before_shutdown, set_title
 from paceline.runtime.rank_watch import RankWatch
 
 _EXIT_SECONDS = 10.0
@@ -44,7 +43,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     _direct_streams(log if rank_info.rank else None, stdin if rank_info.rank == 0 else None)
     faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
-    own_stack.allow(logs.stack(rank_info.rank))
+    stacks.allow(logs.stack(rank_info.rank))
     before_shutdown()
     watch = _start_watch(logs, rank_info.rank)
     failures.reserve(logs, rank_info.rank)
@@ -76,12 +75,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
 
 
 def _start_watch(logs: RunFolder, rank: int) -> RankWatch:
-    readers = rank_watch.Readers(
-        flight_recorder.read_counts,
-        flight_recorder.read_dump,
-        lambda: place.main_place().text,
-        place.is_any_thread_in,
-    )
+    readers = rank_watch.Readers(lambda: place.main_place().text, place.is_any_thread_in)
     return rank_watch.start(logs.page(rank), logs.heartbeat(rank), readers)
 
 

@@ -26,8 +26,7 @@ from types import FrameType
 
 from paceline.errors import LaunchError
 from paceline.launcher.local.interrupts import HANDLED
-from paceline.launcher.local.titles import set_title
-from paceline.runtime.processes import fork
+from paceline.runtime.processes import fork, set_title
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux prctl
 _BLOCKED = {*HANDLED, signal.SIGUSR2, signal.SIGCHLD}

@@ -10,11 +10,9 @@ from itertools import count
 from paceline import log
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError
-from paceline.launcher.local import interrupts, rank_logs
+from paceline.launcher.local import interrupts
 from paceline.launcher.local import status as local_status
-from paceline.launcher.local.rank_env import prepare_environment
-from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.start import LocalStart, NodeAssignment
+from paceline.launcher.local.start import LocalStart, NodeAssignment, RankLogs, open_logs, prepare_environment
 from paceline.launcher.restart_policy import GiveUp, Supervisor
 from paceline.launcher.workload import Workload, choose_ranks
 from paceline.run import heartbeat
@@ -32,7 +30,7 @@ def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
         ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
         print(f"would start {plural(ranks, 'rank')} on this machine ({reason})")  # noqa: T201
         return 0
-    with interrupts.as_exceptions(), rank_logs.opened(spec) as logs:
+    with interrupts.as_exceptions(), open_logs(spec) as logs:
         ranks, reason = choose_ranks(spec.ranks, device=spec.device, on_cpu=spec.default_cpu_ranks)
         named = f"; logs in {short(logs.folder.logs)}" if logs.run else ""
         log.info(f"ranks: {ranks} ({reason}){named}")

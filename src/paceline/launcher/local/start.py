@@ -1,14 +1,45 @@
-"""One start of the ranks of this node."""
+"""One start of the ranks of this node: where their logs are, and the environment variables of launcher and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.evidence import Hang, RankEvidence
 from paceline.diagnose.patience import Standstill
-from paceline.launcher.local.rank_logs import RankLogs
+from paceline.errors import PacelineError
+from paceline.run import folder
+from paceline.run.folder import RunFolder
+from paceline.run.lock import require_free
+from paceline.runtime import environment
+
+
+@dataclass(frozen=True)
+class RankLogs:
+    """`folder` is where this node keeps its ranks' logs: in the run folder, or in a temporary one if the launch has no
+    run folder or this node can't access it."""
+
+    folder: RunFolder
+    run: RunFolder | None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that tell ranks where their heartbeats belong, and about the run folder."""
+        run = {} if self.run is None else {environment.RUN_FOLDER: str(self.run)}
+        return {environment.LOG_FOLDER: str(self.folder), **run}
+
+    def of_rank(self, rank: int) -> str:
+        """The path of a rank's log for display; empty if the log is temporary."""
+        return "" if self.run is None else folder.short(self.folder.rank_log(rank))
 
 
 class NodeAssignment(NamedTuple):
@@ -69,3 +100,110 @@ class AgentObserver:
     def order(self) -> int | None:
         """A signal to send to the ranks; 0 if ranks of another node failed; None to continue."""
         return None
+
+
+def prepare_environment(spec: LaunchSpec) -> None:
+    """Call before torch is imported, which reads them."""
+    os.environ.update(spec.env)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    # Divide the cores among the ranks unless the user decided otherwise; torchrun sets 1.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (spec.ranks or spec.default_cpu_ranks))))
+
+
+def rank_environment(start: LocalStart, rendezvous: Endpoint, error_folder: str) -> list[dict[str, str]]:
+    """The variables of each rank of this node: torchrun's, and ours."""
+    node, spec, run_id = start.node, start.spec, uuid.uuid4().hex
+    common = {
+        environment.LAUNCHED: "1",
+        **start.logs.environment,
+        **start.env,
+        "GROUP_RANK": str(node.number),
+        "GROUP_WORLD_SIZE": str(node.nodes),
+        "ROLE_NAME": "rank",
+        "ROLE_WORLD_SIZE": str(node.world),
+        "MASTER_ADDR": rendezvous.host,
+        "MASTER_PORT": str(rendezvous.port),
+        environment.RESTART_COUNT: str(start.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(max(spec.max_restarts, start.generation)),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if sys.platform == "linux" and (interface := node.interface or ("lo" if node.nodes == 1 else None)):
+        # A value set by the user takes precedence.
+        common |= {name: os.environ.get(name, value) for name, value in environment.interfaces(interface).items()}
+    each = []
+    for local, rank in enumerate(node.rank_range):
+        own = environment.variables(environment.RankInfo(rank, node.world, local, node.ranks))
+        # Where torch's @record, which many scripts use, writes an exception.
+        error_file = f"{error_folder}/{local}.json"
+        each.append({**common, **own, "ROLE_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file})
+    return each
+
+
+@contextmanager
+def open_logs(spec: LaunchSpec) -> Iterator[RankLogs]:
+    """The run folder of a launch: a new one or, for `resume`, an existing one, whose logs are appended to. Without a
+    name, a temporary folder."""
+    run, resume = spec.run, spec.resume
+    if run is None:
+        with temporary_logs() as logs:
+            yield logs
+        return
+    if resume not in (None, "auto"):
+        folder.require_exists(str(resume))
+    # A script may train in another folder; the folder of its launch then contains logs and a ledger that refers to it.
+    newest = RunFolder.newest_launch(run) if spec.prior_starts else RunFolder.newest(run)
+    resumed = newest if resume == "auto" else RunFolder.at(resume) if resume else None
+    if resumed is not None:
+        require_free(resumed)  # another job may be writing to its logs
+        resumed.logs.mkdir(exist_ok=True)
+        yield RankLogs(resumed, resumed)
+        return
+    created = RunFolder.create(run)
+    try:
+        yield RankLogs(created, created)
+    except PacelineError:
+        if _is_unused(created):  # no rank was started
+            shutil.rmtree(created.path)
+        raise
+
+
+@contextmanager
+def temporary_logs() -> Iterator[RankLogs]:
+    """Logs of a launch without a run folder, removed at its end."""
+    with _temporary_folder() as made:
+        yield RankLogs(made, None)
+
+
+@contextmanager
+def shared_logs(run: str | None) -> Iterator[RankLogs]:
+    """The logs of another node than the first: in the run folder, or in a temporary one if it can't write there."""
+    shared_run = None if run is None else RunFolder(Path(run))
+    if shared_run is not None and _can_log_to(shared_run):
+        yield RankLogs(shared_run, shared_run)
+        return
+    with _temporary_folder() as made:
+        yield RankLogs(made, shared_run)
+
+
+def _can_log_to(run: RunFolder) -> bool:
+    try:
+        run.logs.mkdir(parents=True, exist_ok=True)
+    except OSError:  # this node has no such disk, or no permission to write there
+        return False
+    return True
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[RunFolder]:
+    with tempfile.TemporaryDirectory(prefix="paceline-") as path:
+        made = RunFolder(Path(path))
+        made.logs.mkdir()
+        yield made
+
+
+def _is_unused(run: RunFolder) -> bool:
+    """Whether the folder holds only what the launcher writes before it starts ranks."""
+    files = [path for path in run.path.rglob("*") if not path.is_dir()]
+    return all(path == run.ledger or path.stat().st_size == 0 for path in files)

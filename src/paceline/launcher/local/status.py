@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from paceline import log
 from paceline.diagnose import goodput
 from paceline.diagnose.cause import Cause
-from paceline.diagnose.signatures import has_traceback
+from paceline.diagnose.exits import has_traceback
 from paceline.errors import PacelineError
 from paceline.launcher.local.console import Console
-from paceline.launcher.local.rank_logs import RankLogs
-from paceline.launcher.local.start import AgentObserver, LocalStart
+from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
 from paceline.run.ledger import Ledger

@@ -54,20 +54,23 @@ class Job:
         self.shown: list[Message] = []
         self.nodes = [node(0), node(1)]
         spec = LaunchSpec(**options)
-        self.inquiry = HangInquiry(spec, lambda to, message: self.sent.append((to.node, message)), self.shown.append)
+        self.inquiry = HangInquiry(spec, lambda: self.nodes, self._send, self.shown.append)
+
+    def _send(self, to: NodeMember, message: Message) -> None:
+        self.sent.append((to.node, message))
 
     def standstill(self, *, lasts: bool = True) -> None:
         found = Standstill(2.5, 2.0, "at least 2 s", "training", lasts)
         message = {"kind": "standstill", **found._asdict(), **evidence(0, waits=True)}
-        self.inquiry.handle(self.nodes[0], message, self.nodes)
+        self.inquiry.handle(self.nodes[0], message)
 
     def answer(self, node: int = 1, **changes: Any) -> None:
         known = evidence(node, waits=node == 0)
         message = {"kind": "evidence", "still": 2.4, "limit": 2.0, **known, **changes}
-        self.inquiry.handle(self.nodes[node], message, self.nodes)
+        self.inquiry.handle(self.nodes[node], message)
 
     def conclude(self) -> bool:
-        return self.inquiry.conclude(self.nodes, 0, 0)
+        return self.inquiry.conclude(0, 0)
 
 
 def test_a_hang_is_reported_once_with_the_ranks_of_all_nodes() -> None:
@@ -83,7 +86,7 @@ def test_a_hang_is_reported_once_with_the_ranks_of_all_nodes() -> None:
     assert first["record"]["ranks"] == [1] and second == shown and "record" not in second
     job.standstill()  # it lasts
     assert not job.conclude() and len(job.shown) == 1
-    job.inquiry.handle(job.nodes[1], {"kind": "continued", "seconds": 3.0}, job.nodes)
+    job.inquiry.handle(job.nodes[1], {"kind": "continued", "seconds": 3.0})
     assert "progress again" in job.shown[1]["text"]
 
 
@@ -120,7 +123,7 @@ def test_while_another_node_may_take_longer_it_is_no_hang(clock: Clock, reason: 
 def test_ranks_that_continue_while_nodes_are_asked_do_not_hang() -> None:
     job = Job(on_hang="stop")
     job.standstill()
-    job.inquiry.handle(job.nodes[0], {"kind": "continued", "seconds": 2.6}, job.nodes)
+    job.inquiry.handle(job.nodes[0], {"kind": "continued", "seconds": 2.6})
     job.answer()
     assert not job.conclude() and not job.shown
 
@@ -158,7 +161,7 @@ def test_ranks_that_are_idle_at_their_end_are_judged_once_other_nodes_have_had_t
     """The ranks of another node may compute: whether they do is counted there from the question on."""
     job = Job()
     found = Standstill(61.0, 60.0, "fixed", "exit", False)
-    job.inquiry.handle(job.nodes[0], {"kind": "standstill", **found._asdict(), **evidence(0, waits=False)}, job.nodes)
+    job.inquiry.handle(job.nodes[0], {"kind": "standstill", **found._asdict(), **evidence(0, waits=False)})
     assert job.sent == [(1, {"kind": "inquire", "at_exit": True})]
     job.answer(still=0.0, limit=60.0)
     assert not job.conclude() and not job.shown

@@ -17,7 +17,7 @@ import nodes
 from fresh import in_a_fresh_process
 from paceline.errors import LaunchError
 from paceline.launcher.local.rank_parent import RankProcesses, _Parent, kill_orphans, start_time
-from paceline.launcher.local.titles import set_title
+from paceline.runtime.processes import set_title
 
 DEADLINE = 60.0
 

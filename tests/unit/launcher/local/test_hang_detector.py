@@ -1,7 +1,8 @@
-"""What the launcher's watchdog hands over, and when: its clock, and the pages of the ranks, are those of the tests."""
+"""What the launcher hands over about hangs, and when: its clock, and the pages of the ranks, are those of the tests."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.evidence import Operation, RankEvidence
+from paceline.config.launch import LaunchSpec
+from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame, ranks_from_json
 from paceline.diagnose.patience import LASTING, Standstill
-from paceline.launcher.local import hang_report
-from paceline.launcher.local.start import AgentObserver
-from paceline.launcher.local.watchdog import Watchdog
-from paceline.run import heartbeat
+from paceline.launcher.local import hang_detector
+from paceline.launcher.local.hang_detector import HangDetector, HangPolicy
+from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment, RankLogs
+from paceline.run import heartbeat, ledger
 from paceline.run.folder import RunFolder
-from paceline.run.rank_page import RankPageWriter, pack_ranks
+from paceline.run.heartbeat import RankPageWriter, pack_ranks
 
 TICK = 0.25
 LIMIT = 2.0  # of training with short steps
@@ -61,7 +63,7 @@ class Heard(AgentObserver):
 
 
 class Node:
-    """Two ranks that do what a test says, and their watchdog."""
+    """Two ranks that do what a test says, and their detector."""
 
     def __init__(self, folder: RunFolder, pids: Sequence[int]) -> None:
         folder.logs.mkdir()
@@ -73,7 +75,7 @@ class Node:
         self._values: list[dict[str, Any]] = [
             {"time": JUST_NOW, "pid": pid, "micros": 0, "groups": [group], "pending": [], "place": ""} for pid in pids
         ]
-        self.watchdog = Watchdog(folder, dict(enumerate(pids)), self._running, 0, clock=lambda: self.now)
+        self.detector = HangDetector(folder, dict(enumerate(pids)), self._running, 0, clock=lambda: self.now)
         for _ in range(10):
             self.step()
 
@@ -103,8 +105,8 @@ class Node:
             self.look()
 
     def look(self) -> None:
-        self.watchdog.tick()
-        self.watchdog.report_to(self.heard)
+        self.detector.tick()
+        self.detector.report_to(self.heard)
 
     def in_collective(self, rank: int, named: bool = True) -> None:
         group = {**self._values[rank]["groups"][0], "entered": 8}
@@ -241,9 +243,9 @@ def test_an_error_ends_the_watch_and_not_the_run(node: Node, capsys: pytest.Capt
         raise ValueError("a page from the future")
 
     node.at_look = fail
-    node.watchdog.start()
-    node.watchdog.stop()
-    node.watchdog.report_to(node.heard)
+    node.detector.start()
+    node.detector.stop()
+    node.detector.report_to(node.heard)
     said = capsys.readouterr().err
     assert said.count("hangs of this node are no longer detected (ValueError: a page from the future)") == 1
 
@@ -260,7 +262,7 @@ def test_a_rank_that_is_idle_when_the_others_have_ended_is_reported(node: Node) 
     node.wait(2 * TICK)
     [(found, ranks)] = node.heard.reports
     assert (found.phase, found.limit) == ("exit", 60.0)
-    hang = hang_report.judge(ranks, found)
+    hang = hang_detector._judge(ranks, found)
     assert (hang.kind, hang.ranks) == ("exit", (0, 1))  # the process of rank 0 is still there in this test
 
 
@@ -294,7 +296,7 @@ def test_ranks_whose_code_has_returned_are_reported_if_none_exits(node: Node) ->
         node.write(rank, ended="has ended: its code returned, and it waits for the thread Thread-1")
     node.wait(60.0 + 2 * TICK)
     [(found, ranks)] = node.heard.reports
-    text = hang_report.judge(ranks, found).text
+    text = hang_detector._judge(ranks, found).text
     assert text.startswith("ranks 0 and 1 have not exited, idle for 1 min 0 s: they are ")
     assert "rank 1 has ended: its code returned, and it waits for the thread Thread-1" in text
 
@@ -309,3 +311,80 @@ def test_a_rank_is_reported_when_those_of_other_nodes_have_ended(node: Node) -> 
     node.wait(61.0)
     [(found, _)] = node.heard.reports
     assert found.phase == "exit"
+
+
+STACK = (StackFrame("read_image", "/home/me/data.py", 88),)
+RANKS = [RankEvidence(rank, pid=1 + rank, stack=STACK) for rank in (0, 1)]
+FOUND = Standstill(2.3, 2.0, "20 × the median step of 0.1 s", "training")
+
+
+def policy(folder: Path, generation: int = 0, **options: Any) -> HangPolicy:
+    run = RunFolder(folder)
+    run.logs.mkdir(exist_ok=True)
+    node = NodeAssignment(ranks=2, world=2)
+    return HangPolicy(LocalStart(LaunchSpec(**options), RankLogs(run, run), node, generation))
+
+
+def in_barrier(rank: int) -> RankEvidence:
+    group, pending = GroupProgress("0", "", (0, 1), entered=4, left=3), (Operation("0", 4, "barrier"),)
+    return RankEvidence(rank, pid=1 + rank, groups=(group,), pending=pending, stack=STACK)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    return dict(json.loads(RunFolder(folder).hang.read_text()))
+
+
+def test_every_report_of_a_run_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for generation in range(3):
+        told = policy(tmp_path, generation)
+        told.standstill(FOUND, RANKS)
+        told.standstill(FOUND._replace(lasts=True), RANKS)  # once is enough
+        told.continued(4.0)
+    said = capsys.readouterr().err
+    assert said.count("data.py:88") >= 3 and said.count("progress again, after 4.0 s") == 3
+    assert "\nwarning: " in said and "(limit 2.0 s in training: 20 × the median step of 0.1 s)\n  still waiting" in said
+    last = report(tmp_path)
+    assert (last["generation"], last["kind"], last["seconds"], last["limit"]) == (2, "stands-still", 2.3, 2.0)
+    assert [each["generation"] for each in last["earlier"]] == [1, 0]
+    assert ranks_from_json(last["evidence"]) == RANKS
+    noted = [(event["event"], event["seconds"]) for event in ledger.events(RunFolder(tmp_path))]
+    assert noted == [("hang", 2.3), ("continued", 1.7)] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "order"),
+    [
+        ({}, "", None),
+        ({"on_hang": "stop", "max_restarts": 3}, "stopping the run (--on-hang stop)", 0),
+        ({"on_hang": "restart", "max_restarts": 1}, "for a restart", 0),
+        ({"on_hang": "restart"}, "stopping the run (--on-hang restart, but --max-restarts is 0)", 0),
+        ({"on_hang": "restart", "max_restarts": 1, "generation": 1}, "but restarts are used up)", 0),
+    ],
+)
+def test_the_policy_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], said: str, order: int | None
+) -> None:
+    told = policy(tmp_path, **options)
+    assert told.order() is None
+    told.standstill(FOUND, RANKS)  # they may only be slow
+    assert "  still waiting" in capsys.readouterr().err and told.order() is None
+    told.standstill(FOUND._replace(seconds=21.0, lasts=True), RANKS)
+    assert said in capsys.readouterr().err and told.order() == order
+    assert (told.hang is not None) == (order == 0)
+    told.standstill(FOUND._replace(seconds=41.0, lasts=True), RANKS)  # while they are being stopped
+    assert capsys.readouterr().err == ""
+    told.continued(42.0)
+    assert [event["event"] for event in ledger.events(RunFolder(tmp_path))] == ["hang", "continued"]
+
+
+def test_ranks_that_will_never_continue_are_stopped_at_once(tmp_path: Path) -> None:
+    told = policy(tmp_path, on_hang="stop")
+    told.standstill(FOUND, [RankEvidence(0, ended="has ended: its code returned"), in_barrier(1)])
+    assert told.hang is not None and told.hang.kind == "left" and told.order() == 0
+
+
+def test_logs_that_cannot_be_written_do_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = policy(tmp_path)
+    RunFolder(tmp_path).hang.mkdir()
+    told.standstill(FOUND, RANKS)
+    assert "data.py:88" in capsys.readouterr().err
