@@ -6,7 +6,7 @@ import importlib
 
 # Imported on first use in most ranks and commands, which took each of them 0.3 CPU seconds.
 _MODULES = (
-    "multiprocessing.popen_fork", "numpy.ctypeslib", "paceline.cli.run_recipe", "paceline.data.cifar",
+    "multiprocessing.popen_fork", "numpy.ctypeslib", "paceline.cli.train", "paceline.data.cifar",
     "paceline.data.shapes", "paceline.data.stdlib_text", "paceline.launcher.backends.hostfile",
     "paceline.launcher.cluster.frontend", "paceline.launcher.dispatch", "paceline.launcher.local.agent",
     "paceline.launcher.local.single_node", "paceline.models.mlp", "paceline.models.vae", "paceline.train.trainer",

@@ -14,9 +14,8 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 # Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
 ELSEWHERE = {
     "cli/evaluate": ["ranks/test_own_recipes"],
-    "cli/runs": ["ranks/test_runs_command"],
+    "cli/runs": ["ranks/test_runs_command", "ranks/test_watch_command"],
     "cli/sweep": ["ranks/test_sweep"],
-    "cli/watch": ["ranks/test_watch_command"],
     "search/function_sweep": ["ranks/test_sweep"],
     "search/recipe_trials": ["ranks/test_sweep"],
     "search/trial_process": ["ranks/test_sweep"],
@@ -24,7 +23,6 @@ ELSEWHERE = {
     "bench/comm_rank": ["ranks/test_bench_comm"],
     "cli/bench": ["ranks/test_bench_comm"],
     "bench/recipe_run": ["ranks/test_bench_recipes"],
-    "cli/bench_launch": ["ranks/test_bench_recipes"],
     "cli/doctor": ["ranks/test_doctor_command"],
     "cli/main": ["ranks/test_launch_command"],
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],

@@ -1,13 +1,22 @@
-"""`paceline bench step` and `paceline bench scaling`: where the time of a recipe goes, and how it scales."""
+"""`paceline bench step` and `paceline bench scaling`: where the time of a recipe goes, and how it scales.
+
+All backends of `paceline launch` can measure a recipe, because on other nodes it is a module with arguments. The result
+of rank 0 comes back through a file in the working directory, which nodes share.
+"""
 
 from __future__ import annotations
 
+import json as json_format
+import logging
+import os
 import re
+import secrets
 import shutil
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from json import dumps as to_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +27,8 @@ from paceline.cli import options, workloads
 from paceline.cli.bench import Html, Json, require_writable
 from paceline.config.launch import LaunchSpec
 from paceline.errors import LaunchError, PacelineError
+from paceline.plan.network_model import bare
+from paceline.runtime.scheduler_env import read_allocation
 from paceline.text import plural
 
 if TYPE_CHECKING:
@@ -51,7 +62,6 @@ def step(
 ) -> None:
     """Show where the time of a step goes: data, forward, backward, communication, optimizer, logging."""
     from paceline.bench.step_report import StepReport, step_page
-    from paceline.cli.bench_launch import measure_recipe
 
     require_writable(json, html)
     config, name = workloads.read_recipe(arguments, launch_options["ranks"])
@@ -64,7 +74,7 @@ def step(
     notes = report.notes(measured["strategy"], several=ranks > 1, separate=measured["separate"])
     if json != "-":
         _show(title, [(about, rows)], notes)
-    _write(json, to_json({"recipe": name, **measured, **report.to_json()}, indent=1))
+    _write(json, json_format.dumps({"recipe": name, **measured, **report.to_json()}, indent=1))
     if html is not None:
         _write(html, step_page(title, about, report, rows, notes))
 
@@ -81,7 +91,6 @@ def scaling(
 ) -> None:
     """Measure a recipe on several numbers of ranks, beside what a model of its communication predicts."""
     from paceline.bench import scaling as figures
-    from paceline.bench import stored_results
     from paceline.plan.network_model import digest
 
     require_writable(json, html)
@@ -93,10 +102,10 @@ def scaling(
     entries = _measure_all(config, counts, modes, steps, spec)
     if all(entry.failed for entry in entries):
         raise SystemExit(1)
-    folder = stored_results.folder_of("scaling", name, digest(config))
-    before = stored_results.newest(folder)
+    folder = figures.folder_of("scaling", name, digest(config))
+    before = figures.newest(folder)
     values = {"recipe": name, "steps": steps, "entries": [entry.to_json() for entry in entries]}
-    stored = stored_results.store(folder, values)
+    stored = figures.store(folder, values)
     title = f"{name}: scaling"
     tables = [(figures.heading(kind, entries), figures.rows(kind, entries, before)) for kind in modes]
     notes = [*figures.notes(entries, before), f"stored in {stored}"]
@@ -134,7 +143,6 @@ def _measure_all(
 ) -> list[ScalingEntry]:
     """An entry for each mode and number of ranks. One that fails has its reason, and the others are measured."""
     from paceline.bench.scaling import ScalingEntry
-    from paceline.cli.bench_launch import measure_recipe
     from paceline.plan.network_model import scaled
 
     known: dict[tuple[int, int | None], dict[str, Any]] = {}  # both modes begin with the same
@@ -157,16 +165,12 @@ def _measure_all(
 
 def _spec(config: Config, launch_options: Mapping[str, Any]) -> LaunchSpec:
     """Submits the whole command, if it is to run in a SLURM job."""
-    from paceline.cli.bench_launch import submit_if_requested
-
     spec = LaunchSpec.resolve(config, {**launch_options, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS})
     submit_if_requested(spec)
     return spec
 
 
 def _show(title: str, tables: Sequence[tuple[str, Sequence[Sequence[str]]]], notes: Sequence[str]) -> None:
-    from paceline.cli.bench_recipes import aligned, wrapped
-
     print(title)
     for heading, rows in tables:
         print(f"\n{wrapped(heading)}\n{aligned(rows)}")
@@ -213,3 +217,78 @@ def _terminal_width() -> int:
 def _line(row: Sequence[str], group: Sequence[int], widths: Sequence[int]) -> str:
     cells = [row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in group)]
     return (" " * _GAP).join(cells).rstrip()
+
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+def measure_recipe(config: Config, steps: int, spec: LaunchSpec, *, predicts: bool = False) -> dict[str, Any]:
+    """The result of `bench.recipe_run.measure`. Raises if a rank failed, after its error was shown."""
+    from paceline.bench.scaling import RESULTS
+    from paceline.launcher.dispatch import dispatch
+    from paceline.launcher.workload import Target, Workload
+    from paceline.run import folder
+
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    result = RESULTS.absolute() / f".{secrets.token_hex(8)}.json"
+    request = {"recipe": config.model_dump(mode="json"), "steps": steps, "predicts": predicts}
+    words = (json_format.dumps(request), str(result))
+    target = Target("module", "paceline.bench.recipe_run", words)
+
+    def prepare(world: int) -> None:
+        from paceline.train.factory import check
+
+        check(bare(config), world)
+
+    workload = Workload(lambda: _run(*words), _preload, prepare, target=target, name="paceline bench")
+    # One thread per rank, unless the user has chosen: the same on any number of them.
+    env = {_THREADS: os.environ.get(_THREADS, "1"), **spec.env}
+    try:
+        with _quiet(spec):
+            status = dispatch(workload, replace(spec, run=None, env=env), sys.argv[1:])
+        if status > 128:
+            raise SystemExit(status)  # interrupted
+        if status:
+            raise LaunchError("rank-failed", f"Ranks exited with status {status}; the cause is shown above.")
+        measured: dict[str, Any] = json_format.loads(result.read_bytes())
+        return measured
+    except FileNotFoundError:
+        raise LaunchError(
+            "no-result",
+            f"Rank 0 has written no result that this machine can read at {folder.short(result)}.",
+            fix="start from a folder that all nodes share",
+        ) from None
+    finally:
+        result.unlink(missing_ok=True)
+
+
+def submit_if_requested(spec: LaunchSpec) -> None:
+    """A SLURM job that does not run yet runs the whole command, whose output is followed here."""
+    from paceline.launcher.dispatch import dispatch
+    from paceline.launcher.workload import Workload
+
+    if spec.slurm and read_allocation(os.environ) is None:
+        raise SystemExit(dispatch(Workload(lambda: None), spec, sys.argv[1:]))
+
+
+def _run(request: str, result: str) -> None:
+    from paceline.bench import recipe_run
+
+    recipe_run.main(request, result)
+
+
+def _preload() -> None:
+    import paceline.bench.recipe_run  # noqa: F401
+
+
+@contextmanager
+def _quiet(spec: LaunchSpec) -> Iterator[None]:
+    """On one node, hide how many ranks start: a benchmark says so itself."""
+    logger = logging.getLogger("paceline")
+    level = logger.level
+    if not any((spec.hosts, spec.ray, spec.slurm, spec.nodes, spec.master)):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from paceline.doctor.finding import Finding
-from paceline.doctor.network_check import format_ms
+from paceline.doctor.links import format_ms
 from paceline.errors import PacelineError
 
 SECONDS = 60.0  # for everything; the first use of a GPU takes some of them

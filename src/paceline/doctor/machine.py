@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.config.recipe import Config
-from paceline.doctor import fabric, gpus, interfaces, limits, software, storage, variables
+from paceline.doctor import gpus, interfaces, limits, software, storage, variables
 from paceline.doctor.finding import Finding
 from paceline.doctor.gpus import GpuFacts
 from paceline.errors import PacelineError
@@ -30,13 +30,13 @@ def check_machine(
     environment: Mapping[str, str] = os.environ,
 ) -> list[Finding]:
     """`ranks`: that training would start here, by default one per GPU; `folder`: in which runs are."""
-    network, adapters = interfaces.read(environment=environment), fabric.read()
+    network, adapters = interfaces.read(environment=environment), interfaces.read_fabric()
     ranks = ranks or _default_ranks(gpu_facts)
     needs_locked_memory = adapters.has_infiniband and several_hosts and bool(gpu_facts.gpus)
     return [
         *software.check(gpu_facts.gpus),
         *gpus.check(gpu_facts),
-        *fabric.check(adapters, len(gpu_facts.gpus), several_hosts),
+        *interfaces.check_fabric(adapters, len(gpu_facts.gpus), several_hosts),
         *limits.check(ranks, has_infiniband=needs_locked_memory, several_hosts=several_hosts),
         *storage.check(folder),
         *interfaces.check(network, port=port, several_hosts=several_hosts),

@@ -30,10 +30,10 @@ from paceline.run import failures
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
-from paceline.search import halving, sampling, trial_process
+from paceline.search import sampling, trial_process
 from paceline.search.placement import Pool, TrialSlot
 from paceline.search.study import Study
-from paceline.search.trial import Trial
+from paceline.search.trial import Trial, next_promotion, rung_fraction
 from paceline.search.trial_process import TrialProcess
 from paceline.text import format_duration, plural
 
@@ -281,7 +281,7 @@ class Sweep:
         is_limited = section.minutes is not None or section.steps is not None
         if section.pruner == "asha" and (is_full or is_limited):
             waits = [each for each in known if each.state == "running" and each.rung == 0]
-            promoted = halving.next_promotion(
+            promoted = next_promotion(
                 known, section.rungs, section.eta, minimizes=self.study.minimizes, is_last=is_full and not waits,
                 high_first=is_limited,
             )  # fmt: skip
@@ -333,7 +333,7 @@ class Sweep:
 
     def _fraction(self, rung: int) -> float | None:
         section = self.study.section
-        return halving.rung_fraction(rung, section.rungs, section.eta) if section.pruner == "asha" else None
+        return rung_fraction(rung, section.rungs, section.eta) if section.pruner == "asha" else None
 
     def _stop(self) -> int:
         """After a signal: trials save, and continue when the same command runs again."""
