@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline import __version__
 from paceline.cli import (
     bench,
-    bench_recipes,
     checkpoint,
     config,
     doctor,
@@ -68,9 +67,6 @@ app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
 app.add_typer(sweep.app, name="sweep")
-_BENCH: dict[str, Any] = {"cls": options.HintedCommand, "context_settings": bench.CONTEXT}
-bench.app.command("step", epilog=bench_recipes.STEP_EXAMPLES, **_BENCH)(bench_recipes.step)
-bench.app.command("scaling", epilog=bench_recipes.SCALING_EXAMPLES, **_BENCH)(bench_recipes.scaling)
 
 
 def main() -> None:

@@ -61,12 +61,12 @@ def compare(
     They are printed, and written as a page with all curves over each other. `paceline watch RUN RUN` shows that page of
     runs that are still running.
     """
-    from paceline.watch import report, run_comparison, run_facts, run_list
+    from paceline.watch import report, run_facts, run_list, run_screen
 
     if len(runs) < 2:
         raise typer.BadParameter("expected at least two runs")
     folders = [run_list.find_run(run) for run in runs]
-    print(run_comparison.comparison([run_facts.read_facts(folder) for folder in folders], by))
+    print(run_screen.comparison([run_facts.read_facts(folder) for folder in folders], by))
     if not text:
         report.write_report(folders, output, by)
         print(f"\n{output}")

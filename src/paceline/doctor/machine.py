@@ -76,7 +76,7 @@ def _check_all_reduce(device: str | int | None, backend: str | None, number: int
     """Between two ranks of this machine, on `number` GPUs. With a single one there is one rank, because NCCL does not
     support two on one; without any, two on the CPU."""
     import paceline
-    from paceline.doctor.all_reduce_check import AllReduceResult, all_reduce, judge_all_reduce
+    from paceline.doctor.node_probe import AllReduceResult, all_reduce, judge_all_reduce
 
     where = None if device != "cpu" and number else "cpu"
     ranks = min(_RANKS, number) if where is None else _RANKS

@@ -22,8 +22,8 @@ from paceline.run.folder import RunFolder, short
 from paceline.watch import page_values
 from paceline.watch.live_run import LiveRun
 from paceline.watch.page_values import log_lines
-from paceline.watch.run_comparison import By
 from paceline.watch.run_facts import recipe_value
+from paceline.watch.run_screen import By
 
 _BUCKETS = 3000  # of all runs together: 150 kB per curve
 _LOG_BYTES, _MIN_LOG_LINES, _MAX_LOG_LINES = 1 << 20, 5, 300  # of all ranks
