@@ -95,9 +95,6 @@ def comm(
 
         main(request)
 
-    def preload() -> None:
-        import paceline.bench.comm_rank  # noqa: F401
-
     def prepare(world: int) -> None:
         comm_request.require_peers(world)
         if config is not None:
@@ -107,10 +104,14 @@ def comm(
             check(bare(config), world)
 
     target = Target("module", "paceline.bench.comm_rank", (request.to_text(),))  # for other nodes
-    workload = Workload(body, preload, prepare, target=target, recipe=request.recipe, name="paceline bench comm")
+    workload = Workload(body, _preload_comm, prepare, target=target, recipe=request.recipe, name="paceline bench comm")
     facts = {"device": request.device, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
     facts |= {} if config is None else {"ranks": workloads.ranks_of(config)}
     raise SystemExit(dispatch(workload, LaunchSpec.resolve(config, {**launch_options, **facts}), sys.argv[1:]))
+
+
+def _preload_comm() -> None:
+    import paceline.bench.comm_rank  # noqa: F401
 
 
 def require_writable(*files: str | None) -> None:
