@@ -67,12 +67,12 @@ def _those_that_fork_first(items: list[pytest.Item], workers: int) -> list[pytes
 def paceline_no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """As the plugin does, except that a test may leave ranks that wait for the next one."""
     import worlds
-    from paceline.testing import leaks
+    from paceline.testing import plugin
 
     worlds.fixtures = frozenset(request.fixturenames)
-    before = leaks.snapshot()
+    before = plugin.snapshot()
     yield
-    leaked = leaks.find(dataclasses.replace(before, children=before.children | worlds.processes()))
+    leaked = plugin.find(dataclasses.replace(before, children=before.children | worlds.processes()))
     if leaked:
         pytest.fail("the test leaked resources: " + "; ".join(leaked), pytrace=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,15 @@ def run_folder(
     folder.derived.write_text(json.dumps(derived))
     folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     return written(path, *events)
+
+
+def embedded_values(page: str) -> dict[str, Any]:
+    """What a page that stands alone shows."""
+    found = re.search(r'<script type="application/json" id="values">(.*?)</script>', page, re.S)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def charts_in(page: str) -> dict[str, dict[str, Any]]:
+    """The charts of a page of measurements, by title."""
+    return {part["title"]: part for part in embedded_values(page)["sheet"]["parts"] if part["kind"] == "chart"}

@@ -23,7 +23,7 @@ import typer
 import paceline
 from docstrings import Docstring, doc, members, module_names, parse, signature_of
 from paceline.cli.main import app
-from paceline.cli.recipe_keys import RecipeKey, recipe_keys
+from paceline.cli.workloads import RecipeKey, recipe_keys
 from paceline.config.recipe import Config
 
 KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}

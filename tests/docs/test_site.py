@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 import forked
 import paceline
-from paceline.cli.recipe_keys import recipe_keys
+from paceline.cli.workloads import recipe_keys
 from paceline.diagnose import catalog
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import forked
+from watched import charts_in
 
 RECIPE = {
     "model": {"name": "mlp", "inputs": 64, "width": 32},
@@ -36,7 +37,8 @@ def test_scaling_measures_each_number_of_ranks_and_compares_with_the_last_time(f
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "failed: 64 ranks (strong): [config.batch-smaller-than-ranks]" in done.stdout
-    assert "<svg" in (folder / "a.html").read_text()
+    [chart] = charts_in((folder / "a.html").read_text()).values()
+    assert [each["name"] for each in chart["series"]][:2] == ["measured", "ideal"]
     [stored] = folder.glob("runs/bench/scaling-tiny-*/*.json")
     one, two, many = json.loads(stored.read_text())["entries"]
     assert (one["ranks"], two["ranks"], many["ranks"]) == (1, 2, 64)

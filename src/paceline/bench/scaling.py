@@ -1,24 +1,37 @@
-"""How a recipe scales with the number of ranks: measured, predicted, and expected.
+"""How a recipe scales with the number of ranks: measured, predicted, and expected; and results of earlier times.
 
 Efficiency is throughput per rank, relative to the first entry. Strong scaling keeps the batch; weak scaling keeps the
 batch of each rank, and multiplies that of the step.
 
 A prediction (plan/network_model.py) is made of what the same ranks measure separately: the computation of all of them
 at once, without communication; when DDP has each of its buckets ready; and latency and bandwidth of the link.
+
+Results are kept for comparison, as `runs/bench/scaling-gpt2-1f0c…/2026-11-16T16-03-02.json`. A folder holds those of
+one recipe; one of other steps (another batch, model, layout) has its own.
 """
 
 from __future__ import annotations
 
+import json
+import platform
+import re
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from importlib.metadata import version
 from math import isinf
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from paceline import __version__
 from paceline.bench.step_report import COMMUNICATION, LOGGING, StepReport, Times, total
 from paceline.plan.network_model import EXPECTED, LinkModel, exposed_after, free_cores
+from paceline.run import folder, regular_files
 from paceline.text import format_bytes, plural
-from paceline.watch.charts import ChartAxis, Series, line_chart, page, paragraph, table
+from paceline.watch.sheet import ChartAxis, Part, Series, line_chart, page, paragraph, table
 
 MODES = ("strong", "weak")
 
@@ -190,7 +203,7 @@ def scaling_page(
     return page(title, [*parts, *map(paragraph, notes)])
 
 
-def _speed_chart(heading: str, entries: Sequence[ScalingEntry]) -> str:
+def _speed_chart(heading: str, entries: Sequence[ScalingEntry]) -> Part:
     first = entries[0]
     measured = [(float(entry.ranks), entry.rate) for entry in entries]
     predicted = [(float(entry.ranks), entry.batch / entry.predicted) for entry in entries if entry.predicted]
@@ -205,3 +218,34 @@ def _speed_chart(heading: str, entries: Sequence[ScalingEntry]) -> str:
         low = [(float(ranks), first.rate * EXPECTED[ranks][0]) for ranks in known]
         series += [Series("expected at least", line=[(1.0, first.rate), *low], dashed=True)] if known else []
     return line_chart(heading, series, x=ChartAxis("ranks"), y=ChartAxis("samples/s"))
+
+
+RESULTS = folder.ROOT / "bench"
+
+
+def folder_of(kind: str, name: str, digest: str) -> Path:
+    return RESULTS / f"{kind}-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{digest}"
+
+
+def newest(at: Path) -> dict[str, Any] | None:
+    """The last result in a folder; None if there is none that can be read."""
+    for path in sorted(at.glob("*.json"), reverse=True):
+        with suppress(OSError, ValueError):
+            found = json.loads(regular_files.read_bytes(path))
+            if isinstance(found, dict):
+                return found
+    return None
+
+
+def store(at: Path, values: Mapping[str, Any]) -> Path:
+    """Write a result, with where and when it was measured."""
+    now = datetime.now()
+    facts = {
+        "date": now.isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "versions": {"paceline": __version__, "torch": version("torch"), "python": platform.python_version()},
+    }
+    at.mkdir(parents=True, exist_ok=True)
+    path = at / f"{now:%Y-%m-%dT%H-%M-%S}.json"
+    regular_files.replace(path, json.dumps({**facts, **values}, indent=1).encode())
+    return path

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from paceline.watch.charts import ChartAxis, page, paragraph, stacked_bars, table
+from paceline.watch.sheet import page, paragraph, table, time_bar
 
 DATA, FORWARD, BACKWARD, COMMUNICATION = "data", "forward", "backward", "communication"
 OPTIMIZER, LOGGING, OTHER = "optimizer", "logging", "other"
@@ -96,7 +96,5 @@ def spread(steps: Sequence[Times]) -> list[dict[str, float]]:
 
 
 def step_page(title: str, about: str, report: StepReport, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    parts = [(name, max(0.0, part.median * 1e3)) for name, part in report.parts.items()]
-    bars = [("step", [value for _, value in parts])]
-    chart = stacked_bars("Parts of a step", bars, [name for name, _ in parts], y=ChartAxis("ms"))
-    return page(title, [paragraph(about), chart, table(rows), *map(paragraph, notes)])
+    bar = time_bar("Parts of a step", {name: max(0.0, part.median) for name, part in report.parts.items()})
+    return page(title, [paragraph(about), bar, table(rows), *map(paragraph, notes)])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import recipe_keys, workloads
+from paceline.cli import workloads
 from paceline.cli.options import examples
 from paceline.errors import ConfigError, did_you_mean
 from paceline.text import plural
@@ -50,11 +50,11 @@ def keys(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """List the keys of recipes with their types, defaults and meaning. Keys are also keywords of the Trainer."""
-    found = [key for key in recipe_keys.recipe_keys() if key.name.startswith(prefix)]
+    found = [key for key in workloads.recipe_keys() if key.name.startswith(prefix)]
     if not found:
-        known = [key.name for key in recipe_keys.recipe_keys()]
+        known = [key.name for key in workloads.recipe_keys()]
         raise ConfigError("unknown-key", f"No key begins with {prefix!r}: {did_you_mean(prefix, known)}")
-    print(json.dumps([key._asdict() for key in found], indent=2) if as_json else recipe_keys.table(found))
+    print(json.dumps([key._asdict() for key in found], indent=2) if as_json else workloads.table(found))
 
 
 @app.command("schema", epilog=examples("config schema > schema.json"))

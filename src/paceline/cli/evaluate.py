@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +15,12 @@ import typer
 
 from paceline.cli import options, workloads
 from paceline.config.launch import LaunchSpec
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
     from paceline.config.recipe import Config
     from paceline.launcher.workload import Workload
+    from paceline.train.trainer import Trainer
 
 CONTEXT = {"allow_interspersed_args": True}
 EXAMPLES = options.examples(
@@ -85,17 +89,73 @@ def _workload(request: str, config: Config) -> Workload:
     from paceline.launcher.workload import Target, Workload
 
     def body() -> None:
-        from paceline.cli.evaluate_recipe import main
+        from paceline.cli.evaluate import main
 
         main(request)
 
     def preload() -> None:
-        import paceline.cli.evaluate_recipe  # noqa: F401
+        import paceline.train.trainer  # noqa: F401
 
     def prepare(world: int) -> None:
         from paceline.train.factory import check
 
         check(config, world)
 
-    target = Target("module", "paceline.cli.evaluate_recipe", (request,))
+    target = Target("module", "paceline.cli.evaluate", (request,))
     return Workload(body, preload, prepare, target=target, name="paceline evaluate")
+
+
+# What belongs to training: files, and where weights come from.
+_WITHOUT: dict[str, Any] = {
+    "run": False, "resume": None, "init_from": None, "loggers": [], "profile": None, "save_every": None,
+    "save_minutes": None, "save_best": None, "early_stop": None,
+}  # fmt: skip
+
+
+def main(request: str) -> None:
+    """What every rank of a launch runs; on other nodes as a module with one argument."""
+    _evaluate(**json_format.loads(request))
+
+
+def _evaluate(recipe: Mapping[str, Any], weights: str, *, as_json: bool) -> None:
+    """Evaluate the recipe's model with the weights of a run, a checkpoint or a file; rank 0 prints the result. With
+    `as_json`, nothing else is printed to standard output."""
+    from paceline.config.recipe import Config
+    from paceline.train import factory
+    from paceline.train.trainer import Trainer
+
+    config = Config.from_dict({**recipe, **_WITHOUT})
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        val = factory.build_data(config)[1]
+        if val is None:
+            raise TrainError(
+                "no-evaluation",
+                "The data of the recipe has no evaluation set.",
+                fix="return (training set, evaluation set) from the function that makes it",
+            )
+        trainer = Trainer.from_config(config)
+        trainer.load_checkpoint(weights, weights_only=True)
+        values = trainer.evaluate(val).values
+        if trainer._engine.average is not None:
+            with trainer.ema_weights():
+                values |= {f"ema_{name}": value for name, value in trainer.evaluate(val).values.items()}
+    if trainer.is_main_process:
+        print(_shown(trainer, values, as_json), flush=True)
+
+
+def _shown(trainer: Trainer, values: Mapping[str, float], as_json: bool) -> str:
+    from paceline.run import folder
+
+    source = trainer._restorer.loaded
+    assert source is not None
+    if as_json:
+        metrics = {name: value if isfinite(value) else None for name, value in values.items()}
+        found = {"checkpoint": folder.short(source.path), "step": source.step, "metrics": metrics}
+        return json_format.dumps(found, indent=2)
+    width = max(map(len, ("checkpoint", *values)))
+    rows = [f"{name:<{width}}  {value:.6g}" for name, value in values.items()]
+    return "\n".join([f"{'checkpoint':<{width}}  {source}", *rows])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

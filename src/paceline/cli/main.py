@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline import __version__
 from paceline.cli import (
     bench,
-    bench_recipes,
     checkpoint,
     config,
     doctor,
@@ -19,13 +18,10 @@ from paceline.cli import (
     explain,
     init,
     launch,
-    node,
     options,
-    parity,
     runs,
     sweep,
     train,
-    watch,
 )
 from paceline.errors import PacelineError
 
@@ -58,22 +54,19 @@ app.command("evaluate", cls=options.HintedCommand, context_settings=evaluate.CON
     evaluate.evaluate
 )
 app.command("init", epilog=init.EXAMPLES)(init.init)
-app.command("node", hidden=True)(node.node)
-app.command("parity", context_settings=parity.CONTEXT, epilog=parity.EXAMPLES)(parity.parity)
+app.command("node", hidden=True)(launch.node)
+app.command("parity", context_settings=train.CONTEXT, epilog=train.PARITY_EXAMPLES)(train.parity)
 app.command("doctor", cls=options.HintedCommand, context_settings=doctor.CONTEXT, epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("ls", epilog=runs.LS_EXAMPLES)(runs.ls)
 app.command("show", epilog=runs.SHOW_EXAMPLES)(runs.show)
 app.command("compare", epilog=runs.COMPARE_EXAMPLES)(runs.compare)
-app.command("watch", epilog=watch.WATCH_EXAMPLES)(watch.watch)
-app.command("report", epilog=watch.REPORT_EXAMPLES)(watch.report)
+app.command("watch", epilog=runs.WATCH_EXAMPLES)(runs.watch)
+app.command("report", epilog=runs.REPORT_EXAMPLES)(runs.report)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
 app.add_typer(sweep.app, name="sweep")
-_BENCH: dict[str, Any] = {"cls": options.HintedCommand, "context_settings": bench.CONTEXT}
-bench.app.command("step", epilog=bench_recipes.STEP_EXAMPLES, **_BENCH)(bench_recipes.step)
-bench.app.command("scaling", epilog=bench_recipes.SCALING_EXAMPLES, **_BENCH)(bench_recipes.scaling)
 
 
 def main() -> None:

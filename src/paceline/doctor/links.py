@@ -1,4 +1,5 @@
-"""Measures the link between two machines: its latency, its bandwidth, and how far apart their clocks are.
+"""Measures the link between two machines: its latency, its bandwidth, and how far apart their clocks are; and judges
+the nodes of a job and their links.
 
 One machine runs a `LinkServer`, the other calls `measure`. Like iperf3 with one TCP stream, and nothing to install.
 
@@ -17,11 +18,14 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
+
+from paceline.doctor.finding import Finding, Status
+from paceline.text import plural
 
 CONNECT_SECONDS = 3.0
 LINK_SECONDS = 10.0  # the most that a measurement takes, from connecting to the result
@@ -182,3 +186,183 @@ def _receive(connection: socket.socket, size: int, seconds: float) -> bytes:
 def _unpack(data: bytes) -> float:
     [value] = _CLOCK.unpack(data)
     return float(value)
+
+
+_SLOW_LATENCY = 2e-3  # seconds
+_SLOW_BANDWIDTH = 0.5e9  # bits per second: less than half of what the slowest cluster network, 1 Gbit/s Ethernet, has
+_SURE_BANDWIDTH = (
+    5e9  # from here on, a busy processor may limit a single stream: a difference says nothing about the link
+)
+_CLOCK_WARN, _CLOCK_FAIL = 1.0, 60.0  # seconds
+_SHOWN = 3  # links in a finding
+_NO_GPU = "no GPU: training uses the CPU"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says about itself. `findings`: of its local checks, as JSON."""
+
+    host: str
+    address: str  # at which it listens for the other nodes
+    port: int
+    interface: str
+    mtu: int
+    versions: dict[str, str]
+    gpus: list[str]  # models
+    findings: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection from one node to another, by their numbers."""
+
+    source: int
+    target: int
+    times: LinkTimes | None = None
+    error: str = ""  # why there are no times
+    is_open: bool = True  # whether a connection could be made
+
+
+def names_of(nodes: Sequence[NodeFacts]) -> list[str]:
+    """Host names, with the number of the node where several have the same."""
+    hosts = Counter(node.host for node in nodes)
+    return [each.host if hosts[each.host] == 1 else f"{each.host} (node {i})" for i, each in enumerate(nodes)]
+
+
+def judge_nodes(nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """Whether the nodes are alike."""
+    names = names_of(nodes)
+    models = [", ".join(f"{count} × {model}" for model, count in Counter(node.gpus).items()) for node in nodes]
+    versions = [", ".join(f"{name} {version}" for name, version in node.versions.items()) for node in nodes]
+    low = min(node.mtu for node in nodes)
+    shrink = [
+        f"on {name}: sudo ip link set dev {node.interface} mtu {low}"
+        for name, node in zip(names, nodes, strict=True) if node.mtu > low
+    ]  # fmt: skip
+    found = [
+        _alike("versions", names, versions, "fail", "the launcher rejects nodes with different versions",
+               "install the same versions of Python, paceline and torch on every node"),
+    ]  # fmt: skip
+    if any(models) and not all(models):
+        why = "ranks with and without a GPU use different backends and cannot communicate"
+        fix = "check nvidia-smi on the nodes without; or train on the CPU of every node: device=cpu"
+        found.append(_alike("GPUs", names, [each or "no GPU" for each in models], "fail", why, fix))
+    else:
+        why, fix = "every step takes as long as on the slowest node", "use nodes with the same GPUs"
+        found.append(_alike("GPUs", names, [each or _NO_GPU for each in models], "warn", why, fix))
+    if low:  # known on every node
+        why = "packets that are too large for a part of the network are dropped or split"
+        found.append(_alike("MTU", names, [str(node.mtu) for node in nodes], "warn", why, "; ".join(shrink)))
+    return found
+
+
+def _alike(check: str, names: Sequence[str], values: Sequence[str], status: Status, why: str, fix: str) -> Finding:
+    if len(set(values)) == 1:
+        return Finding(check, "ok", f"{values[0]}{' on every node' * (len(values) > 1)}")
+    groups: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        groups.setdefault(value, []).append(name)
+    return Finding(check, status, "; ".join(f"{', '.join(who)}: {value}" for value, who in groups.items()), why, fix)
+
+
+def judge_links(nodes: Sequence[NodeFacts], links: Sequence[Link]) -> list[Finding]:
+    names = names_of(nodes)
+    if not links:
+        return []
+    findings = [_broken(nodes, names, link) for link in links if link.times is None]
+    good = [(f"{names[link.source]} → {names[link.target]}", link.times) for link in links if link.times is not None]
+    if not findings:
+        what = f"{plural(len(nodes), 'node')} connect to each other in both directions ({len(links)} links)"
+        findings.append(Finding("connections", "ok", what))
+    if good:
+        findings += [_judge_latency(good), _judge_bandwidth(good)]
+        findings += _judge_clocks(names, links)
+    return findings
+
+
+def _broken(nodes: Sequence[NodeFacts], names: Sequence[str], link: Link) -> Finding:
+    here, there = nodes[link.source], nodes[link.target]
+    way = f"{names[link.source]} ({here.address}) to {names[link.target]} ({there.address}:{there.port})"
+    if not link.is_open:
+        why = f"a firewall on {names[link.target]}, or between the two, blocks this direction; ranks use any port"
+        fix = f"on {names[link.target]}: {open_ports(here.address)}"
+        return Finding("connections", "fail", f"No connection from {way}: {link.error}.", why, fix, names[link.target])
+    what = f"Large messages do not arrive from {way}: {link.error}. Small ones do."
+    why = "usually a part of the network has a smaller MTU than the nodes, and drops full packets"
+    fix = (
+        f"on {names[link.source]}: ping -M do -s {here.mtu - 28} {there.address} shows it; use a smaller MTU on every "
+    )
+    fix += f"node (sudo ip link set dev {here.interface} mtu 1400), or the same one on the switches between them"
+    return Finding("connections", "fail", what, why, fix, names[link.source])
+
+
+def _judge_latency(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
+    found = sorted(((format_ms(times.latency), way, times.latency) for way, times in links), key=_last)[::-1]
+    slow = [each for each in found if each[2] > _SLOW_LATENCY]
+    if not slow:
+        return Finding("latency", "ok", f"at most {found[0][0]} for a round trip ({found[0][1]})")
+    why = "a collective takes several round trips; machines of one cluster usually have less than 0.5 ms"
+    fix = "use nodes in the same data center and subnet, without VPN or tunnel; --interface selects the network"
+    return Finding("latency", "warn", f"Slow round trips: {_list(slow)}.", why, fix)
+
+
+def _judge_bandwidth(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
+    found = sorted(((f"{times.bandwidth / 1e9:.2g} Gbit/s", way, times.bandwidth) for way, times in links), key=_last)
+    usual = median(each[2] for each in found)
+    slow = [each for each in found if each[2] < max(_SLOW_BANDWIDTH, min(usual / 2, _SURE_BANDWIDTH))]
+    if not slow:
+        return Finding("bandwidth", "ok", f"at least {found[0][0]} in one TCP stream ({found[0][1]})")
+    why = f"all ranks wait for the slowest link; the median of all links is {usual / 1e9:.2g} Gbit/s"
+    fix = "check cable, port and negotiated speed (ethtool INTERFACE); --interface selects the network; "
+    fix += "`paceline bench comm RECIPE` advises on settings that communicate less"
+    return Finding("bandwidth", "warn", f"Slow links: {_list(slow)}.", why, fix)
+
+
+def _last(measured: tuple[str, str, float]) -> float:
+    return measured[2]
+
+
+def _list(slow: Sequence[tuple[str, str, float]]) -> str:
+    shown = ", ".join(f"{way} {text}" for text, way, _ in slow[:_SHOWN])
+    return shown + (f" and {len(slow) - _SHOWN} more" if len(slow) > _SHOWN else "")
+
+
+def _judge_clocks(names: Sequence[str], links: Sequence[Link]) -> list[Finding]:
+    """Relative to the first node."""
+    offsets: dict[int, float] = {}
+    for link in links:
+        if link.times is not None and link.source == 0:
+            offsets[link.target] = link.times.clock_offset
+        elif link.times is not None and link.target == 0:
+            offsets.setdefault(link.source, -link.times.clock_offset)
+    found = [judge_clock(offset, names[0], names[node]) for node, offset in sorted(offsets.items())]
+    if bad := [each for each in found if each.status != "ok"]:
+        return bad
+    most = max((abs(offset) for offset in offsets.values()), default=0.0)
+    return [Finding("clock", "ok", f"at most {format_ms(most)} from that of {names[0]}")] * bool(offsets)
+
+
+def judge_clock(offset: float, reference: str, host: str) -> Finding:
+    """`offset`: seconds by which the clock of `host` is ahead of the reference."""
+    if abs(offset) <= _CLOCK_WARN:
+        return Finding("clock", "ok", f"{format_ms(abs(offset))} from that of {reference}", host=host)
+    way = "ahead of" if offset > 0 else "behind"
+    status: Status = "fail" if abs(offset) > _CLOCK_FAIL else "warn"
+    what = f"The clock of {host} is {abs(offset):.1f} s {way} that of {reference}."
+    why = "times in logs, and of files that nodes share, cannot be compared; credentials may be rejected as expired"
+    return Finding("clock", status, what, why, f"on {host}: sudo timedatectl set-ntp true", host)
+
+
+def format_ms(seconds: float) -> str:
+    """`0.024 ms`, `5.1 ms`, `1410 ms`"""
+    seconds = max(seconds, 1e-6)
+    return f"{seconds * 1e3:.{3 if seconds < 1e-3 else 1 if seconds < 0.1 else 0}f} ms"
+
+
+def open_ports(source: str) -> str:
+    """A command that lets another machine connect to this one."""
+    family = "ip6" if ":" in source else "ip"
+    return (
+        f"sudo ufw allow proto tcp from {source} to any port 1024:65535; without ufw: "
+        f"sudo nft insert rule inet filter input {family} saddr {source} tcp dport 1024-65535 accept"
+    )

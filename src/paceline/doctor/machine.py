@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.config.recipe import Config
-from paceline.doctor import fabric, gpus, interfaces, limits, software, storage, variables
+from paceline.doctor import gpus, interfaces, limits, software, storage, variables
 from paceline.doctor.finding import Finding
 from paceline.doctor.gpus import GpuFacts
 from paceline.errors import PacelineError
@@ -30,13 +30,13 @@ def check_machine(
     environment: Mapping[str, str] = os.environ,
 ) -> list[Finding]:
     """`ranks`: that training would start here, by default one per GPU; `folder`: in which runs are."""
-    network, adapters = interfaces.read(environment=environment), fabric.read()
+    network, adapters = interfaces.read(environment=environment), interfaces.read_fabric()
     ranks = ranks or _default_ranks(gpu_facts)
     needs_locked_memory = adapters.has_infiniband and several_hosts and bool(gpu_facts.gpus)
     return [
         *software.check(gpu_facts.gpus),
         *gpus.check(gpu_facts),
-        *fabric.check(adapters, len(gpu_facts.gpus), several_hosts),
+        *interfaces.check_fabric(adapters, len(gpu_facts.gpus), several_hosts),
         *limits.check(ranks, has_infiniband=needs_locked_memory, several_hosts=several_hosts),
         *storage.check(folder),
         *interfaces.check(network, port=port, several_hosts=several_hosts),
@@ -76,7 +76,7 @@ def _check_all_reduce(device: str | int | None, backend: str | None, number: int
     """Between two ranks of this machine, on `number` GPUs. With a single one there is one rank, because NCCL does not
     support two on one; without any, two on the CPU."""
     import paceline
-    from paceline.doctor.all_reduce_check import AllReduceResult, all_reduce, judge_all_reduce
+    from paceline.doctor.node_probe import AllReduceResult, all_reduce, judge_all_reduce
 
     where = None if device != "cpu" and number else "cpu"
     ranks = min(_RANKS, number) if where is None else _RANKS

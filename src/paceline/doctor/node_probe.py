@@ -11,30 +11,33 @@ The first node reports, so that it works with every launch backend, as in bench/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
+import socket
+import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 from paceline.config.launch import LaunchSpec
 from paceline.doctor import links
-from paceline.doctor.all_reduce_check import SECONDS as ALL_REDUCE_SECONDS
-from paceline.doctor.all_reduce_check import AllReduceResult, all_reduce, judge_all_reduce
 from paceline.doctor.finding import Finding, describe, to_json, worst
-from paceline.doctor.links import LinkServer, LinkTimes
-from paceline.doctor.network_check import Link, NodeFacts, judge_links, judge_nodes, names_of
-from paceline.doctor.node_facts import node_facts, own_address, users_environment
+from paceline.doctor.links import Link, LinkServer, LinkTimes, NodeFacts, format_ms, judge_links, judge_nodes, names_of
+from paceline.errors import PacelineError
 from paceline.launcher.backends.ssh import read_hosts
+from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.launcher.workload import Target, Workload
 from paceline.runtime import environment
-from paceline.runtime.network import LOOPBACK, listen
+from paceline.runtime.network import LOOPBACK, interface_of, listen
 
 LocalChecks = Callable[[], list[Finding]]
 
@@ -220,3 +223,139 @@ def _report(request: ProbeRequest, nodes: Sequence[NodeFacts], measured: Sequenc
 
 if __name__ == "__main__":
     main(ProbeRequest.from_text(sys.argv[1]))
+
+
+_GLOO_INTERFACE = next(iter(environment.interfaces("")))  # the name of the variable
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: get the IPv4 address and the MTU of an interface
+
+
+def own_address() -> str:
+    """Of the interface that the launcher or the user chose for the ranks, else the one that leads to the store."""
+    if answer := _ask(os.environ.get(_GLOO_INTERFACE, ""), _SIOCGIFADDR):
+        return socket.inet_ntoa(answer[20:24])
+    return _address_to_store()
+
+
+def users_environment() -> dict[str, str]:
+    """The environment without the network interface that the launcher chose: the one that leads to the store."""
+    own = environment.interfaces(_interface_of(_address_to_store()))
+    return {name: value for name, value in os.environ.items() if own.get(name) != value}
+
+
+def _address_to_store() -> str:
+    host, port = environment.rendezvous_endpoint() or (LOOPBACK, 1)
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(address: str) -> str:
+    return (interface_of(address) if ":" not in address else None) or ""
+
+
+def node_facts(address: str, port: int, device: str | int | None, findings: Sequence[Finding]) -> NodeFacts:
+    """`findings`: of the checks of this machine. `device`: None if GPUs are used where there are any."""
+    interface = _interface_of(address)
+    answer = _ask(interface, _SIOCGIFMTU)
+    return NodeFacts(
+        host=socket.gethostname(),
+        address=address,
+        port=port,
+        interface=interface,
+        mtu=int.from_bytes(answer[16:20], "little") if answer else 0,
+        versions=fingerprint(script=None, recipe=None)["version"],
+        gpus=[] if device == "cpu" else _gpus(),
+        findings=[finding.to_json() for finding in findings],
+    )
+
+
+def _ask(interface: str, what: int) -> bytes:
+    """The kernel's answer about an interface; empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return fcntl.ioctl(probe, what, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return b""
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+ALL_REDUCE_SECONDS = 60.0  # for everything; the first use of a GPU takes some of them
+_CONNECT_SECONDS = 20.0
+_SMALL, _LARGE = 1, 4 << 20  # numbers of 4 bytes
+
+
+@dataclass(frozen=True)
+class AllReduceResult:
+    """On one node. `error`: why there are no times."""
+
+    backend: str = ""
+    small: float = 0.0  # seconds for one number
+    large: float = 0.0  # for 16 MiB
+    error: str = ""
+    took: float = 0.0  # seconds until the error
+    is_stuck: bool = False  # whether it still waits, in a thread
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def all_reduce(device: str | int | None, backend: str | None, seconds: float = ALL_REDUCE_SECONDS) -> AllReduceResult:
+    """Collective: must be called on every rank. NCCL may block for half an hour: it runs in a thread, with a limit."""
+    done: list[AllReduceResult] = []
+    thread = threading.Thread(target=lambda: done.append(_run(device, backend)), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return (
+        done[0] if done else AllReduceResult(error=f"it did not end within {seconds:g} s", took=seconds, is_stuck=True)
+    )
+
+
+def _run(device: str | int | None, backend: str | None) -> AllReduceResult:
+    import torch
+    import torch.distributed as torch_dist
+
+    from paceline.runtime import process_group
+
+    def timed(numbers: int, calls: int) -> float:
+        seconds = []
+        for _ in range(calls):
+            tensor = torch.ones(numbers, device=world.device)
+            began = perf_counter()
+            torch_dist.all_reduce(tensor)
+            total = float(tensor[-1])  # waits for a GPU
+            seconds.append(perf_counter() - began)
+            if total != world.size:
+                raise RuntimeError(f"wrong sum: {total:g} instead of {world.size}")
+        return min(seconds[1:])  # the first one connects
+
+    started = perf_counter()
+    try:
+        world = process_group.init_world(device=device, backend=backend, timeout=_CONNECT_SECONDS)
+        if world.size == 1:
+            process_group.init_single(world.device)
+        process_group.shorten_timeout(ALL_REDUCE_SECONDS)
+        result = AllReduceResult(torch_dist.get_backend(), timed(_SMALL, 5), timed(_LARGE, 2))
+        process_group.destroy()
+    except Exception as error:
+        text = error.what if isinstance(error, PacelineError) else str(error) or type(error).__name__
+        return AllReduceResult(error=text, took=perf_counter() - started)
+    return result
+
+
+def judge_all_reduce(names: list[str], results: list[AllReduceResult], *, of: str = "") -> Finding:
+    """From the results of all nodes; `of`: what took part, if not these."""
+    failed = [(result.took, name, result.error) for name, result in zip(names, results, strict=True) if result.error]
+    if failed:
+        _, name, error = min(failed)  # the others fail later, because they wait for this one
+        fix = "run again with NCCL_DEBUG=INFO (TORCH_DISTRIBUTED_DEBUG=DETAIL for gloo), and check --interface"
+        first = f"An all-reduce of {of} fails" if of else f"An all-reduce fails first on {name}"
+        return Finding("all-reduce", "fail", f"{first}: {error}", "", fix, "" if of else name)
+    small, large = (max(getattr(each, size) for each in results) for size in ("small", "large"))
+    times = f"{format_ms(small)} for one number, {format_ms(large)} for 16 MiB"
+    return Finding("all-reduce", "ok", f"{of or f'{len(names)} nodes'}, {results[0].backend}: {times}")

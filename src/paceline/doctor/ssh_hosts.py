@@ -22,8 +22,7 @@ from typing import Any
 
 from paceline.doctor import links, remote_probe
 from paceline.doctor.finding import Finding
-from paceline.doctor.links import LinkServer
-from paceline.doctor.network_check import judge_clock, open_ports
+from paceline.doctor.links import LinkServer, judge_clock, open_ports
 from paceline.launcher.backends.ssh import Host, remote_command, ssh_argv
 from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.runtime.network import listen, own_addresses_of

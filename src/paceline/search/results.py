@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +15,7 @@ from paceline.search.space import Parameter, set_key
 from paceline.search.study import Study
 from paceline.search.trial import Trial
 from paceline.text import columns, format_duration, plural, sparkline
-from paceline.watch import charts
+from paceline.watch import sheet
 
 _CURVE_WIDTH = 24
 _IMPORTANCE_WIDTH = 30
@@ -74,38 +73,37 @@ def write_best(study: Study) -> Trial | None:
 
 def write_html(study: Study) -> None:
     """All trials, their history and curves, and the metric by each parameter, in one page that needs no network."""
-    trials, metric = study.ranked(), charts.ChartAxis(study.section.metric, from_zero=False)
-    parts = [f"<pre>{escape(summary(study, shown=len(trials)))}</pre>"]
+    trials, metric = study.ranked(), sheet.ChartAxis(study.section.metric, from_zero=False)
+    parts = [sheet.paragraph(summary(study, shown=len(trials)))]
     done = [(each, each.value) for each in trials if each.state == "complete" and each.value is not None]
     if done:
         values = sorted((float(each.number), value) for each, value in done)
         better = min if study.minimizes else max
         best = list(accumulate(values, lambda before, new: (new[0], better(before[1], new[1]))))
-        history = [charts.Series("trials", values), charts.Series("best so far", line=best)]
-        parts.append(charts.line_chart("History", history, x=charts.ChartAxis("trial"), y=metric))
+        history = [sheet.Series("trials", values), sheet.Series("best so far", line=best)]
+        parts.append(sheet.line_chart("History", history, x=sheet.ChartAxis("trial"), y=metric))
     curves = [
-        charts.Series(f"trial {each.number}", points, points)
+        sheet.Series(f"trial {each.number}", points, points)
         for each in trials
         if (points := [(float(step), value) for step, value in sorted(each.values.items())])
     ][:_SHOWN]
     if curves:
         title = f"Curves of the best {plural(len(curves), 'trial')}"
-        parts.append(charts.line_chart(title, curves, x=charts.ChartAxis("step"), y=metric))
+        parts.append(sheet.line_chart(title, curves, x=sheet.ChartAxis("step"), y=metric))
     for parameter in study.space if done else ():
         axis, place = _axis(parameter)
         points = [(place(each.params[parameter.key]), value) for each, value in done]
-        parts.append(charts.line_chart(parameter.key, [charts.Series("trials", points)], x=axis, y=metric))
-    regular_files.replace(study.folder.report, charts.page(study.folder.path.name, parts).encode())
+        parts.append(sheet.line_chart(parameter.key, [sheet.Series("trials", points)], x=axis, y=metric))
+    regular_files.replace(study.folder.report, sheet.page(study.folder.path.name, parts).encode())
 
 
-def _axis(parameter: Parameter) -> tuple[charts.ChartAxis, Callable[[Any], float]]:
+def _axis(parameter: Parameter) -> tuple[sheet.ChartAxis, Callable[[Any], float]]:
     """The axis of a parameter, and where a value is on it: choices are at their numbers."""
     if parameter.kind == "choice":
         choices = [json.dumps(value) for value in parameter.values]  # True and 1 are equal
-        names = {float(number): str(value) for number, value in enumerate(parameter.values)}
-        axis = charts.ChartAxis(parameter.key, show=lambda place: names.get(place, ""))
+        axis = sheet.ChartAxis(parameter.key, names=[str(value) for value in parameter.values])
         return axis, lambda value: float(choices.index(json.dumps(value)))
-    return charts.ChartAxis(parameter.key, log=10 if "log" in parameter.kind else None, from_zero=False), float
+    return sheet.ChartAxis(parameter.key, log=10 if "log" in parameter.kind else None, from_zero=False), float
 
 
 def _counts(trials: Sequence[Trial]) -> str:

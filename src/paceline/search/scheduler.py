@@ -30,11 +30,11 @@ from paceline.run import failures
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
 from paceline.run.lock import RunLock
-from paceline.search import halving, sampling, trial_process
-from paceline.search.placement import Pool, TrialSlot
+from paceline.search import placement
+from paceline.search.placement import Pool, TrialProcess, TrialSlot
+from paceline.search.space import is_repeatable
 from paceline.search.study import Study
-from paceline.search.trial import Trial
-from paceline.search.trial_process import TrialProcess
+from paceline.search.trial import Trial, next_promotion, rung_fraction
 from paceline.text import format_duration, plural
 
 _POLL_SECONDS = 0.2
@@ -117,7 +117,7 @@ class Sweep:
             f"{plural(self.pool.ranks, 'rank')} each; "
             f"study: {study.folder.short}"
         )
-        if not sampling.is_repeatable(section.sampler) and self.pool.parallel > 1:
+        if not is_repeatable(section.sampler) and self.pool.parallel > 1:
             log.info(f"{section.sampler} learns from results: parameters depend on the order in which trials end")
 
     def _wait(self) -> None:
@@ -272,7 +272,7 @@ class Sweep:
                 self._reached(trial)
                 return self._next()
             is_due = time.monotonic() >= self._not_before.get(number, 0.0)
-            if is_due and trial_process.is_free(self.study.folder.trial_lock(number)):
+            if is_due and placement.is_free(self.study.folder.trial_lock(number)):
                 return trial
         section = self.study.section
         if self._is_spent(known) or self._is_hopeless(known):
@@ -281,7 +281,7 @@ class Sweep:
         is_limited = section.minutes is not None or section.steps is not None
         if section.pruner == "asha" and (is_full or is_limited):
             waits = [each for each in known if each.state == "running" and each.rung == 0]
-            promoted = halving.next_promotion(
+            promoted = next_promotion(
                 known, section.rungs, section.eta, minimizes=self.study.minimizes, is_last=is_full and not waits,
                 high_first=is_limited,
             )  # fmt: skip
@@ -319,7 +319,7 @@ class Sweep:
         fraction = self._fraction(rung)
         output = self.study.folder.trial_output(number)
         output_from = output.stat().st_size if output.exists() else 0
-        process = trial_process.start(
+        process = placement.start(
             lambda: self.trials.body(trial, folder, slot, fraction),
             output=output,
             lock=self.study.folder.trial_lock(number),
@@ -333,7 +333,7 @@ class Sweep:
 
     def _fraction(self, rung: int) -> float | None:
         section = self.study.section
-        return halving.rung_fraction(rung, section.rungs, section.eta) if section.pruner == "asha" else None
+        return rung_fraction(rung, section.rungs, section.eta) if section.pruner == "asha" else None
 
     def _stop(self) -> int:
         """After a signal: trials save, and continue when the same command runs again."""

@@ -1,27 +1,36 @@
-"""The search space: which keys of a recipe vary, and how.
+"""The search space: which keys of a recipe vary, and how; and the choice of the next trial, with Optuna's samplers.
 
 optimizer.lr=log(1e-5, 1e-2)         a float, on a logarithmic scale
 model.dropout=uniform(0, 0.5)        a float; uniform(0, 0.5, 0.1) in steps
 model.width=int(64, 512, 64)         an integer, here in steps of 64
 batch=logint(16, 1024)               an integer, on a logarithmic scale
 batch=choice(32, 64, 128)            one of these values, of any type
+
+A sampler is created for each trial, with a seed derived from that of the study and the number of the trial. So the
+parameters of trial n do not depend on how often the search was interrupted. With `random` and `grid` they depend on
+nothing else; `tpe` and `cmaes` also see the results that are known at that time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import files
-from paceline.config.sections import SHORTHANDS
+from paceline.config.sections import SHORTHANDS, SweepSection
 from paceline.errors import ConfigError, SearchError, did_you_mean
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
 
 _CALL = re.compile(r"\s*(?P<kind>[A-Za-z_]\w*)\s*\((?P<values>.*)\)\s*", re.DOTALL)
 _KINDS = {
@@ -194,3 +203,57 @@ def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
 
 def _bad(key: str, problem: str, *, fix: str) -> SearchError:
     return SearchError("bad-space", f"Invalid search space: {key}: {problem}.", fix=fix)
+
+
+def is_repeatable(sampler: str) -> bool:
+    """Whether the parameters of a trial depend on its number only, and not on results of others."""
+    return sampler in ("random", "grid")
+
+
+def choose(
+    section: SweepSection, space: Sequence[Parameter], number: int, minimizes: bool, known: Sequence[FrozenTrial]
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The parameters of a trial as stored, and what the sampler wants to keep with it. `known`: all trials before."""
+    import optuna
+
+    if section.sampler == "grid":
+        return grid_cell(space, number), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # parts of Optuna are marked as experimental
+        direction = optuna.study.StudyDirection.MINIMIZE if minimizes else optuna.study.StudyDirection.MAXIMIZE
+        view = optuna.create_study(direction=direction, sampler=_sampler(section, number))
+        if not is_repeatable(section.sampler):
+            view.add_trials(known)
+        trial = view.ask({parameter.key: parameter.distribution for parameter in space})
+        return dict(trial.params), dict(view.get_trials(deepcopy=False)[-1].system_attrs)
+
+
+def _sampler(section: SweepSection, number: int) -> BaseSampler:
+    from optuna.samplers import CmaEsSampler, RandomSampler, TPESampler
+
+    digest = hashlib.sha256(f"{section.seed} {number}".encode()).digest()
+    seed = int.from_bytes(digest[:4])
+    if section.sampler == "tpe":
+        return TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
+    if section.sampler == "cmaes":
+        return CmaEsSampler(seed=seed)
+    return RandomSampler(seed=seed)
+
+
+def import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise SearchError(
+            "no-optuna", "A sweep needs Optuna, which is not installed.", fix="pip install 'paceline[sweep]'"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Parts of Optuna are marked as experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

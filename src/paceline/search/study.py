@@ -17,9 +17,7 @@ from paceline.config.sections import SweepSection
 from paceline.errors import SearchError
 from paceline.optim.schedules import Best
 from paceline.run.study_folder import StudyFolder
-from paceline.search import sampling
-from paceline.search.sampling import import_optuna, quiet
-from paceline.search.space import Parameter, grid_size, parse_space
+from paceline.search.space import Parameter, choose, grid_size, import_optuna, parse_space, quiet
 from paceline.search.trial import Trial, TrialStatus
 
 if TYPE_CHECKING:
@@ -171,7 +169,7 @@ class Study:
 
         known = self._frozen()
         number = len(known)
-        params, kept = sampling.choose(
+        params, kept = choose(
             self.section, self.space, number, self.minimizes, [self._as_known(each) for each in known]
         )
         template = create_trial(

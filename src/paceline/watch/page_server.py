@@ -29,9 +29,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.run.folder import RunFolder
-from paceline.watch import page_builder, page_values, run_list
+from paceline.watch import page_values, report, run_list
 from paceline.watch.live_run import LiveRun, file_stamp
-from paceline.watch.log_search import log_lines
+from paceline.watch.page_values import log_lines
 from paceline.watch.plain_text import clean
 from paceline.watch.run_facts import read_facts
 from paceline.watch.run_list import RunLine, run_values
@@ -106,7 +106,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, runs: WatchedRuns, host: str = "127.0.0.1", port: int = 0) -> None:
         self.runs, self.token = runs, secrets.token_urlsafe(24)
-        self.page, self.policy = page_builder.live_page()
+        self.page, self.policy = report.live_page()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.accepts_any_address = host in ("0.0.0.0", "::")

@@ -11,17 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 from paceline.diagnose.goodput import LABELS
+from paceline.run import regular_files
+from paceline.run.folder import RunFolder
 from paceline.text import parse_pairs
 from paceline.watch.checkpoint_list import checked_checkpoints
 from paceline.watch.live_run import LiveRun
 from paceline.watch.metric_series import DIGITS, TIME_DIGITS, MetricSeries, RunMetrics, finite, histogram, rounded, thin
-from paceline.watch.plain_text import clean, clean_lines
+from paceline.watch.plain_text import clean, clean_line, clean_lines
 from paceline.watch.run_facts import Event, RunFacts, read_json, recipe_rows
 from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
 
@@ -239,3 +242,29 @@ def _operations(rows: object) -> list[tuple[str, float, float]]:
     return [
         (clean(name, 60), each, calls) for name, each, calls in known[:12] if _is_number(each) and _is_number(calls)
     ]
+
+
+_TAIL_BYTES = 1 << 18
+_SEARCHED_BYTES = 1 << 24
+_MAX_LINE = 400  # characters
+
+
+def log_lines(folder: RunFolder, rank: int, search: str = "", most: int = 500) -> dict[str, Any]:
+    """The last lines, or the last ones that contain `search` in any case, each with its number, counted from the first
+    one that was read. `skipped` bytes at the beginning of the file were not read."""
+    path = folder.rank_log(rank)
+    if folder.logs.is_symlink():
+        return {"lines": [], "skipped": 0, "problem": "the folder of logs is a link"}
+    try:
+        with os.fdopen(regular_files.open_descriptor(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            skipped = file.seek(max(0, size - (_SEARCHED_BYTES if search else _TAIL_BYTES)))
+            text = file.read(_SEARCHED_BYTES).decode(errors="replace")
+    except OSError as error:
+        return {"lines": [], "skipped": 0, "problem": f"{path.name}: {error.strerror}"}
+    # A progress bar overwrites its line.
+    lines = [line.rpartition("\r")[2] for line in text.rstrip("\n").split("\n")] if text else []
+    wanted = search.lower()
+    found = [(number, line) for number, line in enumerate(lines, 1) if wanted in line.lower()]
+    kept = [(number, clean_line(line, _MAX_LINE)) for number, line in found[-most:]]
+    return {"lines": kept, "found": len(found), "skipped": skipped, "problem": None}

@@ -1,9 +1,17 @@
-"""`paceline report`: a page about runs that needs no server, in one file. The values are those of the live page."""
+"""The page as one document, and `paceline report`: that page with the values of runs in it, which needs no server.
+
+Markup, style and script of `page/` become a single file that loads nothing. Scripts and styles are allowed by their
+hashes, and nothing else is: text of a run that became markup would do nothing.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +19,11 @@ from paceline import log
 from paceline.errors import LaunchError
 from paceline.run import ledger, regular_files
 from paceline.run.folder import RunFolder, short
-from paceline.watch import page_builder, page_values
+from paceline.watch import page_values
 from paceline.watch.live_run import LiveRun
-from paceline.watch.log_search import log_lines
-from paceline.watch.run_comparison import By
+from paceline.watch.page_values import log_lines
 from paceline.watch.run_facts import recipe_value
+from paceline.watch.run_screen import By
 
 _BUCKETS = 3000  # of all runs together: 150 kB per curve
 _LOG_BYTES, _MIN_LOG_LINES, _MAX_LOG_LINES = 1 << 20, 5, 300  # of all ranks
@@ -26,7 +34,7 @@ def write_report(folders: Sequence[RunFolder], path: Path, by: By = "step") -> N
     runs = [_values(number, folder, _BUCKETS // len(folders)) for number, folder in enumerate(folders)]
     values = {"written": time.time(), "by": by, "chosen": [run["id"] for run in runs], "runs": runs}
     try:
-        regular_files.replace(path, page_builder.standalone_page(values))
+        regular_files.replace(path, standalone_page(values))
     except OSError as error:
         raise LaunchError(
             "report-not-written", f"Can't write {path}: {error.strerror}.", fix="pass a writable path with -o"
@@ -83,3 +91,56 @@ def _logs(folder: RunFolder, ranks: Sequence[int]) -> dict[str, Any]:
             break
         found[str(rank)] = log
     return found
+
+
+_FOLDER = Path(__file__).with_name("page")
+_SCRIPTS = ("dom", "source", "chart", "heatmap", "figures", "run_view", "compare_view", "sheet", "app")
+
+
+def live_page() -> tuple[bytes, str]:
+    """The page that asks a server, and the content security policy for its header."""
+    return _document("", "").encode(), f"{_policy()}; connect-src 'self'; frame-ancestors 'none'"
+
+
+def standalone_page(values: dict[str, Any]) -> bytes:
+    """The page with the values that it shows."""
+    # "<" would end the element, or open a comment, whatever string it is in.
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">'
+    return _document(meta, f'<script type="application/json" id="values">{text}</script>').encode()
+
+
+def _document(meta: str, data: str) -> str:
+    parts = {
+        "policy": meta,
+        "style": f"<style>{_style()}</style>",
+        "data": data,
+        "script": f"<script>{_script()}</script>",
+    }
+    text = (_FOLDER / "page.html").read_text()
+    for name, part in parts.items():
+        before, mark, after = text.partition(f"<!--{name}-->")
+        assert mark, f"page.html has no place for {name}"
+        text = before + part + after
+    return text
+
+
+def _policy() -> str:
+    script, style = (f"'sha256-{_hash(text)}'" for text in (_script(), _style()))
+    return f"default-src 'none'; script-src {script}; style-src {style}; base-uri 'none'; form-action 'none'"
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _script() -> str:
+    # In a function of its own, so that nothing is added to the window.
+    bodies = "\n".join((_FOLDER / f"{name}.js").read_text() for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{bodies}}})();\n'
+
+
+@cache
+def _style() -> str:
+    return (_FOLDER / "style.css").read_text()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.bench.scaling import ScalingEntry, heading, notes, rows, slowest, waiting
+from paceline.bench.scaling import ScalingEntry, folder_of, heading, newest, notes, rows, slowest, store, waiting
 
 
 def measured(ranks: int, milliseconds: float, **others: Any) -> dict[str, Any]:
@@ -94,3 +95,18 @@ def test_the_difference_to_an_earlier_result_is_a_column() -> None:
     head, one, two = rows("strong", [entry(1, 40.0), entry(2, 25.0)], before)
     assert (head[-1], one[-1], two[-1]) == ("change", "+25.0 %", "–")
     assert any("since 2026-11-15 on a" in note for note in notes([entry(1, 40.0)], before))
+
+
+def test_the_newest_readable_result_is_found(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    (tmp_path / "2001-01-01T00-00-00.json").write_text('{"value": 1}')
+    assert newest(tmp_path) == {"value": 1}
+    path = store(tmp_path, {"value": 2})
+    found = newest(tmp_path)
+    assert found is not None and found["value"] == 2 and set(found["versions"]) == {"paceline", "torch", "python"}
+    path.write_text("damaged")
+    assert newest(tmp_path) == {"value": 1}
+
+
+def test_the_name_of_a_recipe_may_contain_anything() -> None:
+    assert folder_of("scaling", "my recipe/é", "0a").name == "scaling-my-recipe---0a"

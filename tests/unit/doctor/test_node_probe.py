@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,29 @@ import pytest
 
 import forked
 from paceline.config.launch import LaunchSpec
+from paceline.doctor import node_probe
 from paceline.doctor.finding import Finding
-from paceline.doctor.node_probe import ProbeRequest, one_rank_per_node, peers_of, workload
+from paceline.doctor.node_probe import (
+    AllReduceResult,
+    ProbeRequest,
+    all_reduce,
+    judge_all_reduce,
+    node_facts,
+    one_rank_per_node,
+    own_address,
+    peers_of,
+    users_environment,
+    workload,
+)
+from paceline.launcher.cluster.fingerprint import fingerprint
+from paceline.runtime.network import LOOPBACK
+from worlds import ranks
 
 SCRIPT = """
 import os, sys, threading
 from paceline.config.launch import LaunchSpec
 from paceline.doctor import node_probe
-from paceline.doctor.all_reduce_check import AllReduceResult
+from paceline.doctor.node_probe import AllReduceResult
 from paceline.doctor.finding import Finding
 from paceline.launcher.dispatch import dispatch
 from paceline.launcher.workload import Workload
@@ -116,3 +132,79 @@ def test_each_host_gets_one_rank(tmp_path: Path) -> None:
     hostfile.write_text("a slots=4\nb slots=4\n")
     assert one_rank_per_node(LaunchSpec(hosts=str(hostfile))).hosts == "a:1,b:1"
     assert one_rank_per_node(LaunchSpec(ray="auto")).hosts is None
+
+
+@pytest.mark.parametrize("chosen", ["lo", "no-such-interface", ""])
+def test_the_address_is_that_of_the_chosen_interface_or_leads_to_the_store(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1" if chosen == "lo" else "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert own_address() == LOOPBACK
+
+
+def test_the_interface_that_the_launcher_chose_is_not_one_that_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the launcher does for a store on loopback
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    found = users_environment()
+    assert "GLOO_SOCKET_IFNAME" not in found
+    assert found["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
+def test_a_node_knows_its_interface_and_versions() -> None:
+    facts = node_facts(LOOPBACK, 4001, "cpu", [Finding("disk", "warn", "full")])
+    assert (facts.interface, facts.port, facts.gpus) == ("lo", 4001, [])
+    assert facts.mtu > 1000
+    assert facts.versions == fingerprint(script=None, recipe=None)["version"]
+    assert facts.findings == [{"check": "disk", "status": "warn", "what": "full"}]
+
+
+def test_the_interface_of_an_ipv6_address_is_unknown() -> None:
+    facts = node_facts("::1", 4001, "cpu", [])
+    assert (facts.interface, facts.mtu) == ("", 0)
+
+
+GOOD = AllReduceResult("gloo", 0.001, 0.1)
+
+
+@ranks(2)
+def test_ranks_that_can_communicate_report_two_times() -> None:
+    result = all_reduce("cpu", None)
+    assert result.error == "" and result.backend == "gloo"
+    assert result.small > 0 and result.large > 0
+
+
+def test_a_backend_that_cannot_start_is_an_error_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    result = all_reduce("cpu", "nccl")
+    assert "nccl" in result.error and not result.is_stuck
+
+
+def test_one_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(node_probe, "_run", lambda *_: ended.wait())
+    try:
+        result = all_reduce("cpu", None, seconds=0.1)
+    finally:
+        ended.set()
+    assert result.is_stuck and "0.1 s" in result.error
+
+
+def test_the_slowest_node_counts() -> None:
+    finding = judge_all_reduce(["a", "b"], [GOOD, AllReduceResult("gloo", 0.002, 0.05)])
+    assert (finding.status, finding.what) == ("ok", "2 nodes, gloo: 2.0 ms for one number, 100 ms for 16 MiB")
+
+
+def test_the_node_that_fails_first_is_named_with_its_error() -> None:
+    waited = AllReduceResult(error="timed out", took=20.0)
+    finding = judge_all_reduce(["a", "b", "c"], [waited, AllReduceResult(error="no such device", took=0.1), GOOD])
+    assert (finding.status, finding.host) == ("fail", "b")
+    assert finding.what == "An all-reduce fails first on b: no such device"

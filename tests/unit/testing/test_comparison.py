@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 import tiny
-from paceline.cli.parity import _read
+from paceline.cli.train import _read
 from paceline.errors import ConfigError
 from paceline.testing.comparison import ParityLayout, parity
 

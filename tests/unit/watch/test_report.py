@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -12,14 +14,13 @@ import pytest
 from made_runs import make_run
 from paceline.errors import LaunchError
 from paceline.run.ledger import Ledger
+from paceline.watch import report
 from paceline.watch.report import write_report, write_requested
-from watched import HOSTILE, run_folder
+from watched import HOSTILE, embedded_values, run_folder
 
 
 def values_in(path: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="values">(.*?)</script>', path.read_text(), re.S)
-    assert found is not None
-    return dict(json.loads(found[1]))
+    return embedded_values(path.read_text())
 
 
 def test_a_report_holds_what_the_page_shows(tmp_path: Path) -> None:
@@ -82,3 +83,34 @@ def test_runs_of_an_earlier_launch_are_left_alone(tmp_path: Path) -> None:
     Ledger(launch).note("launched", at=2.0, nodes=1, ranks=1, generation=0)
     write_requested(launch)
     assert launch.report.exists() and not other.report.exists()
+
+
+def inline(kind: str, page: str) -> list[str]:
+    return re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.S)
+
+
+def test_only_our_script_and_style_are_allowed() -> None:
+    body, policy = report.live_page()
+    page = body.decode()
+    for kind, directive in (("script", "script-src"), ("style", "style-src")):
+        (text,) = inline(kind, page)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
+    assert not re.search(r"<[^>]*\s(style|on\w+)=", re.sub(r"<script>.*?</script>", "", page, flags=re.S))
+    assert not re.search(r"\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write)\b|\beval\(|\bFunction\(", page)
+
+
+def test_a_report_loads_nothing() -> None:
+    page = report.standalone_page({"runs": []}).decode()
+    assert "http-equiv" in page and "connect-src" not in page
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", re.sub(r"<script>.*?</script>", "", page, flags=re.S))
+    assert "http://" not in page and "https://" not in page
+
+
+def test_values_cannot_end_their_element() -> None:
+    odd = {"a": "</script><script>alert(1)</script>", "b": "<!--", "c": "<!--script--><!--style-->\u2028"}
+    page = report.standalone_page(odd).decode()
+    assert page.count("<script>") == 1 and page.count("</script>") == 2
+    values = re.search(r'id="values">(.*?)</script>', page, re.S)
+    assert values is not None and json.loads(values[1]) == odd

@@ -90,9 +90,18 @@ class App {
   }
 
   async start() {
+    if (this.source.values && this.source.values.sheet) return this.showSheet(this.source.values.sheet);
     await this.refreshRuns();
     await this.route();
     if (this.source.live) this.poll();
+  }
+
+  showSheet(sheet) {
+    document.title = `${sheet.title} – paceline`;
+    setText(this.title, sheet.title);
+    this.view = new SheetView(sheet);
+    fill(this.body, this.view.element);
+    this.view.update();
   }
 
   async refreshRuns() {

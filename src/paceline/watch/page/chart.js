@@ -42,9 +42,20 @@ function smooth(values, weight) {
   });
 }
 
+// How x is labelled: where its ticks are, the text of a tick, and a place in words.
+const X_AXES = {
+  step: {
+    ticks: (low, high, count) => ticks(low, high, count).filter(Number.isInteger), text: tickText,
+    describe: (value) => `step ${format.number(Math.round(value))}`,
+  },
+  time: { ticks: timeTicks, text: format.seconds, describe: (value) => `${format.seconds(value)} after the start` },
+  samples: { ticks: (low, high, count) => ticks(low, high, count).filter(Number.isInteger), text: tickText, describe: (value) => plural(Math.round(value), "sample") },
+};
+
 // What the charts of a page have in common.
 class Shared {
-  constructor() {
+  constructor(axis = null) {
+    this.own = axis;
     this.charts = new Set();
     this.zoom = null; // [low, high] in units of x
     this.cursor = null;
@@ -69,6 +80,7 @@ class Shared {
   }
 
   get range() { return this.zoom || this.extent; }
+  get axis() { return this.own || X_AXES[this.mode]; }
 
   setZoom(zoom) {
     const [low, high] = this.extent;
@@ -112,7 +124,7 @@ class Shared {
 }
 
 class Chart {
-  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, dots?}
+  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, dots?, scattered?, dashed?, unnamed?}
   constructor(shared, { title, unit = format.number, smoothed = false, zero = false, wide = false, note = "" }) {
     Object.assign(this, { shared, title, unit, smoothed, zero, wide });
     this.series = [];
@@ -152,7 +164,7 @@ class Chart {
   setSeries(series) {
     this.series = series;
     this.smoothings = null;
-    const names = series.length > 1 ? series : [];
+    const names = series.length > 1 ? series.filter((each) => !each.unnamed) : [];
     const key = names.map((each) => each.label + each.color).join("\n");
     if (key !== this.legendKey) {
       this.legendKey = key;
@@ -251,11 +263,8 @@ class Chart {
     }
     context.textAlign = "center";
     context.textBaseline = "top";
-    const isTime = this.shared.mode === "time";
-    const count = Math.max(2, Math.floor((width - LEFT - RIGHT) / 64));
-    const shown = isTime ? timeTicks(left, right, count) : ticks(left, right, count).filter(Number.isInteger);
-    for (const value of shown)
-      context.fillText(isTime ? format.seconds(value) : tickText(value, shown), this.atX(value), height - BOTTOM + 8);
+    const shown = this.shared.axis.ticks(left, right, Math.max(2, Math.floor((width - LEFT - RIGHT) / 64)));
+    for (const value of shown) context.fillText(this.shared.axis.text(value, shown), this.atX(value), height - BOTTOM + 8);
   }
 
   line(context, each, number, first, last, palette) {
@@ -269,7 +278,9 @@ class Chart {
       this.stroke(context, each.color, 1, x, y, first, last);
       context.globalAlpha = 1;
     }
-    if (!each.dots || points > 1) this.stroke(context, each.color, each.dots ? 1 : 1.8, x, shown, first, last);
+    context.setLineDash(each.dashed ? [6, 4] : []);
+    if (!each.scattered && (!each.dots || points > 1)) this.stroke(context, each.color, each.dots ? 1 : 1.8, x, shown, first, last);
+    context.setLineDash([]);
     if (each.dots || points < 3) {
       context.fillStyle = each.color;
       for (let n = first; n < last; n++)
@@ -346,7 +357,7 @@ class Chart {
       const last = this.valueAt(each, null);
       return last ? `${each.label} ${last.y === null ? "not finite" : this.unit(last.y)}` : `${each.label} without values`;
     });
-    const range = this.range.map((x) => describeX(this.shared.mode, x)).join(" to ");
+    const range = this.range.map((x) => this.shared.axis.describe(x)).join(" to ");
     this.canvas.setAttribute("aria-label", `${this.title}: ${texts.join(", ") || "no values"}; ${range}`);
   }
 
@@ -401,7 +412,7 @@ class Chart {
       return h("div", {}, swatch, `${each.label} `, h("b", {}, at.y === null ? "not finite" : this.unit(at.y)), spread);
     });
     const place = this.series[0] && this.valueAt(this.series[0], cursor);
-    fill(this.tip, h("div", { class: "muted" }, describeX(this.shared.mode, place ? place.x : cursor)), rows);
+    fill(this.tip, h("div", { class: "muted" }, this.shared.axis.describe(place ? place.x : cursor)), rows);
     const isRight = x > width / 2;
     this.tip.style.left = isRight ? "" : `${x + 10}px`;
     this.tip.style.right = isRight ? `${width - x + 10}px` : "";
@@ -476,9 +487,4 @@ class Chart {
       actions[event.key]();
     }
   }
-}
-
-function describeX(mode, value) {
-  if (mode === "time") return `${format.seconds(value)} after the start`;
-  return mode === "samples" ? plural(Math.round(value), "sample") : `step ${format.number(Math.round(value))}`;
 }

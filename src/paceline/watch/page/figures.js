@@ -4,7 +4,7 @@ const TIME_COLORS = {
   training: 3, start: 7, rendezvous: 7, load: 6, compile: 4, evaluation: 1, saves: 5, hung: 2, lost: 2, down: 2, end: 7,
 };
 
-function timeBar(time) {
+function timeBar(time, title = "Where the time went") {
   const palette = colors();
   const parts = time.parts.filter((part) => part.seconds > 0).sort((a, b) => (b.name === "training") - (a.name === "training"));
   const color = (part) => palette.series[(TIME_COLORS[part.name] || 8) - 1];
@@ -20,7 +20,7 @@ function timeBar(time) {
     swatch.style.background = color(part);
     return h("div", {}, swatch, h("span", {}, part.label), h("b", {}, format.seconds(part.seconds)), h("span", { class: "muted" }, format.percent(part.seconds / time.total)));
   });
-  return h("section", { class: "card wide" }, h("header", {}, h("h3", {}, "Where the time went"), h("span", { class: "value" }, format.seconds(time.total))), bar, h("div", { class: "time-parts" }, rows));
+  return h("section", { class: "card wide" }, h("header", {}, h("h3", {}, title), h("span", { class: "value" }, format.seconds(time.total))), bar, h("div", { class: "time-parts" }, rows));
 }
 
 const LANES = [

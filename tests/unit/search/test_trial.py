@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.search.halving import next_promotion, rung_fraction
-from paceline.search.trial import Trial, TrialStatus
+from paceline.search.trial import Trial, TrialStatus, next_promotion, rung_fraction
 
 
 def trial(number: int, values: Mapping[int, float], state: TrialStatus = "paused") -> Trial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cli.bench_recipes import aligned
+from paceline.cli.bench import aligned
 
 ROWS = [["ranks", "step", "rate"], ["1", "40.00", "800"], ["16", "3.00", "10667"]]
 
