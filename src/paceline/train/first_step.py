@@ -267,7 +267,7 @@ class LaterChecks:
         self.group, self._groups = groups - 1, groups  # the micro-batch of a step that is compared: each in its turn
         self.next = self._began = engine.position.step
         self._engine, self._before, self._modes, self._warned = engine, micro, modes, False
-        self.failed: str | None = None  # of the checks before the first step: reported if that does not fail itself
+        self.failed: str | None = None  # of a check: reported if the next step does not fail itself
         self._checked, self._since = self._began, perf_counter()
 
     def compare(self, micro: MicroBatch) -> None:
@@ -281,7 +281,7 @@ class LaterChecks:
         found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
         if found is not None:
             self._warned = True
-            if step == self._began and loss_halves.is_failure(found):
+            if loss_halves.is_failure(found):
                 self.failed = self.failed or found
             else:
                 engine.log.warning(found)
@@ -294,14 +294,19 @@ class LaterChecks:
     def after(self, step: int, *, last: bool = False) -> None:
         """Call after a step on every rank."""
         micro = self._engine.stepper.checked
-        if self.failed is not None:
-            self._engine.log.warning(self.failed)
-            self.failed = None
+        self._report_failed()
         if (step >= self.next or (last and step > self._checked)) and micro is not None and not self._warned:
             if micro is not self._before or step > self._began + 1:  # a captured step has one batch
                 self.compare(micro)
             self.group = (self.group + 1) % self._groups
+        if last:
+            self._report_failed()
         self.next = max(self.next, step + 1)
+
+    def _report_failed(self) -> None:
+        if self.failed is not None:
+            self._engine.log.warning(self.failed)
+            self.failed = None
 
 
 def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -> None:
