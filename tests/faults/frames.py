@@ -259,7 +259,7 @@ def besiege(folder: Path, count: int, seed: int = 0) -> Siege:
                 _measure(siege, port)
                 time.sleep(0.05)
             _measure(siege, port)
-            _release(folder, _STEPS)
+            _release(folder, _STEPS + 1)  # a loss is also looked at after the last step
             siege.statuses, siege.said = nodes.ended(first, second), first.said + second.said
         finally:
             stop.set()

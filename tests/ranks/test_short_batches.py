@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,3 +130,18 @@ def test_layers_of_torch_are_compiled(compiled: bool | str) -> None:
     model = nn.Sequential(nn.Unflatten(1, (1, 6)), *layers, nn.Flatten(), nn.Linear(6, 4))
     trainer(model, compile=compiled).train(rows(16), epochs=2)
     assert compilations() == (2 if compiled is True else 1)  # the input of the first block needs no gradient
+
+
+def test_halves_of_a_compiled_model_may_be_rounded_to_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss has this dtype as well."""
+
+    def warnings_of(loss_fn: Callable[[Any, Any], Tensor]) -> str:
+        torch.manual_seed(0)
+        paceline.Trainer(
+            Blocks(), {"name": "sgd", "lr": 0.1}, loss_fn=loss_fn, accumulate=2, run=False, quiet=True, compile=True,
+            device="cpu", batch=8, precision="bf16",
+        ).train(rows(16), epochs=1)  # fmt: skip
+        return capsys.readouterr().out
+
+    assert warnings_of(lambda model, batch: model(batch[0]).mean() + 3.0) == ""
+    assert "from its halves" in warnings_of(lambda model, batch: model(batch[0]).var(0).mean())

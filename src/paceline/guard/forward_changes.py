@@ -30,6 +30,7 @@ from paceline.guard.loss_halves import not_checked
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.models.weights import PowerIterations, checksum
+from paceline.parallel.compile import uncompiled
 from paceline.parallel.fsdp import reshard_all
 from paceline.parallel.shards import local_shard
 from paceline.runtime import collectives
@@ -193,7 +194,7 @@ def _trial(module: LossModule, user_code: Sequence[Any]) -> Iterator[None]:
     with (
         snapshot.preserved(module.model, *user_code),
         torch.set_grad_enabled(not isinstance(module, FSDPModule)),
-        torch.compiler.set_stance("force_eager"),
+        uncompiled(),
     ):
         yield
 

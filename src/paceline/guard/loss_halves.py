@@ -29,7 +29,9 @@ from paceline.models.divisor import divisor_of, means_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.models.usage_errors import Broadcasts
+from paceline.parallel.compile import uncompiled
 from paceline.parallel.fsdp import reshard_all
+from paceline.parallel.split import contexts_in
 from paceline.runtime import collectives, rng
 from paceline.runtime.noise import NoiseContext
 
@@ -170,7 +172,7 @@ def _trial_mode(module: LossModule, replicated: bool, training: bool) -> Iterato
     """Yields the relative tolerance of a loss."""
     before, context = module.training, module.context
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    is_half = isinstance(context, torch.autocast)
+    is_half = any(isinstance(each, torch.autocast) for each in contexts_in(context))
     if is_half and replicated:  # FSDP gathers parameters in half precision
         module.context, is_half = None, False
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
@@ -180,7 +182,7 @@ def _trial_mode(module: LossModule, replicated: bool, training: bool) -> Iterato
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), uncompiled():
             yield tolerance
     finally:
         reshard_all(module)

@@ -27,6 +27,7 @@ from paceline.guard.forward_changes import TOLERANCE, trial_loss
 from paceline.guard.loss_halves import not_checked
 from paceline.log import Log
 from paceline.models.loss_module import LossModule
+from paceline.parallel.compile import uncompiled
 from paceline.parallel.fsdp import reshard_all
 from paceline.run.user_frame import UserFrame
 from paceline.runtime import collectives, rng
@@ -120,7 +121,7 @@ def describe_draws(
         with (
             snapshot.preserved(module.model, *code),
             torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
+            uncompiled(),
             draw.copy() as trial,
         ):
             trial_loss(run, micro, trial, failed)

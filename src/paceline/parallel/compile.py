@@ -15,7 +15,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -134,6 +136,20 @@ class _Sizes:
         return self.short <= _FEW or self.short * _PART < self.batches
 
 
+_uncompiled = ContextVar("uncompiled", default=False)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run a compiled model as it was before: a trial of a part of a batch compiles nothing, and is no short batch."""
+    token = _uncompiled.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _uncompiled.reset(token)
+
+
 class ShortBatches:
     """The context of every forward of a compiled model. Compiled code that fits the batch still runs."""
 
@@ -142,7 +158,7 @@ class ShortBatches:
         self._entered: list[tuple[noise.NoiseContext | None, AbstractContextManager[Any]]] = []
 
     def __enter__(self) -> None:
-        draw, samples = noise.current(), noise.local_samples()
+        draw, samples = noise.current(), None if _uncompiled.get() else noise.local_samples()
         rare = samples is not None and self._sizes[torch.is_grad_enabled()].is_rare(samples)
         if draw is not None and rare:
             draw.around = _eager  # what is recomputed in the backward must be so too

@@ -233,15 +233,24 @@ class MultiContext:
     """Enters several contexts at once: autocast applies to a single device type."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any] | None]) -> None:
-        self._contexts = [context for context in contexts if context is not None]
+        self.contexts: list[AbstractContextManager[Any]] = []
+        for context in contexts:
+            if context is not None:
+                self.contexts += contexts_in(context)
 
     def __enter__(self) -> None:
-        for context in self._contexts:
+        for context in self.contexts:
             context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
+        for context in reversed(self.contexts):
             context.__exit__(*error)
+
+
+def contexts_in(context: AbstractContextManager[Any] | None) -> list[AbstractContextManager[Any]]:
+    if isinstance(context, MultiContext):
+        return context.contexts
+    return [] if context is None else [context]
 
 
 @dataclass
