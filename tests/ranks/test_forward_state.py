@@ -135,6 +135,14 @@ def teacher_of(change: Callable[[Any, Tensor], object]) -> Changing:
     return model
 
 
+@ranks(2)
+def test_a_sharded_teacher_is_refused_although_it_begins_equal() -> None:
+    for change in (follow, follow_in_place, follow_by_assignment):
+        code, text = code_of(teacher_of(change), strategy="fsdp")
+        assert code == "train.forward-changes-parameters" and "target.weight" in text
+    assert warnings_of(Changing(count), strategy="fsdp") == []
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_teacher_that_every_micro_batch_moves_is_named(world: int) -> None:
     @ranks(world)

@@ -118,6 +118,7 @@ class ModelSection(NamedSection):
 class DataSection(NamedSection):
     name: str = Field("", description="stdlib-text, shapes, cifar10, a registered one, or module:name")
     sharded: bool | None = Field(None, description="whether each rank reads its own shard of a stream, or all of it")
+    whole_batches: bool = Field(False, description="whether every rank reads and collates whole batches of a dataset")
 
 
 class OptimizerSection(NamedSection):

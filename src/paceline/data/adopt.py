@@ -55,6 +55,7 @@ class LoaderSpec:
     compare: bool = False  # samples of a dataset between ranks
     training: bool = True  # an error if there are fewer samples than a batch; an evaluation accepts any number
     announce: bool = False  # epochs, to `set_epoch` of a dataset
+    whole: bool = False  # whether a rank collates whole batches, and keeps its slice
 
 
 def look_at(data: Any, seed: int) -> Any:
@@ -298,6 +299,7 @@ def _reading(loader: DataLoader[Any], spec: LoaderSpec) -> ReadOptions:
         pin_memory=loader.pin_memory or spec.pin_memory,
         compare=spec.compare,
         announce=spec.announce,
+        whole=spec.whole,
         persistent=loader.persistent_workers,
         options=tuple(options.items()),
     )

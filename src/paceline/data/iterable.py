@@ -102,10 +102,24 @@ class SampleStream(Loader):
             if self._drop_last and total < self._batch:
                 return
             content = hash(tuple(comparable(sample) for sample in chunk)) if self._watched else 0
+            whole = self._whole(chunk) if step >= first_step else None
             for share in self._by_length[total]:
-                batch = self._collate(list(own_or_placeholder(chunk, share))) if step >= first_step else None
+                batch = None
+                if whole is not None:
+                    batch = rows_of(whole, *share.rows)
+                elif step >= first_step:
+                    batch = self._collate(list(own_or_placeholder(chunk, share)))
                 yield micro_of(batch, share, total, epoch, step, (), content)
             step += 1
+
+    def _whole(self, chunk: list[Any]) -> Any:
+        """The batch, of which ranks take their rows: a collate function of the user may draw random numbers, or mix
+        samples. None if its rows are not its samples: then slices are collated."""
+        if self._collate is default_collate:
+            return None
+        batch = self._collate(chunk)
+        known = layout_of(batch)
+        return batch if known is not None and known[0] == len(chunk) else None
 
 
 class ReadyBatches:

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from paceline.data.batches import apply
 from paceline.data.epoch_reader import UNKNOWN, EpochLengths, LaterLengths, Place, plain_attributes
 from paceline.data.input_hints import Collate, explain_pickling
-from paceline.data.same_reading import content_of, require_same_samples, watch_order
+from paceline.data.same_reading import content_of, require_same_samples, try_collate, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
-from paceline.data.seeded_dataset import SeededBatches, place_of_reading, reads_batches
+from paceline.data.seeded_dataset import Part, SeededBatches, place_of_reading, reads_batches
 from paceline.errors import DataError
 from paceline.plan.slicing import BatchSlice, fixed_slices, slices_of
 from paceline.plan.slow_input import InputSource, Kind
@@ -115,6 +115,7 @@ class ReadOptions:
     compare: bool = False  # samples between ranks, before the first step
     announce: bool = False  # epochs, to `set_epoch` of a dataset
     persistent: bool = True  # workers
+    whole: bool = False  # whether a rank reads and collates whole batches, and keeps its slice
     options: tuple[tuple[str, Any], ...] = ()  # further DataLoader arguments, from the user's loader
 
     @property
@@ -139,7 +140,7 @@ class IndexedLoader(Loader):
         )
         self._order, self._slices, self._reading = order, Slices(part, order.batch), reading
         self.lengths, self.repeatable = order.lengths, isinstance(order, FormulaOrder)
-        self._dataset, self._seed, self._groups = dataset, seed, part.groups
+        self._dataset, self._seed, self._part, self._collate = dataset, seed, part, own
         self._timed = TimedReading(self._batches, reading.workers) if reading.workers else None
         read = None if self._timed is None else self._timed.read
         self._starts = StartTimes()
@@ -160,6 +161,8 @@ class IndexedLoader(Loader):
         watch = None if isinstance(self._order, FormulaOrder) else watch_order()
         self._watched = watch is not None
         compare = reading.compare and self._may_differ()
+        sliced = self._part.ranks * self._part.groups > 1 and not reading.whole
+        tries = self._collate if reading.compare and sliced and collectives.rank() == 0 else None
         self._order.begin(first_step)
         place = self._order.lengths.locate(first_step) if first_step else Place(0, 0)
         # An order of unknown length is read from its beginning, and completed steps are dropped.
@@ -181,6 +184,9 @@ class IndexedLoader(Loader):
                 if compare:
                     compare = False
                     require_same_samples(self._dataset, self._seed, micro.epoch, self._first, reading.workers)
+                if tries is not None:
+                    try_collate(self._dataset, tries, self._seed, (micro.epoch, self._first), reading.workers)
+                    tries = None
                 yield micro
             if plan.step == before:
                 raise no_samples()
@@ -189,8 +195,9 @@ class IndexedLoader(Loader):
             skip = 0
 
     def _may_differ(self) -> bool:
-        """Whether samples that a rank reads at once may be other ones elsewhere."""
-        return collectives.world() > 1 or (self._groups > 1 and reads_batches(self._dataset))
+        """Whether samples that a rank or worker reads at once may be other ones elsewhere."""
+        several = collectives.world() > 1 or self._reading.workers > 0
+        return several or (self._part.groups > 1 and reads_batches(self._dataset))
 
     def _torch_loader(self, plan: _Plan) -> DataLoader[Any]:
         reading = self._reading
@@ -217,11 +224,13 @@ class IndexedLoader(Loader):
                 fix="pass a DataLoader with a sampler whose set_epoch and __len__ tell which samples an epoch has",
             )
 
-    def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[MicroBatch]:
+    def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[tuple[MicroBatch, Part]]:
         self._first = self._first or indices
         content = content_of(indices) if self._watched else 0
         for share in self._slices[len(indices)]:
-            yield micro_of(None, share, len(indices), epoch, step, own_or_placeholder(indices, share), content)
+            own = own_or_placeholder(indices, share)
+            part = (epoch, indices, share.rows) if self._reading.whole else (epoch, own, None)
+            yield micro_of(None, share, len(indices), epoch, step, own, content), part
 
 
 class LaterLoader(Loader):
@@ -248,10 +257,14 @@ class LaterLoader(Loader):
 
 
 class _Plan:
-    """Batch sampler for torch's loader: yields epoch and indices, and records the micro-batch of each."""
+    """Batch sampler for torch's loader: yields what to read, and records the micro-batch of each."""
 
     def __init__(
-        self, order: SampleOrder, sliced: Callable[[Any, int, int], Iterator[MicroBatch]], step: int, first_step: int
+        self,
+        order: SampleOrder,
+        sliced: Callable[[Any, int, int], Iterator[tuple[MicroBatch, Part]]],
+        step: int,
+        first_step: int,
     ) -> None:
         self._order, self._sliced, self.step, self._first_step = order, sliced, step, first_step
         self.epoch = self.skip = 0  # which epoch is read next, and the steps of it that are left out
@@ -259,9 +272,9 @@ class _Plan:
 
     def __iter__(self) -> Iterator[Any]:
         for indices in self._order.epoch(self.epoch, self.skip):
-            for micro in self._sliced(indices, self.epoch, self.step) if self.step >= self._first_step else ():
+            for micro, part in self._sliced(indices, self.epoch, self.step) if self.step >= self._first_step else ():
                 self.planned.append(micro)
-                yield micro.epoch, micro.indices
+                yield part
             self.step += 1
 
 

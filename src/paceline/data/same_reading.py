@@ -2,11 +2,12 @@
 
 Each rank takes its slice of the same sequence of samples. If the sequences differ, because a stream splits itself or a
 sampler is not seeded, some samples are lost and others are read twice. A checksum of the sequence is compared in the
-first step, and once in a while.
+first step, and once in a while. A collate function is tried on some samples, in one list and in two halves.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -15,16 +16,23 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.batches import comparable, layout_of, rows_of
+from paceline.data.batches import comparable, layout_of, rows_of, tensors_in
 from paceline.data.seeded_dataset import SeededBatches, fingerprint, reads_batches
 from paceline.errors import DataError
 from paceline.log import rank_log
+from paceline.run.user_frame import place_of
 from paceline.runtime import collectives
+from paceline.runtime.generator_states import RandomStream, same_states, save_states
 from paceline.text import by_rank
 
 _EVERY = 32  # steps between two comparisons: a gather of one number costs as much as a small kernel
 
-_datasets: WeakSet[Any] = WeakSet()  # compared already
+_SAMPLES = 8  # that a collate function is tried on
+
+Collate = Callable[[list[Any]], Any]
+
+_compared: WeakSet[Any] = WeakSet()  # datasets
+_tried: WeakSet[Any] = WeakSet()  # those whose collate function was
 
 
 class SameReading:
@@ -85,24 +93,12 @@ def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[
     The first is read twice: a dataset that returns something else each time is named. One that reads batches must
     return the same samples one by one.
     """
-    try:
-        known = dataset in _datasets
-        _datasets.add(dataset)
-    except TypeError:  # not hashable
-        known = False
-    if known:
+    if _is_known(dataset, _compared):
         return
     chosen = [indices[0], indices[0], indices[len(indices) // 2], indices[-1]]
-    # In a worker if there are any: a file that is opened here could not be used in workers started later.
-    several = [(epoch, chosen[1:])] if reads_batches(dataset) else []
-    steps: Any = [*((epoch, [index]) for index in chosen), *several]
-    reader: DataLoader[list[int]] = DataLoader(
-        SeededBatches(dataset, seed, _checksums, own_collate=False),  # of which the first batch is seeded
-        batch_sampler=steps,
-        num_workers=min(1, workers),
-        collate_fn=list,
-        generator=torch.Generator(),
-    )
+    several = [chosen[1:]] if reads_batches(dataset) else []
+    batches = SeededBatches(dataset, seed, _checksums, own_collate=False)  # of which the first batch is seeded
+    reader = read_again(batches, epoch, [*([index] for index in chosen), *several], workers)
     problem, facts = "", list[str]()
     try:
         [first], again, *others = [[f"{value:08x}" for value in values] for values in reader]
@@ -129,6 +125,14 @@ def require_same_samples(dataset: Any, seed: int, epoch: int, indices: Sequence[
             fix="build the same dataset on every rank: sort file lists (os.listdir has no fixed order), seed random "
             "splits, and do not split it by rank; preflight=False disables this check",
         )
+
+
+def read_again(batches: SeededBatches, epoch: int, parts: list[Sequence[Any]], workers: int) -> DataLoader[Any]:
+    """What `batches` makes of lists of indices. In a worker if there are any: a file that is opened here could not be
+    used in workers started later."""
+    steps: Any = [(epoch, part, None) for part in parts]
+    options: dict[str, Any] = {"num_workers": min(1, workers), "collate_fn": list, "generator": torch.Generator()}
+    return DataLoader(batches, batch_sampler=steps, **options)
 
 
 def _doubt(problem: str, dataset: Any, chosen: list[Any]) -> DataError:
@@ -163,3 +167,107 @@ def _checksums(samples: Any) -> list[int]:
     if not isinstance(samples, list) and (known := layout_of(samples)) is not None:  # collated by `__getitems__`
         samples = [rows_of(samples, row, row + 1) for row in range(known[0])]
     return [comparable(sample) for sample in samples]
+
+
+def _is_known(dataset: Any, known: WeakSet[Any]) -> bool:
+    """Whether `known` has the dataset, which is added."""
+    try:
+        found = dataset in known
+        known.add(dataset)
+    except TypeError:  # not hashable
+        return False
+    return found
+
+
+class _Trial:
+    """Collates samples like a collate function, and returns what is wrong with it, if anything. Generators are left as
+    they were."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> list[str]:
+        problem = self._problem(samples)
+        return [problem] if problem else []
+
+    def _problem(self, samples: list[Any]) -> str:
+        try:
+            whole, drew = self._run(samples)
+            if drew:
+                return "draws random numbers for a batch"
+            if not _equal(whole, self._run(samples)[0]):
+                return "returns another batch each time, for the same samples"
+            middle = len(samples) // 2
+            halves = [self._run(half)[0] for half in (samples[:middle], samples[middle:])]
+            return "" if _adds_up(whole, halves, len(samples)) else "returns another batch than for its halves"
+        except Exception as error:
+            return f"could not be tried on {len(samples)} samples and on half of them ({type(error).__name__}: {error})"
+
+    def _run(self, samples: list[Any]) -> tuple[Any, bool]:
+        with RandomStream(0):
+            before = save_states()
+            # Copies: a collate function may have a generator of its own, and change samples in place.
+            batch = copy.deepcopy(self._collate)(copy.deepcopy(samples))
+            return batch, not same_states(before, save_states())
+
+
+def try_collate(dataset: Any, collate: Collate, seed: int, first: tuple[int, Sequence[Any]], workers: int) -> None:
+    """Warn, once for a dataset, if the function mixes samples or draws random numbers for a batch: then slices of it
+    depend on the layout. `first`: the epoch and the indices of the first step."""
+    epoch, indices = first
+    if _is_known(dataset, _tried) or len(indices) < 2:
+        return
+    batches = SeededBatches(dataset, seed, _Trial(collate), own_collate=True)
+    [problems] = read_again(batches, epoch, [indices[:_SAMPLES]], workers)
+    for problem in problems:
+        rank_log(0).warning(str(_doubt_of_collate(collate, problem)))
+
+
+def _doubt_of_collate(collate: Collate, problem: str) -> DataError:
+    name = getattr(collate, "__name__", None) or type(collate).__name__
+    return DataError(
+        "collated-slices",
+        f"The collate function {name}{place_of(collate)} {problem}.",
+        why="it runs on the slice of each rank and micro-batch, so the loss may depend on their number",
+        fix="set data.whole_batches: true (Trainer(…, data={'whole_batches': True})): every rank reads and collates "
+        "whole batches, and keeps its slice. Or draw in __getitem__, from the global generators, which are seeded by "
+        "sample, and mix samples in the loss or in the model",
+    )
+
+
+def _adds_up(whole: Any, halves: list[Any], samples: int) -> bool:
+    """Whether the rows of a batch are those of its halves. It may be sorted. Not judged if shapes differ otherwise, as
+    those of padded sequences do, or if the first dim is not the samples."""
+    known = layout_of(whole)
+    if known is None or known[0] != samples:
+        return True
+    lengths = [layout_of(half) for half in halves]
+    if [each[1] for each in lengths if each] != [known[1]] * 2 or sum(each[0] for each in lengths if each) != samples:
+        return True
+    counts = [each[0] for each in lengths if each]
+    rows = [rows_of(whole, row, row + 1) for row in range(samples)]
+    others = [rows_of(half, row, row + 1) for half, count in zip(halves, counts, strict=True) for row in range(count)]
+    if [_shapes(row) for row in rows] != [_shapes(row) for row in others]:
+        return sorted(map(_shapes, rows)) != sorted(map(_shapes, others)) or _same_sets(rows, others)
+    return all(map(_equal, rows, others)) or _same_sets(rows, others)
+
+
+def _same_sets(rows: list[Any], others: list[Any]) -> bool:
+    return sorted(map(comparable, rows)) == sorted(map(comparable, others))
+
+
+def _shapes(row: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in _batched(row)]
+
+
+def _batched(batch: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(batch) if tensor.dim()]  # others are facts of a batch, such as its length
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(_batched(one), _batched(other), strict=True)
+    return all(a.shape == b.shape and torch.allclose(_numbers(a), _numbers(b), equal_nan=True) for a, b in pairs)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)

@@ -17,14 +17,14 @@ from zlib import crc32
 
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from paceline.data.batches import digest
+from paceline.data.batches import digest, rows_of
 from paceline.data.epoch_reader import announce_epoch, length_of
 from paceline.errors import DataError
 from paceline.run.user_frame import place_of
 from paceline.runtime.generator_states import GeneratorStates, RandomStream, exchange_states, same_states, save_states
 from paceline.runtime.rng import derive_seed, seed_cpu
 
-Step = tuple[int, Sequence[Any]]  # epoch and indices
+Part = tuple[int, Sequence[Any], tuple[int, int] | None]  # epoch, indices, and the rows to keep; None: all
 Collate = Callable[[list[Any]], Any]
 
 _ROWS = 16  # of a tensor, enough to distinguish two datasets
@@ -62,15 +62,20 @@ class SeededBatches(Dataset[Any]):
             with RandomStream(derive_seed(self._seed, epoch) >> 1):  # the same numbers on every rank and worker
                 announce_epoch(self._dataset, epoch)
 
-    def __getitems__(self, step: Step) -> Any:
+    def __getitems__(self, part: Part) -> Any:
         """Called by torch's loader, whose collate function does nothing."""
-        self.begin_epoch(step[0])
+        epoch, indices, rows = part
+        self.begin_epoch(epoch)
+        batch = self._batch(epoch, indices)
+        return batch if rows is None else rows_of(batch, *rows, samples=len(indices))
+
+    def _batch(self, epoch: int, indices: Sequence[Any]) -> Any:
         if self._mode == "plain":
-            return self.collate(self._read(step[1]))
+            return self.collate(self._read(indices))
         before = self._before = save_states(self._before)
         if self._mode == "unseeded":
             try:
-                batch = self.collate(self._read(step[1]))
+                batch = self.collate(self._read(indices))
             except Exception:
                 if same_states(before, save_states(before)):
                     raise
@@ -79,7 +84,7 @@ class SeededBatches(Dataset[Any]):
                     return batch
             self._mode = "seeded"
         try:
-            batch = self._read_seeded(*step)
+            batch = self._read_seeded(epoch, indices)
         finally:
             exchange_states(before)
         if self._mode == "first":

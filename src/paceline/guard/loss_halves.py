@@ -35,7 +35,7 @@ from paceline.parallel.split import contexts_in
 from paceline.runtime import collectives, rng
 from paceline.runtime.noise import NoiseContext
 
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-5}
+_TOLERANCES = {torch.float64: 5e-7, torch.float32: 5e-5}  # `1 / count` is float32 in a model of float64, too
 _HALF = 2e-2
 _SMALL = 1e-2  # losses are compared as if they were at least this
 

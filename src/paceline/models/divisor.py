@@ -275,10 +275,11 @@ class _NoGradientWithoutWeight:
 class LossGraph(TorchFunctionMode):
     """Without gradients, record the graph of the loss alone: from the first reduction to a scalar, or selection by a
     mask, on. The graph of the model is not recorded, so no activations are kept. Without `sums`, only losses of torch
-    count as such: a sum may be that of targets."""
+    count as such: a sum may be that of targets. What is written into a buffer of `module` is not recorded."""
 
-    def __init__(self, *, sums: bool = True) -> None:
+    def __init__(self, module: nn.Module, *, sums: bool = True) -> None:
         super().__init__()
+        self._module, self._buffers = module, set[int]()
         self._started, self._starts = False, _STARTS if sums else _LOSSES
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,10 +290,17 @@ class LossGraph(TorchFunctionMode):
                 start = args[first].detach().requires_grad_()
                 setattr(start, _START, True)
                 args = (*args[:first], start, *args[first + 1 :])
-        elif not self._started or not _has_graph(args):
+        elif not self._started or not _has_graph(args) or self._writes_buffer(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
         with torch.enable_grad():
             return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _writes_buffer(self, func: Any, args: Any) -> bool:
+        name = func.__name__
+        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem"))
+        if in_place and not self._buffers:
+            self._buffers = {id(buffer) for buffer in self._module.buffers()}
+        return in_place and id(args[0]) in self._buffers
 
 
 def _has_graph(args: Any) -> bool:

@@ -78,13 +78,15 @@ class LossModule(nn.Module):
         """Compute a loss without gradients in a `LossGraph`. What a loss does with a sum of its targets (class weights,
         `numpy()`) may not work with a tensor that has a graph: then it is computed again, without that of sums."""
         try:
-            with LossGraph(sums=self.records_sums):
+            with LossGraph(self, sums=self.records_sums):
                 return work()
         except Exception:
             if not (self.records_sums and self.can_repeat):
                 raise
-        self.records_sums = False
-        return self.recorded(work)
+        with LossGraph(self, sums=False):
+            result = work()
+        self.records_sums = False  # not if this failed as well: then the cause was another one
+        return result
 
     def divisor(self, mean: Tensor) -> Divisor | None:
         """What a mean was divided by; None: it is weighted by its samples."""

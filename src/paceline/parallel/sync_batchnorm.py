@@ -186,7 +186,7 @@ def _statistics(rows: Tensor, counts: bool, eps: float, group: collectives.Group
     local = _local(rows) if counts else torch.zeros(2 * channels, dtype=torch.float64, device=rows.device)
     local = torch.cat([local, local.new_full((1,), values)])
     means, variances, numbers = _gather(local, group).split([channels, channels, 1], dim=1)
-    count = numbers.sum()
+    count = numbers.sum((0, 1))  # a `LossGraph` takes `sum()` for that of a loss
     # Reading `count` synchronizes with the GPU; only a rank with at most one value needs to.
     if values <= 1 and count <= 1:
         return _placeholder_statistics(rows, eps, int(count))

@@ -93,14 +93,6 @@ class LinkModel:
     def all_reduce_time(self, size: float, ranks: int) -> float:
         return self.time("all_reduce", size, ranks)
 
-    def all_gather_time(self, size: float, ranks: int) -> float:
-        """`size`: of the result."""
-        return self.time("all_gather", size, ranks)
-
-    def reduce_scatter_time(self, size: float, ranks: int) -> float:
-        """`size`: of the input."""
-        return self.time("reduce_scatter", size, ranks)
-
 
 # The speed-up of data parallelism over one GPU that is usually expected, from near-linear to diminishing returns.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}

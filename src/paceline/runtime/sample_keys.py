@@ -155,11 +155,6 @@ class SampleKeys:
         if self.watches:
             self.watches, self.drawn = False, drawn_between(self._before, positions())
 
-    @property
-    def covers_all(self) -> bool:
-        """Whether there is dropout, and all random numbers so far belong to samples."""
-        return bool(self.used) and not (self.kept or self.drawn or self.fused_attention)
-
     def note(self, what: str, shape: tuple[int, ...]) -> None:
         """Record a call that is not computed by sample."""
         if what not in self.kept:

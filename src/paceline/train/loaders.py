@@ -150,6 +150,7 @@ class Loaders:
             compare=engine.config.preflight,
             training=not evaluating,
             announce=announce,
+            whole=engine.config.data is not None and engine.config.data.whole_batches,
         )
         return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)
 

@@ -76,7 +76,7 @@ def test_cifar10_is_cropped_and_flipped_by_the_samples_own_randomness(tmp_path: 
     batches = SeededBatches(train, 0, default_collate, own_collate=False)
 
     def inputs(epoch: int) -> Any:
-        return batches.__getitems__((epoch, [3]))["inputs"][0]
+        return batches.__getitems__((epoch, [3], None))["inputs"][0]
 
     assert train.draws_randomness and not test.draws_randomness
     assert torch.equal(inputs(0), inputs(0))

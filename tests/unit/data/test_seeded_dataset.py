@@ -37,9 +37,9 @@ class Forgetful(Dataset[Any]):
 
 def test_a_sample_that_is_none_is_named_with_the_line_of_getitem() -> None:
     with pytest.raises(DataError, match=r"Forgetful\.__getitem__\(7\) \(.*test_seeded_dataset\.py:34\)") as caught:
-        SeededBatches(Forgetful(), 0, list, own_collate=False).__getitems__((0, [7]))
+        SeededBatches(Forgetful(), 0, list, own_collate=False).__getitems__((0, [7], None))
     assert caught.value.code == "data.no-sample"
-    assert SeededBatches(Forgetful(), 0, list, own_collate=True).__getitems__((0, [7])) == [None]
+    assert SeededBatches(Forgetful(), 0, list, own_collate=True).__getitems__((0, [7], None)) == [None]
 
 
 class Late(Numbers):

@@ -55,7 +55,7 @@ def test_the_divisor_is_that_of_the_mean_with_and_without_gradients(name: str) -
     mean = loss(X.clone().requires_grad_())
     divisor = divisor_of(mean)
     assert (None if divisor is None else float(divisor)) == expected
-    with torch.no_grad(), LossGraph():
+    with torch.no_grad(), LossGraph(torch.nn.Module()):
         evaluated = loss(X.clone().requires_grad_())
     assert torch.equal(evaluated.detach(), mean.detach())
     _, weight = weighted_mean(evaluated, 6, divides=None)
@@ -82,7 +82,28 @@ def test_a_mean_over_nothing_has_no_gradient_at_weight_zero(loss: Callable[[Tens
 
 def test_only_the_graph_of_the_loss_is_recorded() -> None:
     layer = torch.nn.Linear(5, 5)
-    with torch.no_grad(), LossGraph():
+    with torch.no_grad(), LossGraph(torch.nn.Module()):
         outputs = layer(X).relu()
         loss = cross_entropy(outputs, TARGETS)
     assert outputs.grad_fn is None and loss.grad_fn is not None
+
+
+class Tracked(torch.nn.Module):
+    """Updates a statistic without gradients, after a mean that may be taken for that of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.lerp_(inputs.abs().mean(), 0.1)
+        return inputs / self.scale
+
+
+def test_what_is_written_into_buffers_is_not_recorded() -> None:
+    model = Tracked()
+    with torch.no_grad(), LossGraph(model):
+        loss = cross_entropy(model(X), TARGETS)
+    assert model.scale.grad_fn is None and not model.scale.requires_grad
+    assert divisor_of(loss) == (TARGETS >= 0).sum()
