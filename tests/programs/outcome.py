@@ -277,7 +277,7 @@ def _compared(program: Program, expected: Result, got: Result, said: list[tuple[
     trained, where = _training_difference(program, expected, got)
     if (
         program.loss in ("contrastive", "summed", "two-means", "multi-task", "late-weights", "dice")
-        and program.world * program.groups == 1
+        and LAYOUTS[program.layout_after or program.layout][0] * program.groups == 1
     ):
         expected.evaluation.clear()  # training does not slice batches, and evaluations in batches are not one
     evaluated = max(

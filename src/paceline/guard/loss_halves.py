@@ -4,9 +4,10 @@ If the loss of a batch is not the weighted mean of the losses of its slices, it 
 micro-batches: a mean over something other than samples, a sum, a loss across samples, or a batch whose first dim is not
 its samples. Nothing can be done about it here, so it is a warning.
 
-The model runs in eval mode, and then in training mode, in which it may couple samples as well; uncompiled, in full
-precision where possible, and each time from the same state and random state. A loss that is random is not judged. Ranks
-run equally many. A loss that could be computed in neither mode is named, with the exception.
+The model runs in training mode, in which it may couple samples as well; uncompiled, in full precision where possible,
+and each time from the same state and random state. If that shows a difference, or nothing because the loss is random,
+it runs in eval mode. Ranks run equally many. A loss that could be computed in neither mode is named, with the
+exception.
 """
 
 from __future__ import annotations
@@ -69,22 +70,22 @@ class LossTrial(NamedTuple):
     user_code: Sequence[Any]
 
 
-def compare(trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, modes: Sequence[bool]) -> str | None:
+def compare(trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, keeps_state: bool) -> str | None:
     """Return a warning, or None. Collective. `partner`: another micro-batch, to be joined if all have one sample.
-    `modes`: whether to train or to evaluate, one after the other."""
-    error = None
-    for training in modes:
-        found, failed, judged = _compare(trial, replicated, partner, training=training)
-        if found is not None:
-            return found
-        error = failed or (None if judged else error)
-    return error
+    `keeps_state`: whether a forward in training mode depends on the one before."""
+    text = error = None
+    if not keeps_state:
+        text, error, judged = _compare(trial, replicated, partner, training=True)
+        if text is None and judged:
+            return None
+    found, failed, _ = _compare(trial, replicated, partner, training=False)
+    return found or text or error or failed
 
 
 def _compare(
     trial: LossTrial, replicated: bool, partner: MicroBatch | None, *, training: bool
 ) -> tuple[str | None, str | None, bool]:
-    """A difference, an error, and whether the loss was computed."""
+    """A difference, an error, and whether the loss was computed and is not random."""
     module, micro = trial.module, trial.micro
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     if any(part.running_mean is None for part in norms):
@@ -102,22 +103,27 @@ def _compare(
     failed: list[str] = []
     reshard_all(module)
     with (
-        snapshot.preserved(module.model, *trial.user_code),
+        snapshot.preserved(module.model, *trial.user_code) as restore,
         _trial_mode(module, replicated, training) as tolerance,
         Broadcasts(module.call and module.call.criterion) as mixed,
     ):
-        if training:
+
+        def begin() -> None:
+            """Undo the forward before."""
+            reshard_all(module)  # an RNN keeps its parameters in a list as well, which is restored
+            restore()
             for norm in norms:
                 norm.eval()  # what they couple is synchronized
-        one = partial(_loss, trial, failed, training)
+
+        one = partial(_loss, trial, failed, begin if training else None)
         batch, half, rest = (one(span) for span in spans)
         differs = mixed.found is not None or (judges and not _adds_up(batch, half, rest, tolerance))
         text = not_checked("whether the loss depends on how a batch is sliced", failed[0]) if failed else None
-        ranks = collectives.all_gather_object((differs, text))
+        ranks, is_random = collectives.all_gather_object((differs, text)), False
         if any(rank[0] for rank in ranks):
             again = one(spans[0], torch.initial_seed() ^ 1)
             is_random = again is None or not _adds_up(batch, again, Sum(0.0, 0.0), tolerance)
-    if batch and half and len(batch.counts) == len(half.counts) and not training:
+    if batch and half and len(batch.counts) == len(half.counts):
         module.proportions.over_samples = [a > b for a, b in zip(batch.counts, half.counts, strict=True)]
     error = next((text for _, text in ranks if text), None)
     if not any(rank[0] for rank in ranks):
@@ -132,7 +138,9 @@ def _compare(
             why="so it depends on the number of ranks and micro-batches",
             fix=_IN_TRAINING if training else _CAUSES,
         ).text()
-    return next((each for each in collectives.all_gather_object(found) if each), None), error, error is None
+    ranks = collectives.all_gather_object((found, is_random))
+    judged = error is None and not any(rank[1] for rank in ranks)
+    return next((text for text, _ in ranks if text), None), error, judged
 
 
 def _joined(micro: MicroBatch, partner: MicroBatch | None) -> MicroBatch | None:
@@ -194,22 +202,21 @@ def _trial_mode(module: LossModule, replicated: bool, training: bool) -> Iterato
 def _loss(
     trial: LossTrial,
     failed: list[str],
-    training: bool,
+    begin: Callable[[], None] | None,
     span: tuple[int, int] | None,
     seed: int | None = None,
 ) -> Sum | None:
-    module, run, micro, draw, user_code = trial
+    module, run, micro, draw, _ = trial
     start, stop = span or (0, micro.samples)
+    if begin is not None:
+        begin()
     draw.begin(micro)
     try:
         rows = micro.batch if span is None else rows_of(micro.batch, start, stop)
-        with snapshot.preserved(module.model, *user_code) if training else rng.preserve_rng_state():
+        with rng.preserve_rng_state(), draw.select(start, stop - start):
             if seed is not None:
                 rng.seed_everything(seed)
-            with draw.select(start, stop - start):
-                result = run(snapshot.copied(rows))
-            if training:
-                reshard_all(module)  # an RNN keeps its parameters in a list as well, which is restored
+            result = run(snapshot.copied(rows))
         if result is None:  # not on this stage of a pipeline
             return None
         value, weight, _ = read_loss(result)

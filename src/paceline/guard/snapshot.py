@@ -37,22 +37,26 @@ PARAMETER_BYTES = 1 << 30  # parameters are copied up to this size: forwards tha
 
 
 @contextmanager
-def preserved(*roots: Any) -> Iterator[None]:
+def preserved(*roots: Any) -> Iterator[Callable[[], None]]:
     """Restore modules, functions and other objects, and the random state, after this context. It begins without
-    gradients."""
+    gradients. Yields a function that restores all but the random state of the CPU, between two forwards."""
     recording = _Recording(roots)
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     gpu_states = {device: torch.cuda.get_rng_state(device) for device in {*gpus, *recording.gpus}}
+
+    def restore() -> None:
+        with torch.no_grad():
+            for undo in reversed(recording.undo):
+                with suppress(Exception):  # an object that refuses keeps its state
+                    undo()
+        for device, state in gpu_states.items():
+            torch.cuda.set_rng_state(state, device)
+
     with preserve_rng_state():
         try:
-            yield
+            yield restore
         finally:
-            with torch.no_grad():
-                for restore in reversed(recording.undo):
-                    with suppress(Exception):  # an object that refuses keeps its state
-                        restore()
-            for device, state in gpu_states.items():
-                torch.cuda.set_rng_state(state, device)
+            restore()
 
 
 def copied(batch: Any) -> Any:

@@ -252,7 +252,7 @@ def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Seque
             counted += forward_changes.moved_parameters(*trial)
         forward_changes.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
         state = [*state, *own, *counted]
-    checks = LaterChecks(engine, micro, groups, modes=(False,) if state else (False, True))
+    checks = LaterChecks(engine, micro, groups, keeps_state=bool(state))
     checks.failed = failed
     checks.compare(micro)
     engine.stepper.check_later(checks)
@@ -262,11 +262,11 @@ class LaterChecks:
     """Compares the loss of a batch with its halves again, because masks may begin later, and a first micro-batch of one
     sample can't be halved: after steps 1, 2, 4 and 8, then in a small share of the time, and after the last step."""
 
-    def __init__(self, engine: Engine, micro: MicroBatch, groups: int, modes: Sequence[bool]) -> None:
-        """`modes`: of training, in which the loss is compared."""
+    def __init__(self, engine: Engine, micro: MicroBatch, groups: int, *, keeps_state: bool) -> None:
         self.group, self._groups = groups - 1, groups  # the micro-batch of a step that is compared: each in its turn
         self.next = self._began = engine.position.step
-        self._engine, self._before, self._modes, self._warned = engine, micro, modes, False
+        self._engine, self._before, self._warned = engine, micro, False
+        self._keeps_state = keeps_state
         self.failed: str | None = None  # of a check: reported if the next step does not fail itself
         self._checked, self._since = self._began, perf_counter()
 
@@ -276,7 +276,7 @@ class LaterChecks:
         step, began = engine.position.step, perf_counter()
         partner = None if other is micro else other
         replicated, trial = engine.mesh.degrees.is_replicated, _trial(engine, micro)
-        found = loss_halves.compare(trial, replicated=replicated, partner=partner, modes=self._modes)
+        found = loss_halves.compare(trial, replicated=replicated, partner=partner, keeps_state=self._keeps_state)
         said = collectives.all_gather_object(engine.module.proportions.said)
         found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
         if found is not None:
