@@ -62,11 +62,15 @@ class Outcome:
 class _Said:
     """Warnings of a rank, each with whether a step had been taken."""
 
+    notes: Path
     lines: list[tuple[str, bool]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     def on_log(self, record: Any) -> None:
         self.losses.append(record["loss"])
+
+    def write(self, kind: str) -> None:
+        (self.notes / f"{kind}-{dist.rank()}.json").write_text(json.dumps(self.lines))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -115,7 +119,8 @@ def try_program(
         results = [torch.load(path, weights_only=False) for path in saved]
         if program.killed:
             results = [replace(results[-1], losses=_recorded(folder / "run" / "metrics.jsonl"))]
-        said = [tuple(line) for number in range(len(phases)) for line in _read(folder / str(number), "said")]
+        notes = [(folder / str(number), kind) for number in range(len(phases)) for kind in ("killed", "said")]
+        said = [tuple(line) for each in notes for line in _read(*each)]
     losses = [loss for result in results for loss in result.losses]
     return _compared(program, expected, Result(losses, results[-1].weights, results[-1].evaluation), said)
 
@@ -130,11 +135,12 @@ def _recorded(metrics: Path) -> list[float]:
 
 
 class _Kill:
-    def __init__(self, step: int | None) -> None:
-        self.step = step
+    def __init__(self, step: int | None, said: _Said) -> None:
+        self.step, self.said = step, said
 
     def on_step(self, record: Any) -> None:
         if record.step == self.step:
+            self.said.write("killed")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -147,7 +153,7 @@ def _train(
     notes: Path,
     fault: Callable[[], None] | None,
 ) -> None:
-    said = _Said()
+    said = _Said(notes)
     try:
         if fault is not None:
             fault()
@@ -162,7 +168,7 @@ def _train(
         (notes / f"crash-{dist.rank()}.json").write_text(json.dumps([[time.time(), traceback.format_exc()]]))
         raise
     finally:
-        (notes / f"said-{dist.rank()}.json").write_text(json.dumps(said.lines))
+        said.write("said")
 
 
 def _result(program: Program, layout: str, first: int | None, last: int | None, folder: Path, said: _Said) -> Result:
@@ -174,7 +180,7 @@ def _result(program: Program, layout: str, first: int | None, last: int | None, 
     optimizer = parts.OPTIMIZERS[program.optimizer].build(trained_together(model, criterion))
     interval, build = parts.SCHEDULERS.get(program.scheduler or "", ("epoch", lambda optimizer: None))
     callbacks = [said] + ([parts.CALLBACKS[program.callback].build(model)] if program.callback else [])
-    callbacks += [_Kill(last)] if program.killed else []
+    callbacks += [_Kill(last, said)] if program.killed else []
     trained = program.loop not in CUSTOM_LOOPS
     trainer = paceline.Trainer(
         model,

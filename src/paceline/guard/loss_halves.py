@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import isclose, isfinite
+from itertools import pairwise
+from math import isclose, isfinite, isnan
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.data.batches import apply, layout_of, rows_of, tensors_in
+from paceline.data.batches import apply, layout_of, rows_of, samples_in, tensors_in
 from paceline.data.loader import MicroBatch
-from paceline.errors import LayoutError, TrainError
+from paceline.errors import DataError, LayoutError, TrainError
 from paceline.guard import snapshot
 from paceline.models.divisor import divisor_of, means_of, weighted_mean
 from paceline.models.loss_module import LossModule
@@ -39,6 +40,7 @@ from paceline.runtime.noise import NoiseContext
 _TOLERANCES = {torch.float64: 5e-7, torch.float32: 5e-5}  # `1 / count` is float32 in a model of float64, too
 _HALF = 2e-2
 _SMALL = 1e-2  # losses are compared as if they were at least this
+_JOINED = 4  # samples, if micro-batches have fewer
 
 _CAUSES = (
     "if it is a mean over something other than samples, or a sum, return paceline.Loss(sum, weight). If it couples "
@@ -71,7 +73,7 @@ class LossTrial(NamedTuple):
 
 
 def compare(trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, keeps_state: bool) -> str | None:
-    """Return a warning, or None. Collective. `partner`: another micro-batch, to be joined if all have one sample.
+    """Return a warning, or None. Collective. `partner`: another micro-batch, to be joined to this one.
     `keeps_state`: whether a forward in training mode depends on the one before."""
     text = error = None
     if not keeps_state:
@@ -90,16 +92,16 @@ def _compare(
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     if any(part.running_mean is None for part in norms):
         return None, None, True  # a loss across samples, by intention
+    own, micro = micro.samples, joined(micro, partner)
+    trial = trial._replace(micro=micro)
     known = layout_of(micro.batch) if micro.samples > 1 else None
     judges = known is not None and known[0] == micro.samples
-    sizes = collectives.all_gather_object(micro.samples if judges else 0)
-    samples = min((size for size in sizes if size), default=0)
-    if not samples:
-        joined = _joined(micro, partner)
-        if not any(collectives.all_gather_object(joined is not None)):
-            return None, None, True
-        return _compare(trial._replace(micro=joined or micro), replicated, None, training=training)
-    spans = [(0, samples), (0, samples // 2), (samples // 2, samples)] if judges else [None] * 3
+    sizes = [each for each in collectives.all_gather_object((own, micro.samples) if judges else None) if each]
+    if not sizes:
+        return None, None, True
+    own, samples = (min(each) for each in zip(*sizes, strict=True))
+    cuts = sorted({0, own // 2, own, samples} if own > 1 else {0, samples // 2, samples})
+    spans = [(0, samples), *pairwise(cuts)] if judges else [None] * len(cuts)
     failed: list[str] = []
     reshard_all(module)
     with (
@@ -116,25 +118,27 @@ def _compare(
                 norm.eval()  # what they couple is synchronized
 
         one = partial(_loss, trial, failed, begin if training else None)
-        batch, half, rest = (one(span) for span in spans)
-        differs = mixed.found is not None or (judges and not _adds_up(batch, half, rest, tolerance))
+        batch, *parts = (one(span) for span in spans)
+        differs = mixed.found is not None or (judges and not _adds_up(batch, parts, tolerance))
         text = not_checked("whether the loss depends on how a batch is sliced", failed[0]) if failed else None
         ranks, is_random = collectives.all_gather_object((differs, text)), False
         if any(rank[0] for rank in ranks):
             again = one(spans[0], torch.initial_seed() ^ 1)
-            is_random = again is None or not _adds_up(batch, again, Sum(0.0, 0.0), tolerance)
+            is_random = again is None or not _adds_up(batch, [again], tolerance)
+    half = parts[0]
     if batch and half and len(batch.counts) == len(half.counts):
         module.proportions.over_samples = [a > b for a, b in zip(batch.counts, half.counts, strict=True)]
     error = next((text for _, text in ranks if text), None)
     if not any(rank[0] for rank in ranks):
         return None, error, error is None
     found = mixed.found and f"loss: {mixed.found}"
-    if found is None and differs and not is_random and batch and half and rest:
-        total, weight = half.value + rest.value, half.weight + rest.weight
+    known_parts = [part for part in parts if part]
+    if found is None and differs and not is_random and batch:
+        total, weights = sum(part.value for part in known_parts), [part.weight for part in known_parts]
         found = TrainError(
             "loss-of-slices",
-            f"The loss of {samples} samples is {batch.value / batch.weight:.6g}, but {total / weight:.6g} from its "
-            f"halves, of weights {half.weight:g} and {rest.weight:g}.",
+            f"The loss of {samples} samples is {batch.value / batch.weight:.6g}, but {total / sum(weights):.6g} from "
+            f"its slices, of weights {' and '.join(f'{each:g}' for each in weights)}.",
             why="so it depends on the number of ranks and micro-batches",
             fix=_IN_TRAINING if training else _CAUSES,
         ).text()
@@ -143,22 +147,27 @@ def _compare(
     return next((text for text, _ in ranks if text), None), error, judged
 
 
-def _joined(micro: MicroBatch, partner: MicroBatch | None) -> MicroBatch | None:
-    """Two samples, of micro-batches of one: of `micro` and of `partner`, if that has such a sample; else a pair of
-    copies."""
-    if micro.samples != 1:
-        return None
-    ours = list(tensors_in(micro.batch))
-    others = list(tensors_in(partner.batch)) if partner is not None and partner.samples == 1 else ours
-    if [tensor.shape for tensor in others] != [tensor.shape for tensor in ours]:
-        others = ours
+def joined(micro: MicroBatch, partner: MicroBatch | None) -> MicroBatch:
+    """With half as many samples of another micro-batch, which may differ more than the halves of one: masks may lie in
+    the slices of some ranks only. A single sample is joined to several; without others, to a copy of itself."""
+    count = micro.samples
+    if count == 1 and (partner is None or not partner.samples):
+        partner = micro
+    if not count or partner is None or not partner.samples:
+        return micro
+    try:
+        taken = rows_of(partner.batch, 0, min(partner.samples, max(count // 2, _JOINED - count)))
+        ours, others = ([*tensors_in(each)] for each in (micro.batch, taken))
+    except DataError:  # whose samples are unclear
+        return micro
+    if [(each.shape[1:], each.dtype) for each in ours] != [(each.shape[1:], each.dtype) for each in others]:
+        return micro
     rest = iter(others)
-    batch = apply(micro.batch, lambda one: _joined_rows(one, next(rest)))
-    return replace(micro, batch=batch, samples=2, step_samples=micro.step_samples + 1)
-
-
-def _joined_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.cat([one, other]) if one.shape[:1] == (1,) else one
+    batch = apply(micro.batch, lambda own: torch.cat([own, next(rest)]) if own.dim() else next(rest))
+    samples = count + (samples_in(taken) if others else 0)
+    if layout_of(batch) != (samples, "parts"):  # it has lists of samples
+        return micro
+    return replace(micro, batch=batch, samples=samples, step_samples=micro.step_samples + samples - count)
 
 
 def not_checked(what: str, error: str) -> str:
@@ -236,11 +245,13 @@ def _loss(
         draw.end()
 
 
-def _adds_up(batch: Sum | None, half: Sum | None, rest: Sum | None, tolerance: float) -> bool:
-    if batch is None or half is None or rest is None or not all(map(isfinite, (*batch[:2], *half[:2], *rest[:2]))):
+def _adds_up(batch: Sum | None, parts: Sequence[Sum | None], tolerance: float) -> bool:
+    if batch is None or None in parts or not all(map(isfinite, batch[:2])):
         return True  # not judged
-    if not batch.weight or not (half.weight or rest.weight):
+    value, weight = sum(part.value for part in parts if part), sum(part.weight for part in parts if part)
+    if isnan(value):  # 0/0 where all is masked
+        return False
+    if not (isfinite(value) and isfinite(weight) and batch.weight and weight):
         return True
-    largest = max(abs(batch.value), abs(half.value) + abs(rest.value), _SMALL * abs(batch.weight))
-    weights_add_up = isclose(batch.weight, half.weight + rest.weight, rel_tol=tolerance)
-    return weights_add_up and abs(batch.value - half.value - rest.value) <= tolerance * largest
+    largest = max(abs(batch.value), sum(abs(part.value) for part in parts if part), _SMALL * abs(batch.weight))
+    return isclose(batch.weight, weight, rel_tol=tolerance) and abs(batch.value - value) <= tolerance * largest

@@ -288,7 +288,8 @@ class LaterChecks:
         now, steps = perf_counter(), step - self._began
         pause = _SHARE * (now - began) / max(now - self._since, 1e-9) * (step - self._checked)
         self.next = step + max(steps, 1, 0 if steps < _FIRST else collectives.broadcast_object(ceil(pause)))
-        self._before = micro if micro.samples else other  # a placeholder has no sample to join
+        if micro.samples:  # a placeholder has no sample to join
+            self._before = loss_halves.joined(micro, partner) if partner and micro.samples == 1 else micro
         self._checked, self._since = step, now
 
     def after(self, step: int, *, last: bool = False) -> None:

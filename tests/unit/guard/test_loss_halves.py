@@ -80,7 +80,7 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_a_loss_that_depends_on_the_slices_is_warned_about(name: str, capsys: Any) -> None:
-    assert "from its halves" in warnings_of(DEPENDENT[name], capsys)
+    assert "from its slices" in warnings_of(DEPENDENT[name], capsys)
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
@@ -92,7 +92,25 @@ def test_a_weighted_mean_over_samples_is_not(name: str, capsys: Any) -> None:
 def test_precision_is_not_mistaken_for_a_difference(precision: str, capsys: Any) -> None:
     loss_fn = INDEPENDENT["cross-entropy"]
     assert warnings_of(loss_fn, capsys, precision=precision) == ""
-    assert "from its halves" in warnings_of(contrastive, capsys, precision=precision)
+    assert "from its slices" in warnings_of(contrastive, capsys, precision=precision)
+
+
+@pytest.mark.parametrize("masked", [slice(6, 12), slice(9, 12), slice(0, 8)], ids=["a slice", "a half", "more"])
+def test_masks_that_begin_later_are_seen_wherever_they_lie(masked: slice, capsys: Any) -> None:
+    """Some slices have no masked sample, and others no other ones: halves of these tell nothing."""
+
+    def of_share(model: Any, batch: Any) -> Tensor:
+        counts = (batch[1] >= 0).float()
+        return (model(batch[0]).square().mean(1) * (counts / counts.sum())).sum()
+
+    torch.manual_seed(0)
+    first, later = batch(ignored=0), batch(ignored=0)
+    later[1][masked] = -100
+    trainer = paceline.Trainer(
+        Two(), {"name": "sgd", "lr": 0.1}, loss_fn=of_share, accumulate=2, run=False, quiet=True, nonfinite="skip"
+    )
+    trainer.train([first, later, later, later], max_steps=4)
+    assert "[train.loss-of-slices]" in capsys.readouterr().out
 
 
 class Dropped(nn.Module):
@@ -223,7 +241,7 @@ TRAINED_BY_SAMPLE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", TRAINED_BY_SAMPLE)
 def test_a_model_that_only_draws_or_changes_samples_in_training_mode_is_not(name: str, capsys: Any) -> None:
     model = nn.Sequential(InTraining(TRAINED_BY_SAMPLE[name]), nn.BatchNorm1d(8), nn.Dropout(0.1))
-    assert "from its halves" not in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
+    assert "from its slices" not in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
 
 
 def ratio(model: Any, batch: Any) -> Tensor:
@@ -273,8 +291,8 @@ LATER: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
     "multi-task": (
         lambda m, b: functional.cross_entropy(m(b[0])[:, 1:], b[1]) + errors_of(m, b).mean(), "another proportion",
     ),
-    "normalized weights": (normalized, "from its halves"),
-    "item": (lambda m, b: (errors_of(m, b) * (b[1] >= 0)).sum() / (b[1] >= 0).float().sum().item(), "from its halves"),
+    "normalized weights": (normalized, "from its slices"),
+    "item": (lambda m, b: (errors_of(m, b) * (b[1] >= 0)).sum() / (b[1] >= 0).float().sum().item(), "from its slices"),
     "only if padded": (only_if_padded, "that of the first one by"),
 }  # fmt: skip
 
@@ -294,7 +312,7 @@ def test_masks_that_begin_after_the_first_steps_are_warned_about_at_the_end(caps
     last = batch(ignored=0)
     last[1][[1, 7]] = -100
     trainer.train([batch(ignored=0)] * 10 + [last], epochs=1)
-    assert "from its halves" in capsys.readouterr().out
+    assert "from its slices" in capsys.readouterr().out
 
 
 def test_two_means_that_ignore_different_targets_only_later_are_warned_about(capsys: Any) -> None:
