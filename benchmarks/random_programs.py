@@ -1,6 +1,6 @@
 """Random training programs against plain PyTorch in one process: the table "Random programs" in docs/reliability.md.
 
-    python benchmarks/random_programs.py                    # 2,000 programs
+    python benchmarks/random_programs.py                    # 3,000 programs
     python benchmarks/random_programs.py --first 500 --number 100
     python benchmarks/random_programs.py --only 17          # one program, with everything that it said
 
@@ -26,7 +26,7 @@ from programs.program import draw
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--number", type=int, default=2000)
+    parser.add_argument("--number", type=int, default=3000)
     parser.add_argument("--only", type=int, nargs="*")
     parser.add_argument("--verbose", action="store_true", help="print every program")
     options = parser.parse_args()

@@ -450,7 +450,8 @@ def late_reciprocal(model: Any, batch: Any) -> Tensor:
 
 def late_weights(model: Any, batch: Any) -> Tensor:
     losses, counts = errors(model, batch)
-    return (losses * (counts / counts.sum())).sum()
+    shares = counts.to(losses.dtype)  # in float32, AdamW would make rounding of vanishing gradients visible
+    return (losses * (shares / shares.sum())).sum()
 
 
 def dice(model: Any, batch: Any) -> Tensor:

@@ -19,6 +19,9 @@ _SHOWN = 8
 _SKETCHED = 64  # values, or characters
 
 
+_LARGE = 1 << 18  # elements; larger ones are no masks, and take time
+
+
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
@@ -28,6 +31,17 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, (list, tuple)):
         for value in batch:
             yield from tensors_in(value)
+
+
+def floors(batch: Any) -> dict[int, float]:
+    """Of each tensor on the CPU, by its number: the least value of integers and bools; 0 if a float is 0, else 1. Where
+    masks or ignored targets begin, one of them falls."""
+    found = {}
+    for number, tensor in enumerate(tensors_in(batch)):
+        if tensor.device.type == "cpu" and 0 < tensor.numel() <= _LARGE and not tensor.is_complex():
+            values = tensor != 0 if tensor.is_floating_point() else tensor
+            found[number] = float(values.min())
+    return found
 
 
 # What a batch is made of: parts whose first dim is the batch; the same, with lists of one item per sample inside; or a

@@ -47,6 +47,7 @@ class MicroBatch:
     indices: Sequence[Any] = ()  # of the samples, if the dataset has indices
     content: int = 0  # checksum of the whole step, if every rank reads it
     exact: bool = True  # whether every rank knows step_samples without communication
+    floors: dict[int, float] | None = None  # `batches.floors`, if the batch has left the CPU
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's pin-memory thread on custom batch types."""

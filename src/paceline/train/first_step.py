@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from math import ceil, log
+from math import ceil, inf, log
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
+from paceline.data.batches import floors
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import forward_changes, loss_halves, preflight, snapshot
@@ -260,15 +262,31 @@ def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Seque
 
 class LaterChecks:
     """Compares the loss of a batch with its halves again, because masks may begin later, and a first micro-batch of one
-    sample can't be halved: after steps 1, 2, 4 and 8, then in a small share of the time, and after the last step."""
+    sample can't be halved: after steps 1, 2, 4 and 8, then in a small share of the time, and after the last step.
+
+    A micro-batch with values that none had before is compared by the next of these, else one at random: taken in turn,
+    those with masks may never be met, because epochs repeat as well."""
 
     def __init__(self, engine: Engine, micro: MicroBatch, groups: int, *, keeps_state: bool) -> None:
-        self.group, self._groups = groups - 1, groups  # the micro-batch of a step that is compared: each in its turn
+        self._groups, self._group = groups, groups - 1  # the micro-batch of a step that is kept
+        self._kept: MicroBatch | None = None
+        self._new: MicroBatch | None = None
+        self._floors = micro.floors or floors(micro.batch)
         self.next = self._began = engine.position.step
         self._engine, self._before, self._warned = engine, micro, False
         self._keeps_state = keeps_state
         self.failed: str | None = None  # of a check: reported if the next step does not fail itself
         self._checked, self._since = self._began, perf_counter()
+
+    def keep(self, micro: MicroBatch) -> None:
+        """Call with every micro-batch of training."""
+        if micro.group == self._group:
+            self._kept = micro
+        found = micro.floors or floors(micro.batch)
+        if found != self._floors and not self._warned:
+            lower = {number: floor for number, floor in found.items() if floor < self._floors.get(number, inf)}
+            if lower:
+                self._new, self._floors = micro, {**self._floors, **lower}
 
     def compare(self, micro: MicroBatch) -> None:
         """Collective. Warns once."""
@@ -294,12 +312,13 @@ class LaterChecks:
 
     def after(self, step: int, *, last: bool = False) -> None:
         """Call after a step on every rank."""
-        micro = self._engine.stepper.checked
         self._report_failed()
-        if (step >= self.next or (last and step > self._checked)) and micro is not None and not self._warned:
-            if micro is not self._before or step > self._began + 1:  # a captured step has one batch
-                self.compare(micro)
-            self.group = (self.group + 1) % self._groups
+        if (step >= self.next or (last and step > self._checked)) and self._kept is not None and not self._warned:
+            if self._groups > 1 or step > self._began + 1:  # else the first micro-batch once more
+                # The stages of a pipeline have one micro-batch.
+                self.compare(self._new if self._new and self._engine.mesh.degrees.pipeline == 1 else self._kept)
+                self._new = None
+            self._group = Random(step).randrange(self._groups)  # equal on every rank
         if last:
             self._report_failed()
         self.next = max(self.next, step + 1)

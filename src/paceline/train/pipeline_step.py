@@ -130,8 +130,8 @@ class PipelineStepper(Stepper):
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
-        if self.checks is not None and micro.group == self.checks.group:
-            self.checked = micro
+        if self.checks is not None:
+            self.checks.keep(micro)
         if self.before_micro is not None:
             self.before_micro(not micro.group)
         progress.micros += 1

@@ -138,8 +138,8 @@ class SliceStepper(Stepper):
         self._step_samples = 0
 
     def add(self, micro: MicroBatch) -> Tensor:
-        if self.checks is not None and micro.group == self.checks.group:
-            self.checked = micro
+        if self.checks is not None:
+            self.checks.keep(micro)
         loss = super().add(micro)
         number = self._first + micro.group
         gradients = [parameter.grad for _, parameter in self._named]

@@ -100,7 +100,6 @@ class Stepper:
         self.measure: Callable[[float], float] | None = None  # the nominal weight for the first micro-batch's weight
         self.traffic: Traffic | None = None  # counts the bytes that this rank sends
         self.checks: Any = None
-        self.checked: MicroBatch | None = None  # the last micro-batch of the group that these ask for
         self._warned = False
         self._from_global = False  # whether backwards start from the gradient of the mean over all ranks
         self._sums: bool | None = None  # whether losses are sums with weights; None: not known yet
@@ -162,8 +161,8 @@ class Stepper:
     def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
         """Keep the loss of the micro-batch and run its backward, seeded with its share of the step."""
         loss = value.detach()
-        if self.checks is not None and micro.group == self.checks.group:
-            self.checked = micro
+        if self.checks is not None:
+            self.checks.keep(micro)
         if self._local_steps is not None:
             self._count(micro)
         is_mean = weight is None or type(weight) is Divisor

@@ -113,6 +113,19 @@ def test_masks_that_begin_later_are_seen_wherever_they_lie(masked: slice, capsys
     assert "[train.loss-of-slices]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("epoch", [2, 3, 4])
+def test_masks_that_lie_in_one_micro_batch_of_an_epoch_are_seen(number: int, epoch: int, capsys: Any) -> None:
+    """Whichever steps and micro-batches are compared, some of these epochs have their masks elsewhere."""
+    torch.manual_seed(0)
+    batches = [batch(ignored=0) for _ in range(epoch)]
+    batches[1][1][-6 // number :] = -100  # half of its last one
+    model, optimizer = nn.Linear(6, 4), {"name": "sgd", "lr": 0.01}
+    trainer = paceline.Trainer(model, optimizer, loss_fn=normalized, accumulate=number, run=False, quiet=True)
+    trainer.train(batches, epochs=3)
+    assert "[train.loss-of-slices]" in capsys.readouterr().out
+
+
 class Dropped(nn.Module):
     """In training mode, `change` is applied to the activations."""
 
