@@ -13,6 +13,7 @@ LOGIC = 60  # lines of code from which a module has logic of its own
 
 # Modules whose behaviour shows only across processes or in a whole training, and the tests that have it.
 ELSEWHERE = {
+    "cli/config": ["ranks/test_own_recipes", "ranks/test_passes"],
     "cli/evaluate": ["ranks/test_own_recipes"],
     "cli/runs": ["ranks/test_runs_command", "ranks/test_watch_command"],
     "cli/sweep": ["ranks/test_sweep"],

@@ -156,7 +156,12 @@ def trained(strategy: str, ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.nightly), ("hsdp", 4)]
+    ("strategy", "ranks"),
+    [
+        ("fsdp", 2),
+        pytest.param("fsdp", 3, marks=pytest.mark.nightly),
+        pytest.param("hsdp", 4, marks=pytest.mark.nightly),
+    ],
 )
 def test_every_optimizer_and_model_trains_as_on_one_rank(strategy: str, ranks: int) -> None:
     reference, results = trained("auto", 1), trained(strategy, ranks)
@@ -340,7 +345,7 @@ def _own_loop(strategy: str, low: bool) -> Tensor:
     return flat(trainer.state_dict())
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), pytest.param("hsdp", 4, marks=pytest.mark.nightly)])
 def test_a_custom_loop_trains_as_on_one_rank(strategy: str, ranks: int) -> None:
     reference = paceline.launch(_own_loop, ranks=1, strategy="auto", low=False)
     for low in (False, True):

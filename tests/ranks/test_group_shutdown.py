@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +39,7 @@ def test_a_launched_function_opens_and_destroys_groups_in_a_loop(in_folder: Path
     assert paceline.launch(rounds, ranks=2, folder=str(in_folder)) == ROUNDS
 
 
+@pytest.mark.nightly
 def test_a_script_in_fresh_interpreters_opens_and_destroys_groups_in_a_loop(in_folder: Path) -> None:
     """torch is imported after the rank has started."""
     code = f"""

@@ -29,7 +29,7 @@ STEPS = 7
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.nightly), 4])
 def test_every_kind_of_layout_agrees_with_one_process(ranks: int) -> None:
     cells = [cell for cell in CORE if ParityLayout.read(cell.layout).ranks == ranks]
     assert cells

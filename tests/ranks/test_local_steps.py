@@ -130,6 +130,7 @@ def test_diloco_equals_a_loop_written_by_hand() -> None:
     require_close(full_weights(trainer), diloco(double_classifier(), adamw, loss, replicas=2, steps=5, **hyper), 1e-10)
 
 
+@pytest.mark.nightly  # tests/ranks/test_local_state.py resumes such replicas
 @ranks(4)
 def test_replicas_of_shards_equal_a_loop_written_by_hand() -> None:
     data = tiny.Sequences(48)

@@ -165,7 +165,10 @@ def test_it_is_told_once_for_a_dataset() -> None:
     assert len(trained(rows, masked, accumulate=2)[2]) == 1 and trained(rows, masked, accumulate=2)[2] == []
 
 
-@pytest.mark.parametrize("collate", [mixed, masked, normalized])
+@pytest.mark.parametrize(
+    "collate",
+    [mixed, pytest.param(masked, marks=pytest.mark.nightly), pytest.param(normalized, marks=pytest.mark.nightly)],
+)
 def test_whole_batches_are_the_same_on_any_layout(collate: Collate) -> None:
     weights, losses, _ = trained(data(), collate)
     whole: dict[str, Any] = {"data": {"whole_batches": True}}

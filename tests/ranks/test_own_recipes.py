@@ -17,7 +17,7 @@ import forked
 import paceline
 from nodes import Job, ended, launchers
 from own_project import write_project
-from paceline.data.embedded import RECORD, TEST_FILES, TRAIN_FILES
+from paceline.data.datasets import RECORD, TEST_FILES, TRAIN_FILES
 from paceline.errors import CheckpointError, PacelineError
 from paceline.launcher.local import agent as _agent  # noqa: F401
 from paceline.testing import parity

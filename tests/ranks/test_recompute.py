@@ -33,7 +33,9 @@ def outcomes(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[list[float],
     return found
 
 
-@pytest.mark.parametrize(("strategy", "kinds"), [("ddp", KINDS), ("fsdp", KINDS[:2])])
+@pytest.mark.parametrize(
+    ("strategy", "kinds"), [pytest.param("ddp", KINDS, marks=pytest.mark.nightly), ("fsdp", KINDS[:2])]
+)
 def test_recomputation_changes_no_bit_on_two_ranks(strategy: str, kinds: tuple[str, ...]) -> None:
     """Dropout under autocast, a batch norm over all ranks with its running statistics, and noise."""
     models: list[tuple[str, dict[str, Any]]] = [
@@ -66,7 +68,7 @@ def switched_on_the_way(strategy: str, kind: str) -> tuple[list[float], int, str
     return first + trainer.train(max_steps=4).losses, calls, trainer.config.recompute
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
 def test_it_can_be_switched_on_between_two_calls_of_train(strategy: str) -> None:
     plain, calls, _ = paceline.launch(switched_on_the_way, ranks=2, strategy=strategy, kind="off")
     losses, more_calls, kind = paceline.launch(switched_on_the_way, ranks=2, strategy=strategy, kind="full")

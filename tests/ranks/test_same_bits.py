@@ -69,7 +69,7 @@ def on_one_rank() -> dict[str, Result]:
     return train_on(1)
 
 
-@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.nightly), 3, 4])
 def test_weights_and_losses_are_equal_to_the_bit(number: int, on_one_rank: dict[str, Result]) -> None:
     found = {name: equal(on_one_rank[name], result) for name, result in train_on(number).items()}
     control = found.pop("not everywhere")

@@ -77,7 +77,7 @@ def _difference(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("ranks", "recipes"), [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(("ranks", "recipes"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.nightly)])
 def test_loss_norm_average_evaluation_and_weights_are_those_of_one_rank(
     ranks: int, recipes: dict[str, Any], reference: dict[str, Any]
 ) -> None:

@@ -28,18 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.bench.step_report import (
-    BACKWARD,
-    BOTH,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    GRAPH,
-    LOGGING,
-    OPTIMIZER,
-    OTHER,
-    ROUND,
-)
+from paceline.bench import step_report
 from paceline.data.loader import MicroBatch
 from paceline.parallel.replicas import Replicas
 from paceline.train import loop
@@ -69,7 +58,7 @@ class StepTimes:
         self._ready.append((self._now(), size))
 
     def gradients_complete(self) -> None:
-        self.note(BACKWARD)
+        self.note(step_report.BACKWARD)
         self._buckets.append((self._notes[-1][1], self._ready))
         self._ready = []
 
@@ -130,40 +119,40 @@ def watch(job: loop.Job, times: StepTimes) -> None:
     """Wrap the parts of a job."""
     engine, stepper, micros = job.engine, job.engine.stepper, job.micros
     job.micros = lambda: _read(micros(), times)
-    _wrap(job.agenda, "run_due", times, LOGGING)
+    _wrap(job.agenda, "run_due", times, step_report.LOGGING)
     if engine.local_steps is not None:
-        _wrap(engine.local_steps, "after_step", times, ROUND, before=OPTIMIZER)  # within the update
+        _wrap(engine.local_steps, "after_step", times, step_report.ROUND, before=step_report.OPTIMIZER)
     if engine.graphed is not None:  # no notes inside, which would be captured
-        _wrap(engine.graphed, "take", times, GRAPH)
+        _wrap(engine.graphed, "take", times, step_report.GRAPH)
         return
     if isinstance(stepper, PipelineStepper):
-        _wrap(stepper, "add", times, BOTH)
+        _wrap(stepper, "add", times, step_report.BOTH)
     else:
-        _wrap(stepper, "_forward", times, FORWARD)
+        _wrap(stepper, "_forward", times, step_report.FORWARD)
         if isinstance(engine.wrapped.forward, Replicas):
             stepper.backward = _reducing_backward(stepper.backward, times)  # type: ignore[method-assign]
         else:
-            _wrap(stepper, "backward", times, BACKWARD)
+            _wrap(stepper, "backward", times, step_report.BACKWARD)
     if isinstance(stepper, SliceStepper):
-        _wrap(stepper, "_add_up", times, COMMUNICATION)
-    _wrap(stepper, "factor", times, COMMUNICATION)  # waits for the weights of all ranks
-    _wrap(engine.updater, "apply", times, OPTIMIZER)
+        _wrap(stepper, "_add_up", times, step_report.COMMUNICATION)
+    _wrap(stepper, "factor", times, step_report.COMMUNICATION)  # waits for the weights of all ranks
+    _wrap(engine.updater, "apply", times, step_report.OPTIMIZER)
 
 
 def _read(micros: Iterator[MicroBatch], times: StepTimes) -> Iterator[MicroBatch]:
-    times.note(OTHER)
+    times.note(step_report.OTHER)
     while True:
         micro = next(micros, None)
-        times.note(DATA)
+        times.note(step_report.DATA)
         if micro is None:
             return
         yield micro
-        times.note(OTHER)
+        times.note(step_report.OTHER)
         if micro.last:
             times.ended()
 
 
-def _wrap(owner: Any, name: str, times: StepTimes, part: str, before: str = OTHER) -> None:
+def _wrap(owner: Any, name: str, times: StepTimes, part: str, before: str = step_report.OTHER) -> None:
     """The call belongs to `part`; the time since the last note, to `before`."""
     call = getattr(owner, name)
 
@@ -185,14 +174,14 @@ def _reducing_backward(backward: Callable[..., Tensor], times: StepTimes) -> Cal
         torch.autograd.Variable._execution_engine.queue_callback(times.gradients_complete)
 
     def timed(micro: MicroBatch, value: Tensor, *others: Any) -> Tensor:
-        times.note(OTHER)
+        times.note(step_report.OTHER)
         if not micro.last:
             loss = backward(micro, value, *others)
-            times.note(BACKWARD)
+            times.note(step_report.BACKWARD)
             return loss
         value.register_hook(complete)
         loss = backward(micro, value, *others)
-        times.note(COMMUNICATION)
+        times.note(step_report.COMMUNICATION)
         return loss
 
     return timed

@@ -1,8 +1,11 @@
-"""`paceline config`: show the effective recipe, the keys of recipes, or their JSON schema."""
+"""`paceline config`: show the effective recipe, the keys of recipes, or their JSON schema. `paceline init`: write a
+starter project."""
 
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +14,9 @@ from paceline.cli import workloads
 from paceline.cli.options import examples
 from paceline.errors import ConfigError, did_you_mean
 from paceline.text import plural
+
+INIT_EXAMPLES = examples("init", "init my-project")
+STARTER = Path(__file__).with_name("starter")  # NAME.txt: they are data, not modules of this package
 
 app = typer.Typer(help="Show the effective recipe, the keys of recipes, or their JSON schema.", no_args_is_help=True)
 
@@ -63,3 +69,29 @@ def schema() -> None:
     from paceline.config.recipe import Config
 
     print(json.dumps(Config.json_schema(), indent=2))
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="where to write; default: here")] = Path(),
+) -> None:
+    """Write a recipe and a script that train a small model of your own, in seconds on a CPU. Nothing is overwritten."""
+    contents = {folder / source.stem: source.read_text() for source in sorted(STARTER.glob("*.txt"))}
+    existing = [path for path in contents if path.exists() or path.is_symlink()]
+    if existing:
+        raise ConfigError(
+            "file-exists",
+            f"{', '.join(map(str, existing))} already exist{'s' * (len(existing) == 1)}.",
+            fix="choose another folder: paceline init FOLDER",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in contents.items():
+            with path.open("x") as file:  # another process may have created it by now
+                file.write(text)
+    except OSError as error:
+        what = f"Can't write to {folder}: {error.strerror}."
+        raise ConfigError("not-writable", what, fix="choose another folder: paceline init FOLDER") from None
+    print(f"written: {', '.join(map(str, contents))}\n\nnext:")
+    if folder.resolve() != Path.cwd():
+        print(f"  cd {shlex.quote(str(folder))}")
+    print("  paceline train recipe.yaml -n 2\n  paceline launch -n 2 train.py")

@@ -16,7 +16,6 @@ from paceline.cli import (
     doctor,
     evaluate,
     explain,
-    init,
     launch,
     options,
     runs,
@@ -53,7 +52,7 @@ app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT
 app.command("evaluate", cls=options.HintedCommand, context_settings=evaluate.CONTEXT, epilog=evaluate.EXAMPLES)(
     evaluate.evaluate
 )
-app.command("init", epilog=init.EXAMPLES)(init.init)
+app.command("init", epilog=config.INIT_EXAMPLES)(config.init)
 app.command("node", hidden=True)(launch.node)
 app.command("parity", context_settings=train.CONTEXT, epilog=train.PARITY_EXAMPLES)(train.parity)
 app.command("doctor", cls=options.HintedCommand, context_settings=doctor.CONTEXT, epilog=doctor.EXAMPLES)(doctor.doctor)

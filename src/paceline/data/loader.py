@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from paceline.data.batches import apply
+from paceline.data.batches import apply, floors
 from paceline.data.epoch_reader import UNKNOWN, EpochLengths, LaterLengths, Place, plain_attributes
 from paceline.data.input_hints import Collate, explain_pickling
 from paceline.data.same_reading import content_of, require_same_samples, try_collate, watch_order
@@ -47,7 +47,11 @@ class MicroBatch:
     indices: Sequence[Any] = ()  # of the samples, if the dataset has indices
     content: int = 0  # checksum of the whole step, if every rank reads it
     exact: bool = True  # whether every rank knows step_samples without communication
-    floors: dict[int, float] | None = None  # `batches.floors`, if the batch has left the CPU
+    floors: dict[int, float] | None = None  # taken before the batch left the CPU
+
+    def with_floors(self) -> MicroBatch:
+        self.floors = floors(self.batch)
+        return self
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's pin-memory thread on custom batch types."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.data.batches import apply, floors
+from paceline.data.batches import apply
 from paceline.data.loader import MicroBatch
 
 # Bytes of a tensor that are copied on the compute stream: CUDA takes up to 64 KiB at once, even from pageable memory,
@@ -17,19 +17,14 @@ _SMALL = 1 << 16
 
 
 def to_device(
-    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None, *, sliced: bool
+    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
 ) -> Iterator[MicroBatch]:
-    """Each micro-batch on `device`, with `cast` applied to its tensors. `sliced`: whether batches are."""
+    """Each micro-batch on `device`, with `cast` applied to its tensors."""
     if device.type == "cuda":
-        return _prefetched(map(_with_floors, micros) if sliced else micros, device, cast)
+        return _prefetched(micros, device, cast)
     if device.type == "cpu" and cast is None:
         return micros  # already there
     return _moved(micros, device, cast)
-
-
-def _with_floors(micro: MicroBatch) -> MicroBatch:
-    micro.floors = floors(micro.batch)
-    return micro
 
 
 def _moved(

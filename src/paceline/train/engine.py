@@ -332,8 +332,9 @@ class Engine:
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         cast = policies.input_cast(self.config.precision)
         change = input_change(cast, channels_last=self.config.channels_last)
-        sliced = self.mesh.data_ranks > 1 or (self.config.accumulate or 1) > 1 or self.config.micro_batch is not None
-        return to_device(micros, self.world.device, change, sliced=sliced)
+        if self.world.device.type == "cuda" and (self.mesh.data_ranks > 1 or self.config.accumulate != 1):
+            micros = map(MicroBatch.with_floors, micros)
+        return to_device(micros, self.world.device, change)
 
     def ready(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Move micro-batches to the device. The first one determines how the model is called."""

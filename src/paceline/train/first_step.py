@@ -282,11 +282,10 @@ class LaterChecks:
         """Call with every micro-batch of training."""
         if micro.group == self._group:
             self._kept = micro
-        found = micro.floors or floors(micro.batch)
-        if found != self._floors and not self._warned:
-            lower = {number: floor for number, floor in found.items() if floor < self._floors.get(number, inf)}
-            if lower:
-                self._new, self._floors = micro, {**self._floors, **lower}
+        found = {} if self._engine.graphed else micro.floors or floors(micro.batch)  # a capture must not read values
+        if any(floor < self._floors.get(number, inf) for number, floor in found.items()):
+            self._new = micro
+            self._floors |= {number: min(floor, self._floors.get(number, inf)) for number, floor in found.items()}
 
     def compare(self, micro: MicroBatch) -> None:
         """Collective. Warns once."""

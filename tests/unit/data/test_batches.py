@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.batches import apply, layout_of, rows_of, samples_in
+from paceline.data.batches import apply, floors, layout_of, rows_of, samples_in
 from paceline.errors import DataError
 
 IMAGES = [torch.full((3, 4 + number % 2, 4), float(number)) for number in range(4)]
 SAME_SIZE = [torch.full((3, 4, 4), float(number)) for number in range(4)]
 TARGETS = [{"boxes": torch.zeros(number, 4), "labels": torch.zeros(number)} for number in range(4)]
+
+
+def test_what_masks_and_ignored_targets_lower_is_told_by_tensor() -> None:
+    batch = {"x": torch.ones(4), "more": [torch.tensor([5, 3]), torch.tensor([True, True])], "name": "a"}
+    assert floors(batch) == {0: 1.0, 1: 3.0, 2: 1.0}
+    batch["x"][1], batch["more"][0][1], batch["more"][1][0] = 0, -100, False
+    assert floors(batch) == {0: 0.0, 1: -100.0, 2: 0.0}
+    assert floors([torch.ones(0), torch.ones(1, dtype=torch.complex64), torch.zeros(1 << 19)]) == {}
 
 
 def test_tensors_and_lists_as_long_as_the_batch_are_sliced() -> None:

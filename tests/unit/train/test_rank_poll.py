@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+import forked
 from paceline.train.rank_poll import Signals, decode, encode
 
 HEAD = """
@@ -21,6 +23,11 @@ me = os.getpid()
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
+    return forked.function(lambda: exec(HEAD + body, {}), Path.cwd())
+
+
+def run_fresh(body: str) -> subprocess.CompletedProcess[str]:
+    """In an interpreter of its own, which flushes its output and ends as Python does."""
     return subprocess.run([sys.executable, "-c", HEAD + body], capture_output=True, text=True, timeout=60)
 
 
@@ -78,7 +85,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(("asked", "status"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", -signal.SIGINT)])
 def test_the_end_is_that_of_the_signal_also_where_another_rank_got_it(asked: str, status: int) -> None:
-    done = run(f"""
+    done = run_fresh(f"""
 with Signals() as signals:
     signals.end("")
     signals.end("save")
