@@ -237,3 +237,23 @@ pathlib.Path(f"losses-{trainer.world.size}-{trainer.world.rank_info.rank}").writ
         assert done.returncode == 0, done.stdout + done.stderr
     one, two = (json.loads((tmp_path / f"losses-{ranks}-0").read_text()) for ranks in (1, 2))
     assert two == pytest.approx(one, rel=1e-9)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["copied at once", "copied ahead"])
+def test_masks_that_begin_in_one_micro_batch_of_an_epoch_are_seen(
+    large: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their batch is looked at before it is copied to the GPU."""
+
+    def normalized(model: Any, batch: Any) -> torch.Tensor:
+        mask = (batch[1] >= 0).float()
+        return ((model(batch[0])[:, 0] - 1).square() * (mask / mask.sum())).sum()
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(12, 20000 if large else 6), torch.zeros(12).long()) for _ in range(2)]
+    batches[1][1][-3:] = -100
+    model = torch.nn.Linear(batches[0][0].shape[1], 4)
+    settings: dict[str, Any] = {"accumulate": 2, "run": False, "quiet": True}
+    trainer = paceline.Trainer(model, {"name": "sgd", "lr": 1e-6}, loss_fn=normalized, **settings)
+    trainer.train(batches, epochs=3)
+    assert "[train.loss-of-slices]" in capsys.readouterr().out
