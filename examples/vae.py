@@ -51,11 +51,7 @@ def main():
     train_data, val_data = paceline.get_data("shapes", length=args.samples, val_length=args.samples // 8, **options)
     torch.manual_seed(0)
     trainer = paceline.Trainer(
-        VAE(),
-        {"name": "adamw", "lr": 2e-3},
-        schedule={"name": "cosine", "warmup": 0.05},
-        batch=args.batch,
-        ema=0.99,
+        VAE(), {"name": "adamw", "lr": 2e-3}, schedule={"name": "cosine", "warmup": 0.05}, batch=args.batch, ema=0.99
     )
     history = trainer.train(train_data, val_data, epochs=args.epochs)
 

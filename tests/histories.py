@@ -304,9 +304,7 @@ def compare(reference: Told, told: Told) -> Difference:
         wrong.append(f"evaluations: {[record['step'] for record in told.evaluations]}")
     theirs = [ends.get(record["step"], {"loss": float("inf")}) for record in reference.evaluations]
     return Difference(
-        _largest(reference.records, told.records, "loss"),
-        _largest(reference.evaluations, theirs, "loss"),
-        tuple(wrong),
+        _largest(reference.records, told.records, "loss"), _largest(reference.evaluations, theirs, "loss"), tuple(wrong)
     )
 
 

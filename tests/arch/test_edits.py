@@ -213,11 +213,7 @@ OPTION = Change(
             'greeting: str | None = option(None, "--greeting", help="value of GREETING")',
             into="LaunchOptions",
         ),
-        Edit(
-            "launcher/local/start.py",
-            'os.environ["GREETING"] = str(start.spec.greeting)',
-            into="rank_environment",
-        ),
+        Edit("launcher/local/start.py", 'os.environ["GREETING"] = str(start.spec.greeting)', into="rank_environment"),
     ),
     CLI
     + FORKED
@@ -247,11 +243,7 @@ BACKEND = Change(
             into="LaunchOptions",
         ),
         Edit("launcher/backends/forked.py", FORKED),
-        Edit(
-            "launcher/dispatch.py",
-            'Backend("forked", "paceline.launcher.backends.forked:launch"),',
-            into="BACKENDS",
-        ),
+        Edit("launcher/dispatch.py", 'Backend("forked", "paceline.launcher.backends.forked:launch"),', into="BACKENDS"),
     ),
     CLI
     + """

@@ -62,11 +62,7 @@ ALL = (
         script("class Net(nn.Module):\n    pass\n\ntrainer = paceline.Trainer(Net, sgd, criterion=criterion)  # <-"),
         ("model.not-a-module", "Net("),
     ),
-    Mistake(
-        "criterion-class",
-        built("model, sgd, criterion=nn.CrossEntropyLoss"),
-        ("CrossEntropyLoss()",),
-    ),
+    Mistake("criterion-class", built("model, sgd, criterion=nn.CrossEntropyLoss"), ("CrossEntropyLoss()",)),
     Mistake(
         "callback-hook",
         script(
@@ -117,10 +113,7 @@ ALL = (
     Mistake("recipe-indentation", recipe("batch: 8", "  batch: 8  # <-"), ("malformed", "line 4 is indented"), _TRAIN),
     Mistake("recipe-of-others", recipe("batch: 8", "gradient_clip_val: 1.0  # <-"), ("fix: use `clip_norm`",), _TRAIN),
     Mistake(
-        "recipe-override",
-        recipe("", ""),
-        ("unknown-key", "fix: use one of betas, lr"),
-        f"{_TRAIN} optimizer.rate=1",
+        "recipe-override", recipe("", ""), ("unknown-key", "fix: use one of betas, lr"), f"{_TRAIN} optimizer.rate=1"
     ),
     Mistake("command-typo", {}, ("trian", "train"), "paceline trian recipe.yaml"),
     Mistake("option-typo", script(""), ("--ranks",), "paceline launch --rnks 2 train.py"),

@@ -40,11 +40,7 @@ ALL = (
         trainer(
             _PLAIN, "if trainer.is_main_process:\n    paceline.dist.barrier()  # <-\ntrainer.train(data, epochs=1)"
         ),
-        (
-            "rank 0: dist.barrier() at train.py:15",
-            "at: train.py:15",
-            "call dist.barrier() and trainer.train() on",
-        ),
+        ("rank 0: dist.barrier() at train.py:15", "at: train.py:15", "call dist.barrier() and trainer.train() on"),
     ),
     Mistake(
         "rank-returns-early",
@@ -112,17 +108,9 @@ ALL = (
         ("DistributedDataParallel",),
         succeeds=True,
     ),
+    Mistake("data-parallel", trained("model = nn.DataParallel(model)", _PLAIN), ("DataParallel",), succeeds=True),
     Mistake(
-        "data-parallel",
-        trained("model = nn.DataParallel(model)", _PLAIN),
-        ("DataParallel",),
-        succeeds=True,
-    ),
-    Mistake(
-        "init-process-group-alone",
-        script('torch.distributed.init_process_group("gloo")  # <-'),
-        ("RANK",),
-        PYTHON,
+        "init-process-group-alone", script('torch.distributed.init_process_group("gloo")  # <-'), ("RANK",), PYTHON
     ),
     Mistake(
         "launch-within-launch",

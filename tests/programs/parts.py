@@ -717,9 +717,7 @@ DATA = {
     "generator": Data(lambda data: DataLoader(data, BATCH, shuffle=True, generator=seeded(5)), "own"),
     "weighted": Data(
         lambda data: DataLoader(
-            data,
-            BATCH,
-            sampler=WeightedRandomSampler(torch.linspace(0.1, 1, SAMPLES), 30, generator=seeded(6)),
+            data, BATCH, sampler=WeightedRandomSampler(torch.linspace(0.1, 1, SAMPLES), 30, generator=seeded(6))
         ),
         "own",
     ),
@@ -731,8 +729,7 @@ DATA = {
         "own",
     ),
     "sequential-batch-sampler": Data(
-        lambda data: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), BATCH, drop_last=True)),
-        "own",
+        lambda data: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), BATCH, drop_last=True)), "own"
     ),
     "collated": Data(lambda data: DataLoader(data, BATCH, collate_fn=trimmed), "own"),
     "concatenated": Data(

@@ -84,7 +84,7 @@ def test_objects_are_sent_as_json() -> None:
     value = dist.broadcast_object({"from": dist.rank(), "text": "é" * 50} if dist.is_main() else None)
     assert value == {"from": 0, "text": "é" * 50}
     assert dist.all_gather_object([dist.rank()] * (dist.rank() + 1)) == [[0], [1, 1]]
-    for sizes in [(245, 246), (3, 246), (247, 0), (3000, 1)]:  # with its quotes, 246 letters are what fits at once
+    for sizes in [(245, 246), (3, 246), (247, 0), (3000, 1)]:
         assert dist.all_gather_object("x" * sizes[dist.rank()]) == ["x" * size for size in sizes]
 
 

@@ -144,11 +144,7 @@ def test_every_part_of_a_run_is_shown(browser: Browser, server: PageServer) -> N
             ink(page, 'canvas[aria-label^="Loss: "]') > 2000 and ink(page, 'canvas[aria-label*="of 4 ranks"]') > 20_000
         )
         text = page.inner_text("main")
-        for said in (
-            "fsdp: 4 ranks on 1 node",
-            "has been 1.3 × slower",
-            "recipe.yaml:3",
-        ):
+        for said in ("fsdp: 4 ranks on 1 node", "has been 1.3 × slower", "recipe.yaml:3"):
             assert said in text
 
 
@@ -328,10 +324,7 @@ def test_a_live_run_gets_new_points(browser: Browser, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "payloads"),
-    [
-        ("page", PAYLOADS[: sample(4, len(PAYLOADS))]),
-        pytest.param("report", PAYLOADS[:4], marks=pytest.mark.nightly),
-    ],
+    [("page", PAYLOADS[: sample(4, len(PAYLOADS))]), pytest.param("report", PAYLOADS[:4], marks=pytest.mark.nightly)],
 )
 def test_hostile_text_runs_no_script(browser: Browser, tmp_path: Path, kind: str, payloads: list[str]) -> None:
     """Every payload in every text of a run: on a page, where it must be seen as text, and in a report."""

@@ -33,11 +33,7 @@ WRAPPERS = (
     "ema_state_dict", "model_ema", "params_ema", "ema",
 )  # fmt: skip
 # Of torch.compile, FSDP and activation checkpointing.
-_ANYWHERE = {
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-}
+_ANYWHERE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FRONT = "module."  # DDP and DataParallel
 _MAX_DEPTH = 8  # of nested dicts
 _PIECE = 1 << 20

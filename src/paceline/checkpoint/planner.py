@@ -14,10 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_load_plan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -96,11 +93,7 @@ def _global_plan(planner: DefaultSavePlanner, own: SavePlan, group: Group) -> Sa
 def _write_item(item: Any) -> WriteItem:
     data = item.tensor_data
     return WriteItem(
-        item.index.fqn,
-        data.properties.dtype,
-        tuple(data.size),
-        tuple(data.chunk.offsets),
-        tuple(data.chunk.sizes),
+        item.index.fqn, data.properties.dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     )
 
 

@@ -29,8 +29,7 @@ EXAMPLES = options.examples(
     "evaluate --from mlp --json",
 )
 From = Annotated[
-    str,
-    typer.Option("--from", metavar="RUN", help="name or path of a run, a checkpoint, or a file of weights"),
+    str, typer.Option("--from", metavar="RUN", help="name or path of a run, a checkpoint, or a file of weights")
 ]
 Best = Annotated[bool, typer.Option("--best", help="use the best checkpoint of the run, not the newest")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -38,11 +37,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node", "--k8s", "--k8s-with", "--dry-run"))
 def evaluate(
-    from_run: From,
-    arguments: workloads.Arguments = None,
-    best: Best = False,
-    json: Json = False,
-    **launch_options: Any,
+    from_run: From, arguments: workloads.Arguments = None, best: Best = False, json: Json = False, **launch_options: Any
 ) -> None:
     """Evaluate a recipe with the newest intact checkpoint of a run. Nothing is trained, and no file is written. Without
     a recipe, the run's own."""

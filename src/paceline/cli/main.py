@@ -9,19 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import (
-    bench,
-    checkpoint,
-    config,
-    doctor,
-    evaluate,
-    explain,
-    launch,
-    options,
-    runs,
-    sweep,
-    train,
-)
+from paceline.cli import bench, checkpoint, config, doctor, evaluate, explain, launch, options, runs, sweep, train
 from paceline.errors import PacelineError
 
 app = typer.Typer(

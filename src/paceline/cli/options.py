@@ -72,10 +72,7 @@ def launch_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:
 def _parameters(without: Collection[str]) -> list[inspect.Parameter]:
     return [
         inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None,
-            annotation=_annotation(option, kind, without),
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_annotation(option, kind, without)
         )
         for name, (option, kind) in options_of(LaunchSpec).items()
         if not set(option.flags) <= set(without)

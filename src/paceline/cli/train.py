@@ -124,8 +124,7 @@ def parity(
         typer.Option("--bound", help="largest relative difference allowed; default: depends on the precision"),
     ] = None,
     bits: Annotated[
-        bool,
-        typer.Option("--bits", help="set deterministic: everywhere; ddp on 2 to 4 ranks must be equal to the bit"),
+        bool, typer.Option("--bits", help="set deterministic: everywhere; ddp on 2 to 4 ranks must be equal to the bit")
     ] = False,
 ) -> None:
     """Train on CPU under several layouts and in a single process, and compare loss, gradient norm and weights."""

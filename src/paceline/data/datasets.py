@@ -147,12 +147,7 @@ def _inside(shape: str, x: Grid, y: Grid, radius: float) -> Mask:
 
 @register_data("shapes")
 def shapes(
-    size: int = 32,
-    channels: int = 3,
-    length: int = 4096,
-    val_length: int = 512,
-    labels: bool = True,
-    seed: int = 0,
+    size: int = 32, channels: int = 3, length: int = 4096, val_length: int = 512, labels: bool = True, seed: int = 0
 ) -> tuple[Shapes, Shapes]:
     return (
         Shapes(length, size, channels, derive_seed(seed, 0), labels),

@@ -235,10 +235,7 @@ def _script_limit(history: _History) -> Limit:
 
 def _pause_limit(history: _History, pause: str, longest: str) -> Limit:
     if history.number < _FEW:
-        return max(
-            Limit(30.0, "at least 30 s at the beginning"),
-            _twice(max(history.longest, default=0.0), longest),
-        )
+        return max(Limit(30.0, "at least 30 s at the beginning"), _twice(max(history.longest, default=0.0), longest))
     usual = _median(history.pauses)
     return max(
         Limit(10.0, "at least 10 s"),

@@ -185,8 +185,7 @@ AT_PLACE: Mapping[PlaceKind, Advice] = MappingProxyType(
             "call trainer.evaluate() on every rank; print the result on rank 0 only",
         ),
         "trainer": Advice(
-            f"{_ON_ONE_RANK}, or a callback that runs on one rank only",
-            "call the methods of the Trainer on every rank",
+            f"{_ON_ONE_RANK}, or a callback that runs on one rank only", "call the methods of the Trainer on every rank"
         ),
         "code": Advice(
             "code that only some ranks run or that takes longer on one of them, a lock, or an endless loop",

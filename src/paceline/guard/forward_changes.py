@@ -178,10 +178,10 @@ def find(
     """The attributes that the forward changes and that the next one reads: those with different values on different
     ranks, and the others; and a warning if a forward failed. Collective. `run` computes the loss of a batch."""
     failed: list[str] = []
-    before = _attributes(module.model, module.loss_state)
+    before = attributes(module.model, module.loss_state)
     with _trial(module, user_code):
         first = trial_loss(run, micro, draw, failed)
-        after = _attributes(module.model, module.loss_state)
+        after = attributes(module.model, module.loss_state)
         changed = {name: value for name, value in after.items() if before.get(name) != value}
         ranks = collectives.all_gather_object(changed)
         second = trial_loss(run, micro, draw, failed) if any(ranks) else first
@@ -227,7 +227,15 @@ def moved_parameters(
     return [name for name in named if states[0][name] != states[1][name]]
 
 
-def _attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[str, int]:
+def not_saved(module: LossModule, names: Sequence[str]) -> list[str]:
+    """Which of the attributes that `find` has found are in no checkpoint."""
+    saved = {*module.model.state_dict(keep_vars=True)}
+    saved |= {f"criterion.{name}" for criterion in module.loss_state for name in criterion.state_dict(keep_vars=True)}
+    own = {name: f"{name.rpartition('.')[0]}._extra_state".removeprefix(".") for name in names}
+    return [name for name in names if saved.isdisjoint((name, own[name]))]
+
+
+def attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[str, int]:
     """Digests of numbers and tensors in the attributes of modules that are not torch's own."""
     found = {}
     inside = [each for criterion in criteria for each in criterion.named_modules(prefix="criterion")]

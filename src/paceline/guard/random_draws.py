@@ -118,12 +118,7 @@ def describe_draws(
     calls, failed = [f"{what} of shape {shape}" for what, shape in keys.kept.items()], list[str]()
     if not pipelined:  # there, a trial does not know the samples of each part of a batch
         recorder = RandomCalls(keys)
-        with (
-            snapshot.preserved(module.model, *code),
-            torch.no_grad(),
-            uncompiled(),
-            draw.copy() as trial,
-        ):
+        with snapshot.preserved(module.model, *code), torch.no_grad(), uncompiled(), draw.copy() as trial:
             trial_loss(run, micro, trial, failed)
             first = trial_loss(partial(_seeded, 0, partial(recorder.record, run), keys), micro, trial, failed)
             others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial, failed) for seed in range(1, 8)]

@@ -91,11 +91,7 @@ def _launch_here(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -
 def _check_options(spec: LaunchSpec) -> None:
     names = [f"--{each.field}" for each in BACKENDS if each.is_requested(spec)]
     if len(names) > 1:
-        raise LaunchError(
-            "bad-options",
-            f"{' and '.join(names)} are mutually exclusive.",
-            fix="choose one of them",
-        )
+        raise LaunchError("bad-options", f"{' and '.join(names)} are mutually exclusive.", fix="choose one of them")
     if spec.rendezvous not in (None, "static", "c10d"):
         raise LaunchError("bad-options", f"Unknown --rdzv-backend {spec.rendezvous!r}.", fix="use static or c10d")
     if spec.rendezvous == "static" and spec.node_rank is None:

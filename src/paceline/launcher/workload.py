@@ -61,9 +61,7 @@ def _replace_process(program: str, args: tuple[str, ...]) -> None:
         os.execvp(program, [program, *args])
     except OSError as error:
         raise LaunchError(
-            "no-program",
-            f"Cannot execute {program!r}: {error.strerror}.",
-            fix="check its name and permissions",
+            "no-program", f"Cannot execute {program!r}: {error.strerror}.", fix="check its name and permissions"
         ) from None
 
 

@@ -51,6 +51,7 @@ class LossModule(nn.Module):
         self.has_weights = False  # whether the last loss in an evaluation came with a weight
         self.proportions = Proportions()
         self.records_sums = True  # whether `recorded` records sums and means as well
+        self.unsaved: list[str] = []  # attributes that a forward keeps for the next one, and no checkpoint has
         self.divides: bool | None = None  # whether means show what they were divided by; None: not known yet
 
     def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:

@@ -16,9 +16,7 @@ from paceline.models.zoo import register_model
 class MLP(nn.Module):
     """Flattens its input, followed by `hidden` layers of `width` units."""
 
-    model_spec = ModelSpec(
-        pipeline=PipelineSpec(first="flatten", blocks="layers", last="read_out", loss="loss"),
-    )
+    model_spec = ModelSpec(pipeline=PipelineSpec(first="flatten", blocks="layers", last="read_out", loss="loss"))
 
     def __init__(self, inputs: int = 3072, width: int = 128, hidden: int = 2, classes: int = 4) -> None:
         super().__init__()

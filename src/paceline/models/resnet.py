@@ -104,10 +104,7 @@ def _small_stem(width: int) -> nn.Module:
 
 def _imagenet_stem(width: int) -> nn.Module:
     return nn.Sequential(
-        _conv(3, width, 7, stride=2),
-        nn.BatchNorm2d(width),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, padding=1),
+        _conv(3, width, 7, stride=2), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)
     )
 
 

@@ -147,9 +147,7 @@ def _hybrid(world: int, nodes: int) -> LayoutPlan:
         )
     if world % 2 == 0 and world > 2:
         return LayoutPlan(
-            "hsdp",
-            Degrees(replicate=2, shard=world // 2),
-            "one node: 2 replicas, each sharded across half the ranks",
+            "hsdp", Degrees(replicate=2, shard=world // 2), "one node: 2 replicas, each sharded across half the ranks"
         )
     return LayoutPlan("hsdp", Degrees(shard=world), f"one node: sharded across all {world} ranks")
 

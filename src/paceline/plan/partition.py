@@ -96,10 +96,7 @@ def choose_microbatches(settings: PipelineSection, ranks: int, samples: int) -> 
     else:
         count, reason = 2 * ranks, "2 per pipeline rank"
         if samples < count:
-            count, reason = (
-                max(ranks, samples // ranks * ranks),
-                f"{plural(samples, 'sample')} per rank",
-            )
+            count, reason = (max(ranks, samples // ranks * ranks), f"{plural(samples, 'sample')} per rank")
     idle = bubble(settings.schedule, ranks, stages, count)
     return count, f"{settings.schedule}, {count} micro-batches ({reason}); pipeline bubble: {idle:.0%} of each step"
 

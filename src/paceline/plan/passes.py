@@ -104,12 +104,7 @@ PASSES = (
         "before the other parallelisms, which then apply to the layers of this rank only",
         lambda config, degrees: degrees.pipeline > 1,
     ),
-    Pass(
-        "sync_batchnorm",
-        "model",
-        "before compile, which traces the synchronized layers",
-        _synchronizes_norms,
-    ),
+    Pass("sync_batchnorm", "model", "before compile, which traces the synchronized layers", _synchronizes_norms),
     Pass(
         "tensor",
         "model",
@@ -134,12 +129,7 @@ PASSES = (
         "wraps the step: parameters are gathered before a block runs, gradients are reduced after its backward",
         _uses_fsdp,
     ),
-    Pass(
-        "ddp",
-        "step",
-        "wraps the step: gradients are averaged during the backward",
-        _replicates,
-    ),
+    Pass("ddp", "step", "wraps the step: gradients are averaged during the backward", _replicates),
     Pass(
         "data_parallel",
         "step",

@@ -115,11 +115,7 @@ def _describe(descriptor: int, text: bytes) -> None:
 
 
 def _here() -> dict[str, object]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "since": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def _holder(descriptor: int) -> dict[str, object]:

@@ -17,7 +17,6 @@ Group = torch_dist.ProcessGroup | None
 # interpreter, and aborts if that is shutting down. So recent tensors are kept here; large ones have an owner elsewhere.
 _kept: deque[torch.Tensor] = deque(maxlen=32)
 _LARGE = 1 << 16
-_HEAD = 256  # bytes: most messages are gathered at once, larger ones again
 _FAILED = -1  # sent instead of a length: the source failed, so the other ranks must not wait for its value
 
 
@@ -63,21 +62,17 @@ def broadcast(value: Any, src: int, group: Group) -> Any:
 
 
 def all_gather(value: Any, group: Group) -> list[Any]:
+    device = message_device(group)
     encoded = encode(value)
-    message = len(encoded).to_bytes(8) + encoded
-    heads = _gathered(message, _HEAD, group)
-    longest = max(int.from_bytes(head[:8]) for head in heads) + 8
-    whole = heads if longest <= _HEAD else _gathered(message, longest, group)
-    return [decode(data[8 : 8 + int.from_bytes(data[:8])]) for data in whole]
-
-
-def _gathered(message: bytes, size: int, group: Group) -> list[bytes]:
-    """The first bytes of the messages of all ranks."""
-    sent = as_tensor(message[:size], size, message_device(group))
-    gathered = [torch.empty_like(sent) for _ in range(torch_dist.get_world_size(group))]
+    sizes = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[torch_dist.get_rank(group)] = len(encoded)
+    torch_dist.all_reduce(sizes, group=group)
+    longest = int(sizes.max().item())
+    gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    sent = as_tensor(encoded, longest, device)
     torch_dist.all_gather(gathered, sent, group=group)
-    keep(sent, *gathered)
-    return [data.cpu().numpy().tobytes() for data in gathered]
+    keep(sizes, sent, *gathered)
+    return [decode(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
 def message_device(group: Group) -> torch.device:

@@ -156,9 +156,7 @@ def build_data(config: Config) -> tuple[Any, Any]:
     """The recipe's training and validation data."""
     if config.model is None and (config.data is None or not config.data.name):
         raise ConfigError(
-            "missing-section",
-            "trainer.train() got no data.",
-            fix="pass it: trainer.train(data, epochs=1)",
+            "missing-section", "trainer.train() got no data.", fix="pass it: trainer.train(data, epochs=1)"
         )
     section = _require_section(settle(config)[0].data, "data", "stdlib-text")
     import_component(config, "data")

@@ -250,6 +250,7 @@ def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Seque
     trial, failed = _trial(engine, micro), None
     if degrees.pipeline == 1:
         own, counted, failed = forward_changes.find(*trial)
+        engine.module.unsaved = forward_changes.not_saved(engine.module, [*own, *counted])
         if groups > 1 and degrees.is_replicated:
             counted += forward_changes.moved_parameters(*trial)
         forward_changes.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
@@ -368,9 +369,13 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
     engine.checked = True
     engine.module.zero_grad(set_to_none=True)
     engine.stepper.measure = partial(preflight.nominal, groups=groups)
+    before = forward_changes.attributes(engine.model, engine.module.loss_state)
 
     def check(*arguments: Any) -> None:
         hook.remove()
+        if groups == 1 and forward_changes.attributes(engine.model, engine.module.loss_state) != before:
+            own, counted, _ = forward_changes.find(*_trial(engine, micro))
+            engine.module.unsaved = forward_changes.not_saved(engine.module, [*own, *counted])
         _name_draws(engine, micro, engine.log.info)
         unused = preflight.without_gradient(engine.model)
         if unused and config.unused_parameters == "error":

@@ -4,13 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler
 
 from paceline.data.adopt import batch_of, look_at
 from paceline.data.iterable import ReadyBatches

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from paceline.data.adopt import adopt, batch_of
 from paceline.data.iterable import ReadyBatches

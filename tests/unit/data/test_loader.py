@@ -4,10 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.data.loader import TimedReading
 from reading import Noisy, Numbers, micros, samples_by_step, spec_for

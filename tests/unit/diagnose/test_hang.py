@@ -175,8 +175,7 @@ def test_a_rank_that_exited_inside_the_collective_has_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "call"),
-    [({"name": "broadcast"}, "broadcast of Float[4]"), ({"size": 8}, "all_reduce of Float[8]")],
+    ("values", "call"), [({"name": "broadcast"}, "broadcast of Float[4]"), ({"size": 8}, "all_reduce of Float[8]")]
 )
 def test_different_calls_of_one_number_name_both_sides(values: dict[str, Any], call: str) -> None:
     hang = find_hang([*OTHERS, waiting(2, ALL, stack=in_call("broadcast", 30), **values)], 2.3)

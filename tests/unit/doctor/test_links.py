@@ -269,8 +269,7 @@ def test_of_many_slow_links_a_few_are_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "offset, status, words",
-    [(0.9, "ok", "900 ms"), (-5.0, "warn", "5.0 s behind"), (61.0, "fail", "61.0 s ahead of")],
+    "offset, status, words", [(0.9, "ok", "900 ms"), (-5.0, "warn", "5.0 s behind"), (61.0, "fail", "61.0 s ahead of")]
 )
 def test_a_clock_is_judged_by_its_offset(offset: float, status: str, words: str) -> None:
     finding = judge_clock(offset, "a", "b")

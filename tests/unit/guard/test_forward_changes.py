@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,13 +39,13 @@ class Counts(nn.Module):
         return outputs / (1 + 0.1 * self.calls)
 
 
-def warnings_of(model: nn.Module, **settings: Any) -> list[str]:
+def warnings_of(model: nn.Module, steps: int = 1, **settings: Any) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("paceline").addHandler(handler)
     torch.manual_seed(0)
-    tiny.classifier_trainer(model, **settings).train(tiny.blobs(32), max_steps=1)
+    tiny.classifier_trainer(model, **settings).train(tiny.blobs(32), max_steps=steps)
     logging.getLogger("paceline").removeHandler(handler)
     return lines
 
@@ -69,3 +70,29 @@ def test_state_that_changes_in_every_micro_batch_is_warned_about() -> None:
     model = Counts()
     assert warnings_of(model) == []
     assert model.calls == 1
+
+
+class Extra(Counts):
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def buffered() -> nn.Module:
+    model = tiny.classifier()
+    model.register_buffer("mean", torch.zeros(()))
+    model.register_forward_pre_hook(lambda module, inputs: module.mean.add_(1.0) and None)
+    model.register_forward_hook(lambda module, inputs, outputs: outputs / (1 + module.mean))
+    return model
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_first_save_names_what_a_forward_keeps_and_is_not_saved(accumulate: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run": str(tmp_path / "run"), "save_every": 1, "accumulate": accumulate}
+    for model, name in ((Keeps(uses=True), "last"), (Counts(), "calls")):
+        said = [line for line in warnings_of(model, steps=3, **settings) if "not saved" in line]
+        assert [line.partition(" for the next one")[0] for line in said] == [f"the forward keeps {name}"]
+    for other in (Keeps(uses=False), Extra(), buffered(), tiny.classifier()):
+        assert not [line for line in warnings_of(other, steps=3, **settings) if "not saved" in line]

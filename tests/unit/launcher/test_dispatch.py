@@ -78,10 +78,7 @@ def test_backend(
     ("spec", "words"),
     [
         (LaunchSpec(hosts="a", ray="auto"), "--hosts and --ray are mutually exclusive"),
-        (
-            LaunchSpec(slurm="nodes=2", ray="auto", master=MASTER),
-            "--slurm and --ray and --master are mutually",
-        ),
+        (LaunchSpec(slurm="nodes=2", ray="auto", master=MASTER), "--slurm and --ray and --master are mutually"),
         (LaunchSpec(k8s=True, hosts="a"), "--k8s and --hosts are mutually exclusive"),
         (LaunchSpec(rendezvous="etcd"), "--rdzv-backend 'etcd'"),
         (LaunchSpec(rendezvous="static"), "--node-rank"),

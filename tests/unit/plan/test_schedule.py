@@ -62,12 +62,7 @@ def test_a_warmup_below_one_is_a_fraction_of_all_steps_in_any_unit() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        {"warmup": 1},
-        {"name": "cosine", "steps": 3},
-        {"name": "step", "every": 1},
-        {"name": "step", "at": [1]},
-    ],
+    [{"warmup": 1}, {"name": "cosine", "steps": 3}, {"name": "step", "every": 1}, {"name": "step", "at": [1]}],
 )
 def test_epochs_of_data_without_length_have_a_code(schedule: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -45,7 +45,7 @@ _STEP = re.compile(r"\b(?:steps?|iter(?:ation)?s?|epoch|batch|it)\b|\d%\|", re.I
 _METRIC = re.compile(r"\b(?:loss|lr|learning_rate|acc|tokens/s)\b\W{1,4}-?\d|\d ?(?:it/s|s/it)", re.IGNORECASE)
 _VAGUE = re.compile(
     r"^terminate called after throwing|^\s*what\(\): |^\S+: error: |^(?:ERROR|FATAL|CRITICAL)\b|: Assertion `.+' failed"
-    r"|\bfatal error\b|^panic: ",
+    r"|\bfatal error\b|^panic: "
 )
 _NOT_STARTED = re.compile(r"^(?:sbatch|salloc|srun|slurmstepd): (?:fatal: |error: execve\(\): )")
 _PACELINE = re.compile(r"^\[(?P<code>[a-z]+\.[a-z][a-z0-9-]+)\] ")

@@ -175,8 +175,7 @@ def _explicit(balance: Sequence[int] | Sequence[str], names: Sequence[str], stag
         return parse_balance(balance, names, stages)
     except UnknownLayerError as unknown:
         raise LayoutError(
-            "balance",
-            f"pipeline.balance: unknown layer {unknown.name!r}; {did_you_mean(unknown.name, names)}",
+            "balance", f"pipeline.balance: unknown layer {unknown.name!r}; {did_you_mean(unknown.name, names)}"
         ) from None
     except BalanceError as error:
         raise LayoutError(

@@ -33,6 +33,12 @@ class ModelState(ShardedStateful):
 
     def sharded_state(self) -> ShardedState:
         engine, state = self._engine, ShardedState()
+        if unsaved := engine.module.unsaved:
+            engine.module.unsaved = []  # said once
+            engine.log.warning(
+                f"the forward keeps {', '.join(unsaved)} for the next one in plain attributes, which are not saved: a "
+                "resumed run begins without; register buffers, or implement get_extra_state"
+            )
         trained = {id(p) for p in engine.model.parameters() if p.requires_grad}
         modules = engine.model.modules()
         # Modified by a forward (nn.Embedding's max_norm).

@@ -54,8 +54,7 @@ def test_a_job_is_followed_through_a_requeue_to_its_exit_status(
 
 
 @pytest.mark.parametrize(
-    ("state", "status"),
-    [("COMPLETED ExitCode=0:0", 0), ("CANCELLED ExitCode=0:0", 1), ("TIMEOUT ExitCode=0:15", 143)],
+    ("state", "status"), [("COMPLETED ExitCode=0:0", 0), ("CANCELLED ExitCode=0:0", 1), ("TIMEOUT ExitCode=0:15", 143)]
 )
 def test_a_job_that_slurm_ended_does_not_count_as_done(answers: Path, state: str, status: int) -> None:
     (answers / "1").write_text(f"JobId=7 JobState={state}\n")
@@ -98,8 +97,7 @@ def test_a_refused_requeue_is_an_error_at_once(answers: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "time"),
-    [("2h", "02:00:00"), ("90m", "01:30:00"), ("1d12h", "1-12:00:00"), ("02:00:00", "02:00:00")],
+    ("written", "time"), [("2h", "02:00:00"), ("90m", "01:30:00"), ("1d12h", "1-12:00:00"), ("02:00:00", "02:00:00")]
 )
 def test_sbatch_options_are_parsed(written: str, time: str) -> None:
     request = slurm_job.parse(
