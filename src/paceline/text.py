@@ -40,6 +40,11 @@ def format_rate(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
+def format_value(value: float) -> str:
+    """`0.4321`, `3.2e-05`: of a loss or metric"""
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
 def format_duration(seconds: float) -> str:
     """`4.2 s`, `3 min 20 s`, `2 h 5 min`"""
     if seconds < 59.95:

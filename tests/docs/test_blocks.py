@@ -9,6 +9,7 @@ comments in the lines before a block say what it needs (CONTRIBUTING.md, "Docume
     <!-- dry run -->                    with --dry-run (make: -n), for what needs a GPU or other machines
     <!-- exits with: 1 -->              the status of the last command
     <!-- not run: reason -->            cannot be run at all; under 5 % of all blocks
+    <!-- one rank: reason -->           a program that is not run on two ranks
 
 A page that is built from a program (`<!-- Built from PROGRAM by …` in its first line) is run as that program, by a test
 of its own.
@@ -37,7 +38,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 SHELL = ("bash", "sh", "console")
 RUN = ("python", "yaml", *SHELL)
 TRAINS = ("train", "sweep", "parity", "bench")
-COMMENTS = ("file", "given", "run with", "dry run", "exits with", "not run")
+COMMENTS = ("file", "given", "run with", "dry run", "exits with", "not run", "one rank")
 
 
 @dataclass
@@ -152,6 +153,33 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
             folder = run_commands(block, folder, at)
 
 
+PROGRAMS = {
+    page: [block for block in blocks if block.language == "python" and "import paceline" in block.text]
+    for page, blocks in BLOCKS.items()
+    if not BUILT.match(page.read_text())
+}
+# What a newcomer pastes first; the others run in `make test-all`.
+FIRST = {ROOT / "README.md", ROOT / "docs/guides/trainer.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page in FIRST else pytest.mark.nightly, id=str(page.relative_to(ROOT)))
+        for page, programs in PROGRAMS.items()
+        if programs
+    ],
+)
+def test_the_programs_of_a_page_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
+    for block in BLOCKS[page]:
+        prepare(block, tmp_path)
+        if block in PROGRAMS[page] and not block.comments.keys() & {"not run", "one rank"}:
+            script = tmp_path / f"block_{block.line}.py"
+            script.write_text(block.text)
+            done = forked.paceline("launch", "-n", "2", script.name, cwd=tmp_path)
+            assert done.returncode == 0, f"{page.relative_to(ROOT)}:{block.line}\n{done.stdout}{done.stderr}"
+
+
 def run_commands(block: Block, folder: Path, at: str) -> Path:
     """The folder in which the next block runs: `cd` has the effect that it has in a shell."""
     commands = commands_of(block)
@@ -188,6 +216,8 @@ def test_almost_every_block_is_run() -> None:
     left_out = [f"{page.name}:{block.line}" for page, block in RUNNABLE if "not run" in block.comments]
     assert len(left_out) < 0.05 * len(RUNNABLE), left_out
     assert all(block.comments["not run"] for _, block in RUNNABLE if "not run" in block.comments)
+    alone = [block for _, block in RUNNABLE if "one rank" in block.comments]
+    assert len(alone) <= 9 and all(block.comments["one rank"] for block in alone)
 
 
 def test_every_block_has_a_known_type_and_known_comments() -> None:

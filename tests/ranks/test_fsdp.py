@@ -177,6 +177,14 @@ def test_every_optimizer_and_model_trains_as_on_one_rank(strategy: str, ranks: i
     assert not differences
 
 
+@ranks(2)
+def test_tied_weights_are_one_tensor_in_the_full_state() -> None:
+    state = tiny.gpt_trainer(strategy="fsdp").state_dict()
+    if paceline.dist.is_main():
+        assert state["tokens.weight"] is state["head.weight"]
+        assert state["tokens.weight"].shape == (32, 16)
+
+
 def test_the_comparison_notices_a_single_wrong_step() -> None:
     weights = {name: trained("auto", 1)[name]["weights"] for name in ("nesterov fused fp64", "sgd fused fp64")}
     first, second = weights.values()

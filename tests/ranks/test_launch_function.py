@@ -265,6 +265,8 @@ def test_a_launch_on_a_rank_that_a_launcher_started_is_refused(monkeypatch: pyte
     with pytest.raises(PacelineError, match="called on rank 1 of 2") as caught:
         paceline.launch(total, ranks=2)
     assert caught.value.code == "launch.inside-a-rank"
+    with pytest.raises(PacelineError, match=r"paceline.sweep\(\) was called on rank 1 of 2"):
+        paceline.sweep(lambda trial: trial["x"], {"x": "uniform(0, 1)"}, trials=1)
 
 
 @pytest.mark.parametrize("name", ["world_size", "nprocs", "n", "num_processes", "nproc_per_node"])

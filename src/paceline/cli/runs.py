@@ -111,9 +111,9 @@ def watch(
             fix="omit --port to use a free port, and --host to listen on loopback",
         ) from None
     os.nice(_NICE)
-    print(server.url, flush=True)
-    _explain_address(host, server.server_port)
     try:
+        _explain_address(host, server.server_port)
+        print(server.url, flush=True)
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         print(file=sys.stderr)

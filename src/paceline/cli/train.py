@@ -13,6 +13,7 @@ from paceline.cli import options, workloads
 from paceline.config.launch import LaunchSpec
 from paceline.launcher.workload import reject_launch_on_rank
 from paceline.runtime import environment
+from paceline.text import format_value
 
 if TYPE_CHECKING:
     from paceline.config.recipe import Config
@@ -75,16 +76,16 @@ def summary(trainer: Trainer, history: History, val: Any) -> str:
 
     lines = [""]
     if history.steps:
-        lines.append(f"initial loss       {history.steps[0]['loss']:.4f}")
-        lines.append(f"final loss         {history.steps[-1]['loss']:.4f}")
+        lines.append(f"initial loss       {format_value(history.steps[0]['loss'])}")
+        lines.append(f"final loss         {format_value(history.steps[-1]['loss'])}")
     if history.evaluations:
         last = history.evaluations[-1]
         loss = last["loss"]
-        lines.append(f"validation loss    {loss:.4f}")
-        lines += [f"{name:<18} {last[name]:.4f}" for name in trainer._engine.task.metrics if name in last]
+        lines.append(f"validation loss    {format_value(loss)}")
+        lines += [f"{name:<18} {format_value(last[name])}" for name in trainer._engine.task.metrics if name in last]
         for name, baseline in getattr(val, "baselines", dict)().items():
             verdict = "beaten" if loss < baseline else "not beaten yet: train longer"
-            lines.append(f"{name + ' model':<18} {baseline:.4f}  ({verdict})")
+            lines.append(f"{name + ' model':<18} {format_value(baseline)}  ({verdict})")
     sample = _sample(trainer, val)
     if sample:
         lines.append(f"\nsample text:\n{sample}")

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.log import Log
-from paceline.text import format_bytes, format_clock, format_rate, format_sent
+from paceline.text import format_bytes, format_clock, format_rate, format_sent, format_value
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ def _facts(point: LogPoint) -> dict[str, str]:
     tokens, samples = point.tokens_per_second, point.samples_per_second
     facts = {
         "epoch": f"epoch {point.epoch}",
-        "loss": f"loss {_number(point.loss)}",
+        "loss": f"loss {format_value(point.loss)}",
         "lr": f"lr {point.lr:.3g}",
         "rate": f"{format_rate(samples)} samples/s" if tokens is None else f"{format_rate(tokens)} tokens/s",
         "wait": f"data wait {point.data_wait:.0%}",
@@ -200,8 +200,4 @@ def _facts(point: LogPoint) -> dict[str, str]:
         facts["sent"] = f"sent {format_sent(point.sent_mb * 1e6)}/step"
     if point.memory is not None:
         facts["memory"] = format_bytes(point.memory)
-    return facts | {f"extra {name}": f"{name} {_number(value)}" for name, value in point.extras.items()}
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+    return facts | {f"extra {name}": f"{name} {format_value(value)}" for name, value in point.extras.items()}

@@ -76,10 +76,14 @@ def gather_full_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, 
     meet()
     is_primary = not any(mesh.coords_in_stage.values())
     own: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
     with _without_gather_warning():
         for name, tensor in tensors.items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if is_primary:
+            first = names.setdefault(id(tensor), name)
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) and first == name else tensor
+            if is_primary and first != name:  # tied parameters stay one tensor
+                own[name] = own[first]
+            elif is_primary:
                 own[name] = full.detach().cpu() if isinstance(tensor, DTensor) else full.detach()
     if mesh.degrees.pipeline == 1:
         return own

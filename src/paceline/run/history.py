@@ -33,6 +33,8 @@ class History:
         evaluations: a record for each evaluation: `step`, `epoch`, `loss` and the metrics
         run: path of the run folder; its `metrics.jsonl` has the records of the whole run. None: nothing is written
         ended: why training ended: end of data, max_steps, early_stop, …
+        metric: by which evaluations are compared: that of `save_best`
+        mode: whether its `"min"` or its `"max"` is best
 
     Example:
         >>> import paceline
@@ -47,6 +49,8 @@ class History:
     evaluations: list[Record] = field(default_factory=list)
     run: str | None = None
     ended: str | None = None
+    metric: str = "loss"
+    mode: str = "min"
 
     @property
     def losses(self) -> list[float]:
@@ -55,9 +59,10 @@ class History:
 
     @property
     def best(self) -> Record | None:
-        """The evaluation with the lowest loss."""
-        finite = [record for record in self.evaluations if math.isfinite(record["loss"])]
-        return min(finite, key=lambda record: float(record["loss"]), default=None)
+        """The best evaluation by the metric of `save_best`; without it, the one with the lowest loss."""
+        finite = [record for record in self.evaluations if math.isfinite(record.get(self.metric, math.nan))]
+        choose = min if self.mode == "min" else max
+        return choose(finite, key=lambda record: float(record[self.metric]), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for JSON.
@@ -69,7 +74,7 @@ class History:
             >>> history.to_json()["evaluations"]
             [{'step': 2, 'loss': 0.6}]
         """
-        return {"steps": self.steps, "evaluations": self.evaluations, "run": self.run, "ended": self.ended}
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> History:
@@ -85,4 +90,4 @@ class History:
             >>> paceline.History.from_json(history.to_json()) == history
             True
         """
-        return cls(list(values["steps"]), list(values["evaluations"]), values["run"], values["ended"])
+        return cls(**values)

@@ -23,6 +23,7 @@ from paceline.config.sections import SweepSection
 from paceline.errors import LaunchError, SearchError
 from paceline.launcher.function import launch
 from paceline.launcher.local import agent
+from paceline.launcher.workload import reject_launch_on_rank
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
 from paceline.run.ledger import Ledger
@@ -108,6 +109,7 @@ def sweep(
     Raises:
         SearchError: `search.bad-space`, `search.no-space`, `search.no-metric`, `search.other-study`,
             `search.needs-recipe`: the search space, the metric or the study does not fit; `search.all-failed`
+        LaunchError: `launch.inside-a-rank`: the script was launched on several ranks
 
     Example:
         >>> import paceline
@@ -117,6 +119,7 @@ def sweep(
         >>> len(study.trials())
         2
     """
+    reject_launch_on_rank("paceline.sweep()")
     agent.require_forkable()
     if callable(target):
         return _sweep_function(target, read_section(space or {}, settings), name, ranks)

@@ -58,11 +58,13 @@ class LearningRate:
         """Prepare a `train()` call and return the rows to print. `epochs`: of the run, if it ends after some."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
         own = self._config.optimizer
-        reason = FROM_SETTINGS if "name" in own.model_fields_set else "default: no optimizer was passed"
+        reason = FROM_SETTINGS if "name" in own.model_fields_set else "default"
+        reason += "" if own.model_fields_set else ": no optimizer was passed"
         rows = {"optimizer": Derived(own.name, reason), **plan.rows()}
         if not self._owns_optimizer:
             rows["optimizer"] = Derived(type(optimizer).__name__, "passed to the Trainer")
-            rows["learning rate"] = Derived(float(optimizer.param_groups[0]["lr"]), "from the optimizer")
+            group = optimizer.param_groups[0]  # a scheduler that warms up has set the lr of the first step
+            rows["learning rate"] = Derived(float(group.get("initial_lr", group["lr"])), "from the optimizer")
         self._warn_of_horizon(int(plan.steps.value), warn)
         if self.scheduler is not None:
             rows["scheduler"] = Derived(type(self.scheduler).__name__, f"steps {self.interval}")

@@ -25,6 +25,7 @@ from paceline.plan.slow_input import InputSource, Interval
 from paceline.run.history import History, Record, require_free_names
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
+from paceline.text import format_value
 from paceline.train.callbacks import Callbacks
 from paceline.train.rates import Rates
 
@@ -247,8 +248,9 @@ class Recorder:
         """Record an evaluation."""
         self._history.evaluations.append(record)
         self._sinks.write([{"evaluation": True, **record, "time": round(time.time(), 3)}])
-        metrics = [f", {name} {value:.4f}" for name, value in record.items() if name not in ("step", "epoch", "loss")]
-        self._log.info(f"step {record['step']}: validation loss {record['loss']:.4f}{''.join(metrics)}")
+        values = {"validation loss" if name == "loss" else name: value for name, value in record.items()}
+        shown = [f"{name} {format_value(value)}" for name, value in values.items() if name not in ("step", "epoch")]
+        self._log.info(f"step {record['step']}: {', '.join(shown)}")
         self._callbacks.call("on_evaluate", record)
 
     def write_out(self) -> None:

@@ -190,6 +190,11 @@ class Trainer(TrainerMethods, MethodHints):
         return self._engine.config
 
     @property
+    def device(self) -> torch.device:
+        """The device of this rank, on which micro-batches and the model are."""
+        return self.world.device
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
         return self.world.is_main
@@ -247,7 +252,8 @@ class Trainer(TrainerMethods, MethodHints):
         schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
         rows = {**batch.rows(), **self._rates.begin(schedule, epochs, self._engine.log.warning)}
         rows |= dropout_rows(self.config, self.model, self._engine.draw)
-        history = History(run=self._run.create(self.config, rows))
+        metric, mode = self._policy.criterion
+        history = History(run=self._run.create(self.config, rows), metric=metric, mode=mode)
         total = min((steps for steps in (in_epochs, max_steps) if steps is not None), default=None)
         pause = pause_step(self.config.train.pause_at, total)
         if not self.model.training:  # submodules in eval mode of a model in train mode stay as they are

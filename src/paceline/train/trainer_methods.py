@@ -65,8 +65,9 @@ class TrainedWeights:
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def _full(self) -> dict[str, Tensor]:
-        state = self._engine.model.state_dict()
-        return state if self._engine.sharded is None else gather_full_tensors(state, self._engine.mesh)
+        if self._engine.sharded is None:
+            return self._engine.model.state_dict()
+        return gather_full_tensors(self._engine.model.state_dict(keep_vars=True), self._engine.mesh)
 
 
 class TrainerMethods(CustomLoopMethods):

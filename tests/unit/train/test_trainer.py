@@ -270,6 +270,42 @@ def test_history_knows_its_best_evaluation() -> None:
     assert history.best == min(history.evaluations, key=lambda record: record["loss"])
 
 
+def test_the_best_evaluation_of_a_history_is_that_of_save_best(in_folder: Path) -> None:
+    metrics = {"score": lambda outputs, targets: {1: 0.1, 2: 0.7}.get(trainer.epoch, 0.3)}
+    trainer = paceline.Trainer(
+        linear(), criterion=nn.MSELoss(), batch=8, save_best="score", metrics=metrics, quiet=True
+    )
+    history = trainer.train(points(), points(), epochs=4)
+    assert history.best is not None and history.best["score"] == pytest.approx(0.7)
+    assert paceline.History.from_json(history.to_json()).best == history.best
+
+
+def test_the_trainer_knows_its_device() -> None:
+    trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, run=False, quiet=True)
+    assert trainer.device == torch.device("cpu")
+
+
+def test_the_start_table_shows_the_rate_after_a_warm_up_and_what_was_described(capsys: Any) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
+    settings: dict[str, Any] = {"criterion": nn.MSELoss(), "batch": 8, "run": False}
+    paceline.Trainer(model, optimizer, scheduler=warm_up, **settings).train(points(), max_steps=1)
+    paceline.Trainer(linear(), {"lr": 0.25}, **settings).train(points(), max_steps=1)
+    said = capsys.readouterr().out
+    assert "learning rate  0.5" in said
+    assert "no optimizer was passed" not in said
+
+
+def test_small_losses_are_not_printed_as_zero(capsys: Any) -> None:
+    trainer = paceline.Trainer(
+        linear(), loss_fn=lambda model, batch: 1e-6 * model(batch[0]).square().mean(), batch=8, run=False
+    )
+    trainer.train(points(), points(), epochs=1)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    assert 0 < float(line.rpartition(" ")[2]) < 1e-3
+
+
 def test_ready_loaders_train_with_their_batch_as_the_global_batch() -> None:
     trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), run=False, quiet=True)
     assert len(trainer.train(DataLoader(points(), batch_size=20), epochs=2).steps) == 4
