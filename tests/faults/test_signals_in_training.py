@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import forked
 import tiny
@@ -62,6 +62,38 @@ def test_after_a_sigterm_to_one_rank_both_save_the_same_step_and_end(tmp_path: P
     assert saved(tmp_path) == ["step-000003", "step-000005"]
     whole = worlds.values(2, partial(train, tmp_path / "whole", strategy=strategy))
     assert worlds.values(2, partial(train, tmp_path, strategy=strategy)) == [losses[SENT:] for losses in whole]
+
+
+class SendsWhenRead(Dataset[Any]):
+    """Validation data. Reading the 50th sample sends SIGTERM on one rank; reading most of them afterwards fails."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.data, self.rank, self.read = tiny.blobs(4000), rank, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        if self.read == 50 and this_rank() == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert self.rank is None or self.read < 1000, "the validation went on"
+        return self.data[index]
+
+
+def evaluated(folder: Path, strategy: str, rank: int | None) -> list[Any]:
+    settings: dict[str, Any] = {"strategy": strategy, "eval_every": 4, "log_every": 1, "ema": 0.9}
+    trainer = tiny.classifier_trainer(run=str(folder / "r"), resume="auto", **settings)
+    return trainer.train(tiny.blobs(), SendsWhenRead(rank), max_steps=STEPS).evaluations
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_signal_ends_a_validation_which_a_resumed_run_repeats(tmp_path: Path, strategy: str) -> None:
+    ended = worlds.run(2, partial(evaluated, tmp_path, strategy, 1))
+    assert [each.status for each in ended] == [-signal.SIGTERM] * 2, ended
+    assert saved(tmp_path) == ["step-000004"]
+    whole = worlds.values(2, partial(evaluated, tmp_path / "whole", strategy, None))
+    assert worlds.values(2, partial(evaluated, tmp_path, strategy, None)) == whole and len(whole[0]) == 2
 
 
 def test_between_log_points_a_signal_is_noticed_too(tmp_path: Path) -> None:

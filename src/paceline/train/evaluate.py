@@ -103,7 +103,6 @@ def evaluate(
             elif needs_every_rank:
                 _run(module, micro.batch, want_outputs=bool(metrics))
             seen += micro.step_samples * micro.last
-    reshard_all(module)
     means = weighted_means(sums.totals())
     values = {"loss": means.pop("loss", math.nan), **means, **functions.values()}
     for name, metric in objects.items():
@@ -125,6 +124,7 @@ def _evaluating(module: nn.Module, seed: int) -> Iterator[NoiseContext]:
         with torch.no_grad(), NoiseContext(derive_seed(seed, _EVALUATION)) as draw:
             yield draw
     finally:
+        reshard_all(module)
         for part in training:  # one by one: the user may have set some to eval mode
             part.training = True
 
@@ -273,7 +273,6 @@ def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: 
                 local.append((apply(_unwrap_output(outputs), Tensor.cpu), micro.samples))
                 positions.extend(range(seen + micro.start, seen + micro.start + micro.samples))
             seen += micro.step_samples * micro.last
-    reshard_all(module)
     return gather_outputs(local, positions, mesh.device)
 
 

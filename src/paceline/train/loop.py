@@ -154,7 +154,7 @@ class Agenda:
     def finish(self, step: int, epoch: int) -> None:
         """Call after the last step: finish pending work."""
         stepped = step != self.began_at
-        if stepped:
+        if stepped or self.reason in ("SIGTERM", "SIGINT"):  # in a validation before the first step
             self.reason = self._poll_ranks(step) or self.reason
         self._log()
         epoch_ends = stepped and self.steps_per_epoch is None and self.reason == END_OF_DATA
@@ -171,7 +171,7 @@ class Agenda:
             if step != self.position.evaluated:
                 # An uninterrupted run would not evaluate here, so neither the schedule nor early stop may use it.
                 self._evaluate(step, epoch, due=False)
-        elif step and step != self.position.evaluated and not self.is_evaluated(step):
+        elif not signalled and step and step != self.position.evaluated and not self.is_evaluated(step):
             self._evaluate(step, epoch, due=False)  # the run was killed after its last save
         if self.profiler is not None:
             self.recorder.note(self.profiler.close())

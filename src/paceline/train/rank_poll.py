@@ -24,13 +24,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from types import FrameType
 from typing import Any, Literal
 
 import torch
 
+from paceline.data.loader import MicroBatch
 from paceline.runtime import collectives
 from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.checkpointing.saver import Saver
@@ -136,6 +137,10 @@ def _handle_in_worker(number: int) -> None:
         signal.signal(number, signal.default_int_handler)
 
 
+class Interrupted(Exception):
+    """A signal has asked for the end during a validation, on any rank. The step is saved by the next poll."""
+
+
 class RankPoll:
     """For one call of `train()`. `next` is the latest step after which it must be called again."""
 
@@ -210,6 +215,19 @@ class RankPoll:
                 f"step {step} is not saved, but a later one: the previous checkpoint is still being written, and "
                 "training does not wait for it. This is logged once; if it happens often, save less often"
             )
+
+    def reading(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches of a validation, equally many on every rank, until any rank was asked to end."""
+        polled, due, since = 0, 1, monotonic()
+        for number, micro in enumerate(micros):
+            if number == due:
+                seconds = (monotonic() - since) / (number - polled)
+                request, seconds = self._reduce([float(encode(self._signals.request)), seconds])
+                if decode(int(request)) in ("SIGTERM", "SIGINT"):
+                    raise Interrupted(decode(int(request)))
+                due = number + max(1, min(int(_INTERVAL / max(seconds, 1e-6)), _GROWTH * (number - polled)))
+                polled, since = number, monotonic()
+            yield micro
 
     def finish(self, step: int) -> None:
         """Finish a pending save, and make up for a postponed one. Collective."""

@@ -44,7 +44,7 @@ from paceline.train.loop import Agenda
 from paceline.train.lr import LearningRate
 from paceline.train.oom import BatchSizeFinder
 from paceline.train.random_numbers import dropout_rows
-from paceline.train.rank_poll import RankPoll, Signals
+from paceline.train.rank_poll import Interrupted, RankPoll, Signals
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.trainer_kwargs import MethodHints, TrainerKwargs, check_arguments, document_settings, hinted
 from paceline.train.trainer_methods import TrainedWeights, TrainerMethods
@@ -328,7 +328,7 @@ class Trainer(TrainerMethods, MethodHints):
             save_every=config.save_every if self._run.folder is not None else None,
             profiler=factory.open_profiler(config, self._run.folder, self.world),
             end_of_epoch=self._rates.epoch_ended,
-            evaluate=None if val is None else partial(self._evaluated, recorder, val),
+            evaluate=None if val is None else partial(self._evaluated, recorder, val, poll),
             is_evaluated=self._run.is_evaluated,
             checks=lambda: engine.stepper.checks,
             save=poll.save,
@@ -354,12 +354,16 @@ class Trainer(TrainerMethods, MethodHints):
         parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, engine.replicas, engine.rates)
         return Recorder(history, sinks, display, *parts)
 
-    def _evaluated(self, recorder: Recorder, val: Any, step: int, epoch: int, due: bool) -> str | None:
-        with self._engine.telemetry.evaluating():
-            record: Record = {"step": step, "epoch": epoch, **self.evaluate(val).values}
-            if self._engine.average is not None:
-                with self.ema_weights():
-                    record |= {f"ema_{name}": value for name, value in self.evaluate(val).values.items()}
+    def _evaluated(self, recorder: Recorder, val: Any, poll: RankPoll, step: int, epoch: int, due: bool) -> str | None:
+        try:
+            with self._engine.telemetry.evaluating():
+                record: Record = {"step": step, "epoch": epoch, **self._evaluation(val, poll.reading).values}
+                if self._engine.average is not None:
+                    with self.ema_weights():
+                        values = self._evaluation(val, poll.reading).values
+                    record |= {f"ema_{name}": value for name, value in values.items()}
+        except Interrupted as signalled:  # a resumed run repeats this evaluation
+            return str(signalled)
         verdict = self._policy.apply(record, due)
         recorder.evaluation(verdict.record)
         if verdict.is_best:  # last, so that the checkpoint includes all of the above

@@ -7,13 +7,14 @@ needs them is collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
 from paceline.parallel.data_parallel import broadcast_buffers
 from paceline.parallel.same_call import meet
@@ -209,8 +210,11 @@ class TrainerMethods(CustomLoopMethods):
             >>> loss["loss"] == loss
             True
         """
+        return self._evaluation(data, iter)
+
+    def _evaluation(self, data: Any, reading: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> Evaluation:
         engine, loader = self._engine, self._loaders.evaluation(data)
-        micros = engine.ready(loader.micros(0, 1))
+        micros = reading(engine.ready(loader.micros(0, 1)))
         metrics = (engine.task.metrics, loader.samples, self._warn_once)
         with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights.shown():
             return evaluate.evaluate(engine.module, micros, engine.mesh, engine.config.seed, *metrics)
