@@ -56,7 +56,8 @@ ALL = (
     _death("exception", 1, "step", "ValueError: the injected reason"),
     _death("exception", 0, "save", "ValueError: the injected reason"),
     _death("gpu-memory", 0, "start", "rank 0 ran out of GPU memory"),
-    _death("gpu-memory", 1, "step", "rank 1 ran out of memory"),  # (of the CPU, as the Trainer sees it)
+    # Of the CPU, as the Trainer sees it.
+    Death("gpu-memory", 1, "step", "cpu-memory", "rank 1 ran out of memory", EXIT_STATUSES["cpu-memory"]),
     _death("oom-killer", 1, "step", "rank 1 was killed by the kernel's OOM killer"),
     _death("oom-killer", 0, "save", "rank 0 was killed by the kernel's OOM killer"),
     _death("SIGKILL", 2, "save", "rank 2 was killed by SIGKILL", ranks=3),

@@ -173,7 +173,8 @@ def _own_failure(found: _Exits, rank_exit: RankExit) -> Cause:
     assert kind is not None
     did = {
         "exception": _raised(rank_exit),
-        "gpu-memory": "ran out of memory" if "(cpu)" in rank_exit.text else "ran out of GPU memory",
+        "cpu-memory": "ran out of memory",
+        "gpu-memory": "ran out of GPU memory",
         "oom-killer": "was killed by the kernel's OOM killer",
         "signal": f"was killed by {rank_exit.signal_name}",
         "port-in-use": "could not bind its port (already in use)",

@@ -28,7 +28,7 @@ from paceline.run.failures import FailureRecord
 from paceline.run.folder import RunFolder
 
 FailureKind = Literal[
-    "exception", "gpu-memory", "oom-killer", "signal", "lost-connection", "port-in-use", "timeout",
+    "exception", "cpu-memory", "gpu-memory", "oom-killer", "signal", "lost-connection", "port-in-use", "timeout",
     "version-mismatch", "early-exit", "exit", "node-lost", "hang",
 ]  # fmt: skip
 
@@ -36,6 +36,7 @@ FailureKind = Literal[
 EXIT_STATUSES: Mapping[FailureKind, int] = MappingProxyType(
     {
         "exception": 1,
+        "cpu-memory": 69,
         "gpu-memory": 70,
         "oom-killer": 71,
         "lost-connection": 72,
@@ -51,6 +52,7 @@ EXIT_STATUSES: Mapping[FailureKind, int] = MappingProxyType(
 FIXES: Mapping[FailureKind, str] = MappingProxyType(
     {
         "exception": "",  # part of its message
+        "cpu-memory": "use a smaller micro_batch (accumulate keeps the batch), fewer loader workers, or more memory",
         "gpu-memory": "use a smaller micro_batch (accumulate keeps the batch), bf16, or a layout that shards the model",
         "oom-killer": "host memory, not GPU memory, was full: use fewer loader workers, fewer ranks per "
         "machine, less data held in memory, or raise the memory limit of the job",
@@ -177,10 +179,11 @@ def unrecorded(folder: RunFolder, rank: int, code: int | None, when: float) -> F
     return FailureRecord(rank, when, code or 1, str(full), full.to_dict())
 
 
-Signature = Literal["gpu-memory", "lost-connection", "port-in-use", "timeout", "version-mismatch"]
+Signature = Literal["cpu-memory", "gpu-memory", "lost-connection", "port-in-use", "timeout", "version-mismatch"]
 
 _VERSION_CODES = {"world.different-versions", "launch.node-differs"}
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_CPU_MEMORY = re.compile(r"^MemoryError\b|DefaultCPUAllocator: (can't allocate|not enough) memory", re.MULTILINE)
 _GPU_MEMORY = re.compile(r"(CUDA|HIP|XPU) out of memory|\bOutOfMemoryError\b")
 _TIMEOUT = re.compile(
     r"Timed out waiting \d+ms|Timed out after \d+ seconds waiting for clients|timed out after \d+ms"
@@ -190,7 +193,7 @@ _TIMEOUT = re.compile(
 _LOST = re.compile(
     r"(gloo/|RuntimeError: |DistBackendError: ).*(Connection (reset|closed) by peer|Broken pipe)"
     r"|remote process exited or there was a network error|ncclRemoteError"
-    r"|DistNetworkError|failed to recv, got 0 bytes"
+    r"|DistNetworkError|failed to recv, got 0 bytes|Ranks wait in a collective for a rank that has ended"
 )
 _MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes|distributed collective mismatch")
 _PEER = re.compile(r"(?:peer|error) (?:\[([\da-fA-F.:]+)\]:|([\w.-]+)<)(\d+)")
@@ -207,6 +210,8 @@ def classify(text: str, code: str) -> Signature | None:
         return "version-mismatch"
     if code.endswith(".port-in-use") or _PORT.search(text):
         return "port-in-use"
+    if _CPU_MEMORY.search(text) or (code == "train.out-of-memory" and "(cpu)" in text):
+        return "cpu-memory"
     if code == "train.out-of-memory" or _GPU_MEMORY.search(text):
         return "gpu-memory"
     if _TIMEOUT.search(text):

@@ -41,7 +41,6 @@ from paceline.train.recorder import Recorder
 from paceline.train.step import Stepper
 from paceline.train.sync_setup import replicas_differ
 
-_FIRST_LOOKED = 100  # steps; of later ones, only some are searched for new values
 _FIRST, _SHARE = 8, 200  # steps after which a later check takes at most this part of the time
 SIZES = (1.0, 5.0, 25.0, 100.0)  # MB, as DDP counts them: 2²⁰ bytes
 _DEFAULT = 25.0
@@ -284,7 +283,7 @@ class LaterChecks:
         """Call with every micro-batch of training."""
         if micro.group == self._group:
             self._kept = micro
-        if micro.step >= self._began + _FIRST_LOOKED and micro.step * 0x9E3779B1 >> 24 & 7:  # one in eight, at random
+        if micro.step >= self._began + 100 and micro.step * 0x9E3779B1 >> 24 & 7:  # later, one step of eight at random
             return
         found = {} if self._engine.graphed else micro.floors or floors(micro.batch)  # a capture must not read values
         if any(floor < self._floors.get(number, inf) for number, floor in found.items()):

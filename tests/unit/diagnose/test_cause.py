@@ -102,6 +102,12 @@ def test_an_early_exit_says_where_the_rank_was() -> None:
     )
 
 
+def test_a_rank_that_others_wait_for_in_a_collective_exited_early() -> None:
+    what = "Ranks wait in a collective for a rank that has ended:\n    rank 0: all_reduce()\n    rank 1: has ended"
+    exits = [coded(0, 5.0, "world", "different-collectives", what=what), gone(1, 4.0, 0, step=3)]
+    assert brief(find_cause(exits)) == ("early-exit", 1, 76)
+
+
 def test_if_only_connections_were_lost_it_was_the_network() -> None:
     cause = find_cause([raised(0, 5.0, CLOSED), gone(1, 5.1, None, node=1), raised(2, 5.1, RESET)], several_nodes=True)
     assert brief(cause) == ("lost-connection", 1, 72)
@@ -161,6 +167,7 @@ def test_an_oom_kill_is_distinguished_from_another_kill() -> None:
     [
         (raised(0, 1.0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."), "gpu-memory"),
         (coded(0, 1.0, "train", "out-of-memory"), "gpu-memory"),
+        (coded(0, 1.0, "train", "out-of-memory", what="Out of memory on rank 0 (cpu)."), "cpu-memory"),
         (raised(0, 1.0, TAKEN), "port-in-use"),
         (coded(0, 1.0, "world", "different-versions"), "version-mismatch"),
         (coded(0, 1.0, "data", "no-such-file"), "exception"),

@@ -65,6 +65,12 @@ def traceback(last: str, line: str = "step()") -> str:
             "torch.distributed.DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE",
             "port-in-use",
         ),
+        ("MemoryError", "cpu-memory"),
+        (
+            "RuntimeError: [enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9",
+            "cpu-memory",
+        ),
+        ("ValueError: no MemoryError", None),
         ("OSError: [Errno 98] Address already in use", "port-in-use"),
         (CLOSED, "lost-connection"),
         (f"{GLOO}pair.cc:537] Read error [10.0.0.3]:16557: Connection reset by peer.", "lost-connection"),
