@@ -57,6 +57,7 @@ def run(tests: list[str], output: IO[bytes]) -> int:
     pid = os.fork()
     if pid == 0:
         status = 70
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tests of ranks inherit it
         try:
             for number in (1, 2):
                 os.dup2(output.fileno(), number)
