@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
 # As in tests/conftest.py, which would come too late here.
@@ -70,8 +70,9 @@ def run(tests: list[str], output: IO[bytes]) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except BaseException:  # the session has got a Ctrl-C as well, and tidies up
-        os.kill(pid, signal.SIGINT)
-        os.waitpid(pid, 0)
+        with suppress(ProcessLookupError, ChildProcessError):  # it had ended by then
+            os.kill(pid, signal.SIGINT)
+            os.waitpid(pid, 0)
         raise
 
 
