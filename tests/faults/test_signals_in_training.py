@@ -9,12 +9,13 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import forked
 import tiny
@@ -81,19 +82,38 @@ class SendsWhenRead(Dataset[Any]):
         return self.data[index]
 
 
-def evaluated(folder: Path, strategy: str, rank: int | None) -> list[Any]:
-    settings: dict[str, Any] = {"strategy": strategy, "eval_every": 4, "log_every": 1, "ema": 0.9}
+class Unmeasured(IterableDataset[Any]):
+    """An epoch of unknown length: 40 samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = tiny.blobs()
+        return (data[index] for index in range(40))
+
+
+def evaluated(folder: Path, rank: int | None, data: Any = None, **settings: Any) -> list[Any]:
+    settings = {"strategy": "ddp", "log_every": 1, "ema": 0.9, **settings}
     trainer = tiny.classifier_trainer(run=str(folder / "r"), resume="auto", **settings)
-    return trainer.train(tiny.blobs(), SendsWhenRead(rank), max_steps=STEPS).evaluations
+    return trainer.train(data or tiny.blobs(), SendsWhenRead(rank), max_steps=STEPS).evaluations
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_signal_ends_a_validation_which_a_resumed_run_repeats(tmp_path: Path, strategy: str) -> None:
-    ended = worlds.run(2, partial(evaluated, tmp_path, strategy, 1))
+@pytest.mark.parametrize(
+    ("settings", "data", "step"),
+    [
+        ({"eval_every": 4}, None, 4),
+        ({"eval_every": 4, "strategy": "fsdp"}, None, 4),
+        ({"eval_every": 100}, None, STEPS),  # the last one
+        ({}, Unmeasured(), None),  # at the end of the first epoch
+    ],
+    ids=["ddp", "fsdp", "last", "epoch"],
+)
+def test_a_signal_ends_a_validation_which_a_resumed_run_repeats(
+    tmp_path: Path, settings: dict[str, Any], data: Any, step: int | None
+) -> None:
+    ended = worlds.run(2, partial(evaluated, tmp_path, 1, data, **settings))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2, ended
-    assert saved(tmp_path) == ["step-000004"]
-    whole = worlds.values(2, partial(evaluated, tmp_path / "whole", strategy, None))
-    assert worlds.values(2, partial(evaluated, tmp_path, strategy, None)) == whole and len(whole[0]) == 2
+    assert len(saved(tmp_path)) == 1 and (step is None or saved(tmp_path) == [directory.step_name(step)])
+    whole = worlds.values(2, partial(evaluated, tmp_path / "whole", None, data, **settings))
+    assert worlds.values(2, partial(evaluated, tmp_path, None, data, **settings)) == whole and whole[0]
 
 
 def test_between_log_points_a_signal_is_noticed_too(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ _SHOWN = 8
 _SKETCHED = 64  # values, or characters
 
 
-_LARGE = 1 << 18  # elements; larger ones are no masks, and take time
+_LARGE = 1 << 18  # elements; larger tensors are no masks, and take time
+_ORDERED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -38,9 +39,9 @@ def floors(batch: Any) -> dict[int, float]:
     masks or ignored targets begin, one of them falls."""
     found = {}
     for number, tensor in enumerate(tensors_in(batch)):
-        if tensor.device.type == "cpu" and 0 < tensor.numel() <= _LARGE and not tensor.is_complex():
-            values = tensor != 0 if tensor.is_floating_point() else tensor
-            found[number] = float(values.min())
+        plain = tensor.dtype in _ORDERED and tensor.layout is torch.strided and not tensor.is_nested
+        if plain and tensor.device.type == "cpu" and 0 < tensor.numel() <= _LARGE:
+            found[number] = float((tensor != 0 if tensor.is_floating_point() else tensor).min())
     return found
 
 

@@ -50,7 +50,8 @@ class MicroBatch:
     floors: dict[int, float] | None = None  # taken before the batch left the CPU
 
     def with_floors(self) -> MicroBatch:
-        self.floors = floors(self.batch)
+        if self.floors is None and (self.step < 100 or not self.step * 0x9E3779B1 >> 24 & 7):  # later, one in eight
+            self.floors = floors(self.batch)
         return self
 
     def pin_memory(self) -> MicroBatch:

@@ -231,8 +231,8 @@ def not_saved(module: LossModule, names: Sequence[str]) -> list[str]:
     """Which of the attributes that `find` has found are in no checkpoint."""
     saved = {*module.model.state_dict(keep_vars=True)}
     saved |= {f"criterion.{name}" for criterion in module.loss_state for name in criterion.state_dict(keep_vars=True)}
-    own = {name: f"{name.rpartition('.')[0]}._extra_state".removeprefix(".") for name in names}
-    return [name for name in names if saved.isdisjoint((name, own[name]))]
+    saved |= {key.removesuffix("_extra_state") for key in saved}
+    return [name for name in names if saved.isdisjoint((name, name[: name.rfind(".") + 1]))]
 
 
 def attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[str, int]:
@@ -243,7 +243,8 @@ def attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[str
         if not type(module).__module__.startswith("torch."):
             buffers = module._buffers if collectives.world() == 1 else {}  # else the pre-flight compares them
             for key, value in (vars(module) | buffers).items():
-                if key not in _OF_MODULES and isinstance(value, (bool, int, float, Tensor)):
+                plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+                if key not in _OF_MODULES and (isinstance(value, (bool, int, float)) or (plain and not is_lazy(value))):
                     digest = checksum(value.detach()) if isinstance(value, Tensor) else hash(value)
                     found[f"{name}.{key}".removeprefix(".")] = digest
     return found

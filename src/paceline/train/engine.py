@@ -332,8 +332,6 @@ class Engine:
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         cast = policies.input_cast(self.config.precision)
         change = input_change(cast, channels_last=self.config.channels_last)
-        if self.world.device.type == "cuda" and (self.mesh.data_ranks > 1 or self.config.accumulate != 1):
-            micros = map(MicroBatch.with_floors, micros)
         return to_device(micros, self.world.device, change)
 
     def ready(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

@@ -296,12 +296,6 @@ class EvaluationPolicy:
         self.stop = None if stop is None else Best(stop.metric, stop.mode, stop.min_delta)
         self._waited = 0
 
-    @property
-    def criterion(self) -> tuple[str, str]:
-        """The metric by which evaluations are compared, and whether its min or its max is best."""
-        settings = self._config.save_best
-        return ("loss", "min") if self.best is None or settings is None else (settings.metric, self.best.mode)
-
     def require_evaluations(self, has_val_data: bool) -> None:
         wanted = [name for name in ("save_best", "early_stop") if getattr(self._config, name) is not None]
         wanted += ["schedule: plateau"] if self._config.schedule.name == "plateau" else []

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from paceline.data.batches import floors
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.guard import forward_changes, loss_halves, preflight, snapshot
@@ -154,7 +153,10 @@ def checked_micros(
     engine: Engine, loader: Loader, recorder: Recorder, groups: int, epochs: int | None
 ) -> Iterator[MicroBatch]:
     """The remaining micro-batches, after the checks with the first of them."""
-    micros = engine.telemetry.record_suspects(engine.ready(loader.micros(engine.position.step, epochs)))
+    micros = loader.micros(engine.position.step, epochs)
+    if groups * engine.mesh.data_ranks > 1:
+        micros = map(MicroBatch.with_floors, micros)  # before they leave the CPU
+    micros = engine.telemetry.record_suspects(engine.ready(micros))
     first = next(micros, None)
     if first is None:
         return micros
@@ -272,7 +274,7 @@ class LaterChecks:
         self._groups, self._group = groups, groups - 1  # the micro-batch of a step that is kept
         self._kept: MicroBatch | None = None
         self._new: MicroBatch | None = None
-        self._floors = micro.floors or floors(micro.batch)
+        self._floors = dict(micro.with_floors().floors or {})
         self.next = self._began = engine.position.step
         self._engine, self._before, self._warned = engine, micro, False
         self._keeps_state = keeps_state
@@ -283,9 +285,8 @@ class LaterChecks:
         """Call with every micro-batch of training."""
         if micro.group == self._group:
             self._kept = micro
-        if micro.step >= self._began + 100 and micro.step * 0x9E3779B1 >> 24 & 7:  # later, one step of eight at random
-            return
-        found = {} if self._engine.graphed else micro.floors or floors(micro.batch)  # a capture must not read values
+        looks = self._new is None and micro.samples and not self._warned and self._engine.graphed is None
+        found = (micro.with_floors().floors if looks else None) or {}  # a captured step must not read values
         if any(floor < self._floors.get(number, inf) for number, floor in found.items()):
             self._new = micro
             self._floors |= {number: min(floor, self._floors.get(number, inf)) for number, floor in found.items()}

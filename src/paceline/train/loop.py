@@ -143,7 +143,7 @@ class Agenda:
 
     def epoch_ended(self, step: int, epoch: int) -> bool:
         """Call at the end of an epoch of unknown length. Returns whether to continue."""
-        if self.steps_per_epoch is not None or self.position.epochs_ended > epoch:
+        if self.steps_per_epoch is not None:
             return True
         self.end_epoch(step, epoch)
         due = self.eval_every is None and self.position.evaluated != step
@@ -154,7 +154,7 @@ class Agenda:
     def finish(self, step: int, epoch: int) -> None:
         """Call after the last step: finish pending work."""
         stepped = step != self.began_at
-        if stepped or self.reason in ("SIGTERM", "SIGINT"):  # in a validation before the first step
+        if stepped:
             self.reason = self._poll_ranks(step) or self.reason
         self._log()
         epoch_ends = stepped and self.steps_per_epoch is None and self.reason == END_OF_DATA
@@ -168,7 +168,7 @@ class Agenda:
             if epoch_ends and self.eval_every is None:
                 self._evaluate(step, epoch)
             self.save_last(step)
-            if step != self.position.evaluated:
+            if step != self.position.evaluated and not (self.poll is not None and self.poll.request):
                 # An uninterrupted run would not evaluate here, so neither the schedule nor early stop may use it.
                 self._evaluate(step, epoch, due=False)
         elif not signalled and step and step != self.position.evaluated and not self.is_evaluated(step):

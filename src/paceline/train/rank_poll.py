@@ -224,7 +224,7 @@ class RankPoll:
                 seconds = (monotonic() - since) / (number - polled)
                 request, seconds = self._reduce([float(encode(self._signals.request)), seconds])
                 if decode(int(request)) in ("SIGTERM", "SIGINT"):
-                    raise Interrupted(decode(int(request)))
+                    raise Interrupted
                 due = number + max(1, min(int(_INTERVAL / max(seconds, 1e-6)), _GROWTH * (number - polled)))
                 polled, since = number, monotonic()
             yield micro

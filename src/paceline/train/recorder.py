@@ -248,9 +248,8 @@ class Recorder:
         """Record an evaluation."""
         self._history.evaluations.append(record)
         self._sinks.write([{"evaluation": True, **record, "time": round(time.time(), 3)}])
-        values = {"validation loss" if name == "loss" else name: value for name, value in record.items()}
-        shown = [f"{name} {format_value(value)}" for name, value in values.items() if name not in ("step", "epoch")]
-        self._log.info(f"step {record['step']}: {', '.join(shown)}")
+        shown = [f"{name} {format_value(value)}" for name, value in record.items() if name not in ("step", "epoch")]
+        self._log.info(f"step {record['step']}: validation {', '.join(shown)}")  # its loss comes first
         self._callbacks.call("on_evaluate", record)
 
     def write_out(self) -> None:

@@ -252,7 +252,8 @@ class Trainer(TrainerMethods, MethodHints):
         schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
         rows = {**batch.rows(), **self._rates.begin(schedule, epochs, self._engine.log.warning)}
         rows |= dropout_rows(self.config, self.model, self._engine.draw)
-        metric, mode = self._policy.criterion
+        chosen, best = self.config.save_best, self._policy.best
+        metric, mode = ("loss", "min") if chosen is None or best is None else (chosen.metric, best.mode)
         history = History(run=self._run.create(self.config, rows), metric=metric, mode=mode)
         total = min((steps for steps in (in_epochs, max_steps) if steps is not None), default=None)
         pause = pause_step(self.config.train.pause_at, total)
@@ -362,8 +363,8 @@ class Trainer(TrainerMethods, MethodHints):
                     with self.ema_weights():
                         values = self._evaluation(val, poll.reading).values
                     record |= {f"ema_{name}": value for name, value in values.items()}
-        except Interrupted as signalled:  # a resumed run repeats this evaluation
-            return str(signalled)
+        except Interrupted:  # a resumed run repeats this evaluation
+            return poll(step, lambda: None)
         verdict = self._policy.apply(record, due)
         recorder.evaluation(verdict.record)
         if verdict.is_best:  # last, so that the checkpoint includes all of the above

@@ -19,7 +19,8 @@ def test_what_masks_and_ignored_targets_lower_is_told_by_tensor() -> None:
     assert floors(batch) == {0: 1.0, 1: 3.0, 2: 1.0}
     batch["x"][1], batch["more"][0][1], batch["more"][1][0] = 0, -100, False
     assert floors(batch) == {0: 0.0, 1: -100.0, 2: 0.0}
-    assert floors([torch.ones(0), torch.ones(1, dtype=torch.complex64), torch.zeros(1 << 19)]) == {}
+    others = [torch.ones(0), torch.ones(1, dtype=torch.complex64), torch.zeros(1 << 19), torch.zeros(2).to_sparse()]
+    assert floors([*others, torch.zeros(2, dtype=torch.uint16)]) == {}
 
 
 def test_tensors_and_lists_as_long_as_the_batch_are_sliced() -> None:

@@ -88,11 +88,17 @@ def buffered() -> nn.Module:
     return model
 
 
+def test_sparse_attributes_are_left_alone() -> None:
+    model = Counts()
+    model.register_buffer("adjacent", torch.eye(3).to_sparse())
+    assert warnings_of(model) == []
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_first_save_names_what_a_forward_keeps_and_is_not_saved(accumulate: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run": str(tmp_path / "run"), "save_every": 1, "accumulate": accumulate}
     for model, name in ((Keeps(uses=True), "last"), (Counts(), "calls")):
         said = [line for line in warnings_of(model, steps=3, **settings) if "not saved" in line]
-        assert [line.partition(" for the next one")[0] for line in said] == [f"the forward keeps {name}"]
+        assert [line.partition(" in plain")[0] for line in said] == [f"the forward keeps {name}"]
     for other in (Keeps(uses=False), Extra(), buffered(), tiny.classifier()):
         assert not [line for line in warnings_of(other, steps=3, **settings) if "not saved" in line]

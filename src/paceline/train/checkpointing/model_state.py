@@ -36,8 +36,8 @@ class ModelState(ShardedStateful):
         if unsaved := engine.module.unsaved:
             engine.module.unsaved = []  # said once
             engine.log.warning(
-                f"the forward keeps {', '.join(unsaved)} for the next one in plain attributes, which are not saved: a "
-                "resumed run begins without; register buffers, or implement get_extra_state"
+                f"the forward keeps {', '.join(unsaved[:4])} in plain attributes for the next one; they are not saved: "
+                "a resumed run starts without them; register buffers, or implement get_extra_state"
             )
         trained = {id(p) for p in engine.model.parameters() if p.requires_grad}
         modules = engine.model.modules()
