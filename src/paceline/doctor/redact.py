@@ -331,8 +331,9 @@ def _hide_between(kept: list[str], text: str, spans: Sequence[tuple[int, int]]) 
     """Known words between unknown ones: a passphrase may contain some."""
     last, joined = -1, True
     for at, shown in enumerate(kept):
-        joined = joined and at > 0 and text[spans[at - 1][1] : spans[at][0]].isspace()
-        if not shown:
+        between = text[spans[at - 1][1] : spans[at][0]] if at else ""
+        joined = joined and at > 0 and (between.isspace() or not re.search(r"\s", between))
+        if not shown or "<#" in shown:  # (the rest of a path)
             if joined and last >= 0 and at - last < 5:
-                kept[last:at] = [""] * (at - last)
+                kept[last + 1 : at] = [""] * (at - last - 1)
             last, joined = at, True

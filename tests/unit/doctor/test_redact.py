@@ -213,6 +213,11 @@ FRAGMENTS = [
 ]
 
 
+def test_known_letters_inside_of_an_unknown_word_are_hidden() -> None:
+    for before in ("bad value ", "no such file: '/data/", "/tmp/"):
+        assert "imE" not in Redactor().log(f"ValueError: {before}oIy$,imE!;vpD%/x given")
+
+
 @pytest.mark.parametrize("fragment", FRAGMENTS[:: sample(4, 1)], ids=repr)
 def test_the_time_grows_with_the_text_only(fragment: str) -> None:
     """With quadratic time, this would take minutes."""
