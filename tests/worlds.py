@@ -46,7 +46,7 @@ from torch._C._distributed_c10d import FileStore
 from torch._dynamo.utils import counters
 
 from paceline.runtime import collectives, environment, process_group
-from paceline.runtime.processes import fork, wait_until_idle
+from paceline.runtime.processes import fork, keep_gloo_from_preempting, wait_until_idle
 from paceline.testing import runner
 from paceline.train import standstill
 from samples import ALL
@@ -310,6 +310,7 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
         seconds = timedelta(seconds=60)
         torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=order.number, timeout=seconds)
         torch_dist.barrier()
+        keep_gloo_from_preempting()
         collectives.debug(True)
         order.run()
         if not torch_dist.is_initialized():

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.plan.layout import AXES, AXIS_NAMES, Axis, Degrees
 from paceline.runtime import collectives
-from paceline.runtime.process_group import World, init_single, share_timeout
+from paceline.runtime.process_group import World, init_single, prepare_groups
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Mesh:  # properties that are used in every step are cached
             step_group = replica._flatten("replica").get_group()
         elif degrees.along(reducing) < degrees.world:
             group = device_mesh[tuple(axis.name for axis in reducing)]._flatten("data").get_group()
-        share_timeout()
+        prepare_groups()
         return cls(degrees, world.device, device_mesh, coords, group, local_replicas, step_group)
 
     def axis(self, name: str) -> DeviceMesh | None:

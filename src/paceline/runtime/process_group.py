@@ -28,7 +28,7 @@ from paceline.runtime import device as devices
 from paceline.runtime import environment
 from paceline.runtime.environment import RankInfo
 from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
-from paceline.runtime.processes import before_shutdown, wait_until_idle
+from paceline.runtime.processes import before_shutdown, keep_gloo_from_preempting, wait_until_idle
 
 FIRST_STEP_SECONDS = 1800.0  # timeout until the first step is done: it compiles, and waits for the slowest import
 
@@ -82,6 +82,7 @@ def init_world(
     devices.activate(chosen)
     before_shutdown()
     if rank_info.world == 1 or torch_dist.is_initialized():
+        keep_gloo_from_preempting()
         if rank_info.world > 1 and not _initialized_here:  # the user's group, which the script may destroy or not
             atexit.unregister(wait_until_idle)
             atexit.register(wait_until_idle)
@@ -131,6 +132,7 @@ def _init(backend: str, rank_info: RankInfo, timeout: float) -> None:
         world_size=rank_info.world,
         timeout=timedelta(seconds=timeout),
     )
+    keep_gloo_from_preempting()
     _set_timeout(timedelta(seconds=max(timeout, FIRST_STEP_SECONDS)), torch_dist.group.WORLD)
     if backend == "nccl":  # it connects in the first collective: only then is it known to work
         torch_dist.all_reduce(torch.zeros(1, device="cuda"))
@@ -217,11 +219,12 @@ def shorten_timeout(seconds: float) -> None:
     if _initialized_here:
         _set_timeout(timedelta(seconds=seconds), torch_dist.group.WORLD)
     if torch_dist.is_initialized():
-        share_timeout()
+        prepare_groups()
 
 
-def share_timeout() -> None:
+def prepare_groups() -> None:
     """Give the timeout of the world's group to device meshes and `new_group`, which torch creates with its default."""
+    keep_gloo_from_preempting()
     world: Any = torch_dist.group.WORLD
     device = torch.device("cuda" if torch_dist.get_backend() == "nccl" else "cpu")
     options: Any = getattr(world._get_backend(device), "options", None)  # MPI has none, and no timeout
@@ -239,7 +242,7 @@ def new_group(purpose: str) -> torch_dist.ProcessGroup:
     Collective: must be called on every rank.
     """
     group: torch_dist.ProcessGroup = torch_dist.new_group(group_desc=_OWN + purpose)
-    share_timeout()
+    prepare_groups()
     return group
 
 
@@ -251,6 +254,7 @@ def new_cpu_group(timeout: float) -> torch_dist.ProcessGroup | None:
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return None
     group: torch_dist.ProcessGroup = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    keep_gloo_from_preempting()
     return group
 
 

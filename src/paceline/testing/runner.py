@@ -25,7 +25,7 @@ import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 
 from paceline.runtime import collectives, environment
-from paceline.runtime.processes import before_shutdown, fork
+from paceline.runtime.processes import before_shutdown, fork, keep_gloo_from_preempting
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -118,6 +118,7 @@ def _run_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> 
         store = FileStore(str(folder / "store"), number)
         torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=60))
         torch_dist.barrier()  # others may still be connecting, and would fail if this rank ended meanwhile
+        keep_gloo_from_preempting()
         collectives.debug(True)
         body()
         if not torch_dist.is_initialized():

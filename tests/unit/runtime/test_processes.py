@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+import worlds
 from paceline.errors import DataError
-from paceline.runtime import processes
+from paceline.runtime import process_group, processes
 from paceline.runtime.processes import call_in_child
 
 
@@ -82,3 +83,26 @@ def test_workers_of_torch_have_the_name_that_is_looked_for() -> None:
         processes.wait_until_idle(timeout=600.0)  # which would be longer than a test may take
     finally:
         torch_dist.destroy_process_group()
+
+
+def policies(*names: str) -> list[int]:
+    return [os.sched_getscheduler(thread) for thread, _ in processes._threads(*names)]
+
+
+def test_threads_of_gloo_do_not_preempt_those_that_compute() -> None:
+    torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch_dist.all_reduce(torch.ones(1))
+        processes.keep_gloo_from_preempting()
+        assert set(policies("gloo_tcp_loop", "pt_gloo_runloop")) == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    finally:
+        torch_dist.destroy_process_group()
+
+
+@worlds.ranks(2)
+def test_the_loop_of_a_new_group_does_not_preempt_either() -> None:
+    before = len(policies("gloo_tcp_loop"))
+    group = process_group.new_cpu_group(60.0)
+    torch_dist.barrier(group)
+    assert policies("gloo_tcp_loop") == [os.SCHED_BATCH] * (before + 1)
