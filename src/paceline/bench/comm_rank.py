@@ -35,7 +35,8 @@ from paceline.watch.sheet import ChartAxis, Series, line_chart, paragraph
 _STEPS = 10  # of a recipe, to advise on its `sync`
 
 
-def main(request: CommRequest) -> None:
+def main(text: str) -> None:
+    request = CommRequest.from_text(text)
     require_peers(process_group.current_rank_info().world)
     world = process_group.init_world(device=request.device, backend=request.backend)
     shows = world.is_main and request.json != "-"
@@ -119,7 +120,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(CommRequest.from_text(sys.argv[1]))
+    main(*sys.argv[1:])
 
 
 VERSION = 1

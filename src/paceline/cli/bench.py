@@ -71,7 +71,7 @@ def comm(
     key=value of the embedded one), also advice on its `sync` setting for this network."""
     from paceline.bench import comm_request
     from paceline.launcher.dispatch import dispatch
-    from paceline.launcher.workload import Target, Workload
+    from paceline.launcher.workload import Workload
 
     config = None
     if arguments:
@@ -90,28 +90,21 @@ def comm(
     request.require_fit()
     require_writable(json, html)
 
-    def body() -> None:
-        from paceline.bench.comm_rank import main
-
-        main(request)
-
     def prepare(world: int) -> None:
         comm_request.require_peers(world)
         if config is not None:
-            from paceline.plan.network_model import bare
-            from paceline.train.factory import check
+            workloads.checked(bare(config))(world)
 
-            check(bare(config), world)
-
-    target = Target("module", "paceline.bench.comm_rank", (request.to_text(),))  # for other nodes
-    workload = Workload(body, _preload_comm, prepare, target=target, recipe=request.recipe, name="paceline bench comm")
+    workload = Workload.of_module(
+        "paceline.bench.comm_rank",
+        request.to_text(),
+        prepare=prepare,
+        recipe=request.recipe,
+        name="paceline bench comm",
+    )
     facts = {"device": request.device, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
     facts |= {} if config is None else {"ranks": workloads.ranks_of(config)}
     raise SystemExit(dispatch(workload, LaunchSpec.resolve(config, {**launch_options, **facts}), sys.argv[1:]))
-
-
-def _preload_comm() -> None:
-    import paceline.bench.comm_rank  # noqa: F401
 
 
 def require_writable(*files: str | None) -> None:
@@ -314,21 +307,16 @@ def measure_recipe(config: Config, steps: int, spec: LaunchSpec, *, predicts: bo
     """The result of `bench.recipe_run.measure`. Raises if a rank failed, after its error was shown."""
     from paceline.bench.scaling import RESULTS
     from paceline.launcher.dispatch import dispatch
-    from paceline.launcher.workload import Target, Workload
+    from paceline.launcher.workload import Workload
     from paceline.run import folder
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     result = RESULTS.absolute() / f".{secrets.token_hex(8)}.json"
     request = {"recipe": config.model_dump(mode="json"), "steps": steps, "predicts": predicts}
-    words = (json_format.dumps(request), str(result))
-    target = Target("module", "paceline.bench.recipe_run", words)
-
-    def prepare(world: int) -> None:
-        from paceline.train.factory import check
-
-        check(bare(config), world)
-
-    workload = Workload(lambda: _run(*words), _preload, prepare, target=target, name="paceline bench")
+    workload = Workload.of_module(
+        "paceline.bench.recipe_run", json_format.dumps(request), str(result),
+        prepare=workloads.checked(bare(config)), name="paceline bench",
+    )  # fmt: skip
     # One thread per rank, unless the user has chosen: the same on any number of them.
     env = {_THREADS: os.environ.get(_THREADS, "1"), **spec.env}
     try:
@@ -357,16 +345,6 @@ def submit_if_requested(spec: LaunchSpec) -> None:
 
     if spec.slurm and read_allocation(os.environ) is None:
         raise SystemExit(dispatch(Workload(lambda: None), spec, sys.argv[1:]))
-
-
-def _run(request: str, result: str) -> None:
-    from paceline.bench import recipe_run
-
-    recipe_run.main(request, result)
-
-
-def _preload() -> None:
-    import paceline.bench.recipe_run  # noqa: F401
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from paceline.config.launch import LaunchSpec
 from paceline.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
-    from paceline.config.recipe import Config
-    from paceline.launcher.workload import Workload
     from paceline.train.trainer import Trainer
 
 CONTEXT = {"allow_interspersed_args": True}
@@ -43,6 +41,7 @@ def evaluate(
     a recipe, the run's own."""
     from paceline.config.recipe import Config
     from paceline.launcher.dispatch import dispatch
+    from paceline.launcher.workload import Workload
 
     weights = find_weights(from_run, best=best)
     path, overrides = workloads.split_arguments(arguments or [])
@@ -52,7 +51,10 @@ def evaluate(
     spec = LaunchSpec.resolve(config, {**launch_options, **facts})
     values = {**config.model_dump(mode="json"), "train": {"max_steps": 1}, "init_from": None}
     request = json_format.dumps({"recipe": values, "weights": weights, "as_json": json})
-    workload = _workload(request, Config.from_dict(values))
+    prepare = workloads.checked(Config.from_dict(values))
+    workload = Workload.of_module(
+        "paceline.cli.evaluate", request, shared=workloads.TRAINER, prepare=prepare, name="paceline evaluate"
+    )
     raise SystemExit(dispatch(workload, replace(spec, run=None, resume=None), sys.argv[1:]))
 
 
@@ -78,26 +80,6 @@ def recipe_of(weights: str) -> Path:
     raise ConfigError(
         "missing-file", f"No recipe was given, and {weights} is not in a run folder.", fix="pass the recipe"
     )
-
-
-def _workload(request: str, config: Config) -> Workload:
-    from paceline.launcher.workload import Target, Workload
-
-    def body() -> None:
-        from paceline.cli.evaluate import main
-
-        main(request)
-
-    def preload() -> None:
-        import paceline.train.trainer  # noqa: F401
-
-    def prepare(world: int) -> None:
-        from paceline.train.factory import check
-
-        check(config, world)
-
-    target = Target("module", "paceline.cli.evaluate", (request,))
-    return Workload(body, preload, prepare, target=target, name="paceline evaluate")
 
 
 # What belongs to training: files, and where weights come from.

@@ -69,11 +69,8 @@ class ProbeRequest:
 def workload(request: ProbeRequest) -> Workload:
     """For `dispatch`, with the spec of `one_rank_per_node`."""
 
-    def preload() -> None:
-        import paceline.runtime.process_group  # noqa: F401
-
     target = Target("module", "paceline.doctor.node_probe", (request.to_text(),))  # for other nodes
-    return Workload(lambda: main(request), preload, target=target, name="paceline doctor")
+    return Workload(lambda: main(request), "paceline.runtime.process_group", target=target, name="paceline doctor")
 
 
 def one_rank_per_node(spec: LaunchSpec) -> LaunchSpec:

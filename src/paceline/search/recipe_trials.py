@@ -82,7 +82,7 @@ def _workload(config: Config) -> Workload:
 
         check(config, world)
 
-    return Workload(body, preload, prepare, recipe=config.model_dump(mode="json"))
+    return Workload(body, "paceline.train.trainer", prepare, recipe=config.model_dump(mode="json"))
 
 
 def preload() -> None:
