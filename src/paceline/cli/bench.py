@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from paceline.config.recipe import Config
 
 app = typer.Typer(help="Measure what communication costs.", no_args_is_help=True)
-CONTEXT = {"allow_interspersed_args": True}
 
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE | -", help="write the report as JSON; -: print it")]
 Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="write a page with charts")]
@@ -44,7 +43,6 @@ Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="write 
 @app.command(
     "comm",
     cls=options.HintedCommand,
-    context_settings=CONTEXT,
     epilog=options.examples("bench comm", "bench comm recipe.yaml -n 4", "bench comm --hosts node1,node2"),
 )
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
@@ -131,7 +129,7 @@ _RANKS = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node")
 _STARTS_NOTHING = ("--k8s", "--k8s-with", "--dry-run")
 
 
-@app.command("step", cls=options.HintedCommand, context_settings=CONTEXT, epilog=STEP_EXAMPLES)
+@app.command("step", cls=options.HintedCommand, epilog=STEP_EXAMPLES)
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node", *_STARTS_NOTHING))
 def step(
     arguments: workloads.Arguments = None,
@@ -159,7 +157,7 @@ def step(
         _write(html, step_page(title, about, report, rows, notes))
 
 
-@app.command("scaling", cls=options.HintedCommand, context_settings=CONTEXT, epilog=SCALING_EXAMPLES)
+@app.command("scaling", cls=options.HintedCommand, epilog=SCALING_EXAMPLES)
 @options.launch_options(without=(*_RANKS, *_STARTS_NOTHING))
 def scaling(
     arguments: workloads.Arguments = None,

@@ -20,7 +20,6 @@ from paceline.errors import ConfigError, TrainError
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
 
-CONTEXT = {"allow_interspersed_args": True}
 EXAMPLES = options.examples(
     "evaluate recipe.yaml --from mlp",
     "evaluate recipe.yaml --from runs/mlp --best -n 2 metrics=accuracy",
@@ -30,12 +29,15 @@ From = Annotated[
     str, typer.Option("--from", metavar="RUN", help="name or path of a run, a checkpoint, or a file of weights")
 ]
 Best = Annotated[bool, typer.Option("--best", help="use the best checkpoint of the run, not the newest")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node", "--k8s", "--k8s-with", "--dry-run"))
 def evaluate(
-    from_run: From, arguments: workloads.Arguments = None, best: Best = False, json: Json = False, **launch_options: Any
+    from_run: From,
+    arguments: workloads.Arguments = None,
+    best: Best = False,
+    json: options.Json = False,
+    **launch_options: Any,
 ) -> None:
     """Evaluate a recipe with the newest intact checkpoint of a run. Nothing is trained, and no file is written. Without
     a recipe, the run's own."""

@@ -210,9 +210,7 @@ def _read(properties: Mapping[str, Any], sections: Mapping[str, Any], prefix: st
             inner = sections[section.rpartition("/")[2]]
             yield from _read(inner["properties"], sections, f"{prefix}{name}.")
             continue
-        choices = tuple(
-            str(value) for option in options for value in option.get("enum", [option.get("const")]) if value
-        )
+        choices = tuple(str(value) for option in options for value in _values(option) if value)
         yield RecipeKey(
             f"{prefix}{name}",
             " | ".join(dict.fromkeys(_kind(option) for option in options if option.get("type") != "null")),
