@@ -20,10 +20,8 @@ import torch.distributed as torch_dist
 
 from paceline.bench.comm_request import format_size
 from paceline.plan.network_model import COLLECTIVES
+from paceline.runtime.collective_calls import reduce_scatter_single
 from paceline.sync.exchange import Exchange
-
-# Renamed in torch 2.13; the old name is deprecated.
-_reduce_scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 _ROUNDS = 5
 _ROUND_SECONDS = 0.02  # for which calls are repeated
@@ -99,7 +97,7 @@ def _prepare(collective: str, size: int, device: torch.device) -> Callable[[int]
     calls: dict[str, Callable[[int], object]] = {
         "all_reduce": lambda number: torch_dist.all_reduce(whole),
         "all_gather": lambda number: exchange.all_gather(gathered, part).wait(),
-        "reduce_scatter": lambda number: _reduce_scatter(part, whole),
+        "reduce_scatter": lambda number: reduce_scatter_single(part, whole),
         "all_to_all": lambda number: exchange.all_to_all(gathered, whole).wait(),
         # A sender does not wait for receivers: with the same root, the next message would start before this one ends.
         "broadcast": lambda number: torch_dist.broadcast(whole, number % ranks),

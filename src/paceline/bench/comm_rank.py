@@ -33,9 +33,11 @@ from paceline.watch import sheet
 from paceline.watch.sheet import ChartAxis, Series, line_chart, paragraph
 
 _STEPS = 10  # of a recipe, to advise on its `sync`
+_NO_ADVICE: Mapping[str, Any] = {"sentence": "", "compute": None, "methods": []}
 
 
-def main(request: CommRequest) -> None:
+def main(text: str) -> None:
+    request = CommRequest.from_text(text)
     require_peers(process_group.current_rank_info().world)
     world = process_group.init_world(device=request.device, backend=request.backend)
     shows = world.is_main and request.json != "-"
@@ -62,10 +64,11 @@ def advise(config: Config, links: Mapping[str, LinkModel | None]) -> dict[str, A
     run = RecipeRun(bare(config))
     trainer = run.trainer
     if reason := unpredictable(trainer):
-        return _nothing(f"no advice: sync reduces the gradients of ddp, and {reason}")
+        return {**_NO_ADVICE, "sentence": f"no advice: sync reduces the gradients of ddp, and {reason}"}
     fits = {name: link for name, link in links.items() if link is not None}
     if "all_reduce" not in fits:
-        return _nothing("no advice: the measured sizes of all_reduce are too few or too small (--sizes, --seconds)")
+        sizes = "the measured sizes of all_reduce are too few or too small (--sizes, --seconds)"
+        return {**_NO_ADVICE, "sentence": f"no advice: {sizes}"}
     shapes = [tuple(each.shape) for each in trainer.model.parameters() if each.requires_grad]
     run.warm_up(reduces=False)
     run.measure(_STEPS)
@@ -76,10 +79,6 @@ def advise(config: Config, links: Mapping[str, LinkModel | None]) -> dict[str, A
         "compute": compute,
         "methods": [asdict(cost) for cost in costs],
     }
-
-
-def _nothing(sentence: str) -> dict[str, Any]:
-    return {"sentence": sentence, "compute": None, "methods": []}
 
 
 def _setting(world: World) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(CommRequest.from_text(sys.argv[1]))
+    main(*sys.argv[1:])
 
 
 VERSION = 1
@@ -129,13 +128,9 @@ _HEAD = ("size", "time", "algorithm bandwidth", "bus bandwidth")
 
 def entry(times: CollectiveTimes) -> dict[str, Any]:
     """A collective as plain values: seconds, bytes and bytes per second."""
+    bandwidths = ("algorithm_bandwidth", "bus_bandwidth")
     points = [
-        {
-            "bytes": each.size,
-            "seconds": each.seconds,
-            "algorithm_bandwidth": each.algorithm_bandwidth,
-            "bus_bandwidth": each.bus_bandwidth,
-        }
+        {"bytes": each.size, "seconds": each.seconds, **{name: getattr(each, name) for name in bandwidths}}
         for each in times.timings
     ]
     link = None

@@ -190,12 +190,10 @@ def _percent(share: float | None, *, signed: bool = False) -> str:
     return f"{100 * share:+.1f} %" if signed else f"{100 * share:.0f} %"
 
 
-def scaling_page(
-    title: str,
-    entries: Sequence[ScalingEntry],
-    tables: Sequence[tuple[str, Sequence[Sequence[str]]]],
-    notes: Sequence[str],
-) -> str:
+Table = tuple[str, Sequence[Sequence[str]]]  # its heading, and rows
+
+
+def scaling_page(title: str, entries: Sequence[ScalingEntry], tables: Sequence[Table], notes: Sequence[str]) -> str:
     parts = []
     for mode, (heading, cells) in zip(dict.fromkeys(entry.mode for entry in entries), tables, strict=True):
         good = [entry for entry in entries if entry.mode == mode and not entry.failed]

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from paceline.config.recipe import Config
 
 app = typer.Typer(help="Measure what communication costs.", no_args_is_help=True)
-CONTEXT = {"allow_interspersed_args": True}
 
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE | -", help="write the report as JSON; -: print it")]
 Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="write a page with charts")]
@@ -44,7 +43,6 @@ Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="write 
 @app.command(
     "comm",
     cls=options.HintedCommand,
-    context_settings=CONTEXT,
     epilog=options.examples("bench comm", "bench comm recipe.yaml -n 4", "bench comm --hosts node1,node2"),
 )
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
@@ -71,7 +69,7 @@ def comm(
     key=value of the embedded one), also advice on its `sync` setting for this network."""
     from paceline.bench import comm_request
     from paceline.launcher.dispatch import dispatch
-    from paceline.launcher.workload import Target, Workload
+    from paceline.launcher.workload import Workload
 
     config = None
     if arguments:
@@ -90,28 +88,21 @@ def comm(
     request.require_fit()
     require_writable(json, html)
 
-    def body() -> None:
-        from paceline.bench.comm_rank import main
-
-        main(request)
-
     def prepare(world: int) -> None:
         comm_request.require_peers(world)
         if config is not None:
-            from paceline.plan.network_model import bare
-            from paceline.train.factory import check
+            workloads.checked(bare(config))(world)
 
-            check(bare(config), world)
-
-    target = Target("module", "paceline.bench.comm_rank", (request.to_text(),))  # for other nodes
-    workload = Workload(body, _preload_comm, prepare, target=target, recipe=request.recipe, name="paceline bench comm")
+    workload = Workload.of_module(
+        "paceline.bench.comm_rank",
+        request.to_text(),
+        prepare=prepare,
+        recipe=request.recipe,
+        name="paceline bench comm",
+    )
     facts = {"device": request.device, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS}
     facts |= {} if config is None else {"ranks": workloads.ranks_of(config)}
     raise SystemExit(dispatch(workload, LaunchSpec.resolve(config, {**launch_options, **facts}), sys.argv[1:]))
-
-
-def _preload_comm() -> None:
-    import paceline.bench.comm_rank  # noqa: F401
 
 
 def require_writable(*files: str | None) -> None:
@@ -138,7 +129,7 @@ _RANKS = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node")
 _STARTS_NOTHING = ("--k8s", "--k8s-with", "--dry-run")
 
 
-@app.command("step", cls=options.HintedCommand, context_settings=CONTEXT, epilog=STEP_EXAMPLES)
+@app.command("step", cls=options.HintedCommand, epilog=STEP_EXAMPLES)
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node", *_STARTS_NOTHING))
 def step(
     arguments: workloads.Arguments = None,
@@ -166,7 +157,7 @@ def step(
         _write(html, step_page(title, about, report, rows, notes))
 
 
-@app.command("scaling", cls=options.HintedCommand, context_settings=CONTEXT, epilog=SCALING_EXAMPLES)
+@app.command("scaling", cls=options.HintedCommand, epilog=SCALING_EXAMPLES)
 @options.launch_options(without=(*_RANKS, *_STARTS_NOTHING))
 def scaling(
     arguments: workloads.Arguments = None,
@@ -314,21 +305,16 @@ def measure_recipe(config: Config, steps: int, spec: LaunchSpec, *, predicts: bo
     """The result of `bench.recipe_run.measure`. Raises if a rank failed, after its error was shown."""
     from paceline.bench.scaling import RESULTS
     from paceline.launcher.dispatch import dispatch
-    from paceline.launcher.workload import Target, Workload
+    from paceline.launcher.workload import Workload
     from paceline.run import folder
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     result = RESULTS.absolute() / f".{secrets.token_hex(8)}.json"
     request = {"recipe": config.model_dump(mode="json"), "steps": steps, "predicts": predicts}
-    words = (json_format.dumps(request), str(result))
-    target = Target("module", "paceline.bench.recipe_run", words)
-
-    def prepare(world: int) -> None:
-        from paceline.train.factory import check
-
-        check(bare(config), world)
-
-    workload = Workload(lambda: _run(*words), _preload, prepare, target=target, name="paceline bench")
+    workload = Workload.of_module(
+        "paceline.bench.recipe_run", json_format.dumps(request), str(result),
+        prepare=workloads.checked(bare(config)), name="paceline bench",
+    )  # fmt: skip
     # One thread per rank, unless the user has chosen: the same on any number of them.
     env = {_THREADS: os.environ.get(_THREADS, "1"), **spec.env}
     try:
@@ -357,16 +343,6 @@ def submit_if_requested(spec: LaunchSpec) -> None:
 
     if spec.slurm and read_allocation(os.environ) is None:
         raise SystemExit(dispatch(Workload(lambda: None), spec, sys.argv[1:]))
-
-
-def _run(request: str, result: str) -> None:
-    from paceline.bench import recipe_run
-
-    recipe_run.main(request, result)
-
-
-def _preload() -> None:
-    import paceline.bench.recipe_run  # noqa: F401
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.options import examples
+from paceline.cli.options import Json, examples
 from paceline.errors import CheckpointError
 from paceline.run.folder import BEST, ROOT, checkpoint_folders, short
 from paceline.text import columns, format_age, format_bytes, plural
@@ -29,7 +29,6 @@ Where = Annotated[
     Path, typer.Argument(metavar="PATH", help="a run folder, its checkpoints folder, a checkpoint, or a pointer to one")
 ]
 Best = Annotated[bool, typer.Option("--best", help="the best checkpoint of the run (save_best), not the newest")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command("ls", epilog=examples("checkpoint ls", "checkpoint ls runs/gpt"))
@@ -37,7 +36,7 @@ def ls(
     path: Annotated[
         Path, typer.Argument(metavar="[PATH]", help="a run folder, or a folder of run folders; default: runs/")
     ] = ROOT,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """List checkpoints, newest first. Checks manifests and file sizes; use `verify` to check contents."""
     found = [] if path == ROOT and not path.exists() else _found(path)
@@ -56,7 +55,7 @@ def inspect(
     path: Where,
     best: Best = False,
     everything: Annotated[bool, typer.Option("--all", help="list every tensor, and do not shorten values")] = False,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Show the contents of a checkpoint (of a run: the newest one)."""
     from paceline.checkpoint import reader
@@ -94,7 +93,7 @@ def inspect(
 
 
 @app.command("verify", epilog=examples("checkpoint verify runs/gpt"))
-def verify(path: Where, as_json: AsJson = False) -> None:
+def verify(path: Where, as_json: Json = False) -> None:
     """Verify the hash of every byte. Exits with status 1 if a checkpoint is corrupted."""
     from paceline.checkpoint import reader
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import workloads
-from paceline.cli.options import examples
+from paceline.cli.options import Json, examples
 from paceline.errors import ConfigError, did_you_mean
 from paceline.text import plural
 
@@ -53,7 +53,7 @@ def show(
 @app.command("keys", epilog=examples("config keys", "config keys optimizer", "config keys --json"))
 def keys(
     prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="a section, or the beginning of a key")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the keys of recipes with their types, defaults and meaning. Keys are also keywords of the Trainer."""
     found = [key for key in workloads.recipe_keys() if key.name.startswith(prefix)]

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from paceline.config.recipe import Config
     from paceline.doctor.finding import Finding
 
-CONTEXT = {"allow_interspersed_args": True}
 EXAMPLES = options.examples(
     "doctor", "doctor recipe.yaml -n 4", "doctor --hosts node1,node2", "doctor --json", "doctor --bundle runs/gpt"
 )

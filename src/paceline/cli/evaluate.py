@@ -18,11 +18,8 @@ from paceline.config.launch import LaunchSpec
 from paceline.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
-    from paceline.config.recipe import Config
-    from paceline.launcher.workload import Workload
     from paceline.train.trainer import Trainer
 
-CONTEXT = {"allow_interspersed_args": True}
 EXAMPLES = options.examples(
     "evaluate recipe.yaml --from mlp",
     "evaluate recipe.yaml --from runs/mlp --best -n 2 metrics=accuracy",
@@ -32,17 +29,21 @@ From = Annotated[
     str, typer.Option("--from", metavar="RUN", help="name or path of a run, a checkpoint, or a file of weights")
 ]
 Best = Annotated[bool, typer.Option("--best", help="use the best checkpoint of the run, not the newest")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node", "--k8s", "--k8s-with", "--dry-run"))
 def evaluate(
-    from_run: From, arguments: workloads.Arguments = None, best: Best = False, json: Json = False, **launch_options: Any
+    from_run: From,
+    arguments: workloads.Arguments = None,
+    best: Best = False,
+    json: options.Json = False,
+    **launch_options: Any,
 ) -> None:
     """Evaluate a recipe with the newest intact checkpoint of a run. Nothing is trained, and no file is written. Without
     a recipe, the run's own."""
     from paceline.config.recipe import Config
     from paceline.launcher.dispatch import dispatch
+    from paceline.launcher.workload import Workload
 
     weights = find_weights(from_run, best=best)
     path, overrides = workloads.split_arguments(arguments or [])
@@ -52,7 +53,10 @@ def evaluate(
     spec = LaunchSpec.resolve(config, {**launch_options, **facts})
     values = {**config.model_dump(mode="json"), "train": {"max_steps": 1}, "init_from": None}
     request = json_format.dumps({"recipe": values, "weights": weights, "as_json": json})
-    workload = _workload(request, Config.from_dict(values))
+    prepare = workloads.checked(Config.from_dict(values))
+    workload = Workload.of_module(
+        "paceline.cli.evaluate", request, shared=workloads.TRAINER, prepare=prepare, name="paceline evaluate"
+    )
     raise SystemExit(dispatch(workload, replace(spec, run=None, resume=None), sys.argv[1:]))
 
 
@@ -78,26 +82,6 @@ def recipe_of(weights: str) -> Path:
     raise ConfigError(
         "missing-file", f"No recipe was given, and {weights} is not in a run folder.", fix="pass the recipe"
     )
-
-
-def _workload(request: str, config: Config) -> Workload:
-    from paceline.launcher.workload import Target, Workload
-
-    def body() -> None:
-        from paceline.cli.evaluate import main
-
-        main(request)
-
-    def preload() -> None:
-        import paceline.train.trainer  # noqa: F401
-
-    def prepare(world: int) -> None:
-        from paceline.train.factory import check
-
-        check(config, world)
-
-    target = Target("module", "paceline.cli.evaluate", (request,))
-    return Workload(body, preload, prepare, target=target, name="paceline evaluate")
 
 
 # What belongs to training: files, and where weights come from.

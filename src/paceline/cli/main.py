@@ -35,15 +35,13 @@ def top_level(
 _LAUNCHES = options.examples(
     "launch -n 4 train.py --lr 1e-3", "launch --hosts node1,node2 train.py", "launch -n 2 -m package.train"
 )
-app.command("train", cls=options.HintedCommand, context_settings=train.CONTEXT, epilog=train.EXAMPLES)(train.train)
+app.command("train", cls=options.HintedCommand, epilog=train.EXAMPLES)(train.train)
 app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT, epilog=_LAUNCHES)(launch.launch)
-app.command("evaluate", cls=options.HintedCommand, context_settings=evaluate.CONTEXT, epilog=evaluate.EXAMPLES)(
-    evaluate.evaluate
-)
+app.command("evaluate", cls=options.HintedCommand, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("init", epilog=config.INIT_EXAMPLES)(config.init)
 app.command("node", hidden=True)(launch.node)
-app.command("parity", context_settings=train.CONTEXT, epilog=train.PARITY_EXAMPLES)(train.parity)
-app.command("doctor", cls=options.HintedCommand, context_settings=doctor.CONTEXT, epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("parity", epilog=train.PARITY_EXAMPLES)(train.parity)
+app.command("doctor", cls=options.HintedCommand, epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("ls", epilog=runs.LS_EXAMPLES)(runs.ls)
 app.command("show", epilog=runs.SHOW_EXAMPLES)(runs.show)

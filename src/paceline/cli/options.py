@@ -17,6 +17,7 @@ from paceline.config.launch import LaunchSpec, Option, options_of
 from paceline.errors import LaunchError
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def examples(*commands: str) -> str:

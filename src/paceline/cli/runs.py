@@ -12,15 +12,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.options import examples
+from paceline.cli.options import Json, examples
 from paceline.errors import CheckpointError, LaunchError
 from paceline.run.folder import ROOT, RunFolder
 
 LS_EXAMPLES = examples("ls", "ls runs/mlp-sweep", "ls --all --json")
 SHOW_EXAMPLES = examples("show gpt", "show runs/mlp-sweep/trials/0003", "show gpt --json")
 COMPARE_EXAMPLES = examples("compare gpt gpt-2", "compare gpt gpt-2 gpt-3 --by time", "compare gpt gpt-2 --text")
-
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def ls(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
     from paceline.config.recipe import Config
     from paceline.config.sections import SweepSection
 
-CONTEXT = {"allow_interspersed_args": True}
-_PANEL = "Search"
+_option = partial(typer.Option, rich_help_panel="Search")
 EXAMPLES = options.examples(
     "sweep recipe.yaml --trials 50 'optimizer.lr=log(1e-5,1e-2)' 'batch=choice(32,64,128)'",
     "sweep recipe.yaml --pruner asha --parallel 4",
@@ -38,38 +38,22 @@ app = typer.Typer(
     cls=_SweepGroup, no_args_is_help=True, help="Search for good settings with many runs of a recipe.", epilog=EXAMPLES
 )
 
-Trials = Annotated[int | None, typer.Option("--trials", min=1, help="number of trials", rich_help_panel=_PANEL)]
-Parallel = Annotated[
-    int | None,
-    typer.Option("--parallel", min=1, help="trials at a time; default: what GPUs allow, or 1", rich_help_panel=_PANEL),
-]
+Trials = Annotated[int | None, _option("--trials", min=1, help="number of trials")]
+Parallel = Annotated[int | None, _option("--parallel", min=1, help="trials at a time; default: what GPUs allow, or 1")]
 Sampler = Annotated[
-    str | None,
-    typer.Option("--sampler", metavar="tpe | random | grid | cmaes", help="how values are chosen; default: tpe",
-                 rich_help_panel=_PANEL),
-]  # fmt: skip
+    str | None, _option("--sampler", metavar="tpe | random | grid | cmaes", help="how values are chosen; default: tpe")
+]
 Pruner = Annotated[
-    str | None,
-    typer.Option("--pruner", metavar="none | median | asha", help="which trials end early; default: none",
-                 rich_help_panel=_PANEL),
-]  # fmt: skip
-Metric = Annotated[
-    str | None, typer.Option("--metric", help="metric of the evaluation; default: loss", rich_help_panel=_PANEL)
+    str | None, _option("--pruner", metavar="none | median | asha", help="which trials end early; default: none")
 ]
-Mode = Annotated[
-    str | None,
-    typer.Option("--mode", metavar="min | max", help="which is better; default: by the metric", rich_help_panel=_PANEL),
-]
-Minutes = Annotated[
-    float | None, typer.Option("--minutes", help="start no trial after this time", rich_help_panel=_PANEL)
-]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="seed of the sampler", rich_help_panel=_PANEL)]
-Name = Annotated[
-    str | None, typer.Option("--name", help="name or path of the study; default: RECIPE-sweep", rich_help_panel=_PANEL)
-]
+Metric = Annotated[str | None, _option("--metric", help="metric of the evaluation; default: loss")]
+Mode = Annotated[str | None, _option("--mode", metavar="min | max", help="which is better; default: by the metric")]
+Minutes = Annotated[float | None, _option("--minutes", help="start no trial after this time")]
+Seed = Annotated[int | None, _option("--seed", min=0, help="seed of the sampler")]
+Name = Annotated[str | None, _option("--name", help="name or path of the study; default: RECIPE-sweep")]
 
 
-@app.command("run", cls=options.HintedCommand, context_settings=CONTEXT, epilog=EXAMPLES)
+@app.command("run", cls=options.HintedCommand, epilog=EXAMPLES)
 @options.launch_options(
     without=("--nproc-per-node", "--nproc_per_node", "--dry-run", "--k8s", "--k8s-with", "--nodes", "--nnodes",
              "--node-rank", "--node_rank", "--master", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-backend",

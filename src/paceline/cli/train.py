@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.run.history import History
     from paceline.train.trainer import Trainer
 
-CONTEXT = {"allow_interspersed_args": True}
 EXAMPLES = options.examples(
     "train", "train recipe.yaml -n 4", "train recipe.yaml schedule=cosine optimizer.lr=3e-4 train.epochs=3"
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.launcher.workload import Target, Workload
 
 DEFAULT_CPU_RANKS = 2  # of a recipe
+TRAINER = "paceline.train.trainer"  # a module that recipes share
 
 
 def read_recipe(arguments: list[str] | None, ranks: int | None, *, settled: bool = True) -> tuple[Config, str]:
@@ -72,28 +73,27 @@ def recipe_workload(config: Config) -> Workload:
 
         run_recipe(config)
 
-    def preload() -> None:
-        import paceline.train.trainer  # noqa: F401
+    return Workload(body, TRAINER, checked(config), recipe=config.model_dump(mode="json"))
+
+
+def checked(config: Config) -> Callable[[int], None]:
+    """Validates a recipe for a number of ranks, before any of them starts."""
 
     def prepare(world: int) -> None:
-        """Validate the recipe before any rank starts."""
         from paceline.train.factory import check
 
         check(config, world)
 
-    return Workload(body, preload, prepare, recipe=config.model_dump(mode="json"))
+    return prepare
 
 
 def script_workload(target: Target) -> Workload:
     from paceline.launcher.workload import Workload
 
-    def preload() -> None:
-        """Import the Trainer once if the script uses it, which saves every rank two seconds."""
-        if target.kind == "script" and _imports_paceline(Path(target.name)):
-            import paceline.train.trainer  # noqa: F401
-
+    # If the script uses the Trainer, importing it once saves every rank two seconds.
+    shared = TRAINER if target.kind == "script" and _imports_paceline(Path(target.name)) else ""
     own = len(target.args) + 1
-    return Workload(target.run, preload, target=target, name=Path(target.name).name, script_arguments=own)
+    return Workload(target.run, shared, target=target, name=Path(target.name).name, script_arguments=own)
 
 
 def warn_misplaced_options(target: Target) -> None:
@@ -210,9 +210,7 @@ def _read(properties: Mapping[str, Any], sections: Mapping[str, Any], prefix: st
             inner = sections[section.rpartition("/")[2]]
             yield from _read(inner["properties"], sections, f"{prefix}{name}.")
             continue
-        choices = tuple(
-            str(value) for option in options for value in option.get("enum", [option.get("const")]) if value
-        )
+        choices = tuple(str(value) for option in options for value in _values(option) if value)
         yield RecipeKey(
             f"{prefix}{name}",
             " | ".join(dict.fromkeys(_kind(option) for option in options if option.get("type") != "null")),

@@ -110,9 +110,7 @@ class _Members:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
-            reason = (
-                "not valid JSON" if isinstance(error, ValueError | RecursionError) else error.strerror or str(error)
-            )
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not valid JSON"
             self.clean.take_counts()
             self.left_out.append(f"{name}: {self.clean.message(reason)}")
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ _NUMBERS = (  # in the order of the fields of Gpu
     "ecc.errors.uncorrected.volatile.total", "temperature.gpu", "clocks_throttle_reasons.active",
 )  # fmt: skip
 _FORMAT = "--format=csv,noheader,nounits"
+_APP = re.compile(r"^(\S+), (\d+), (.*), (.*)$", re.MULTILINE)
 _FAULT = re.compile(r"\[(GPU requires reset|GPU is lost|Unknown Error)\]")
 _THROTTLED = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot (hardware limit)", 0x80: "power brake"}
 _FREE = 0.8  # of the memory; the driver itself uses less than 1 GiB
@@ -93,12 +94,10 @@ class GpuFacts:
 def run(command: Sequence[str], seconds: float = 5.0) -> Answer:
     """Run a command. One that does not end is left behind: inside a hanging driver it cannot be killed."""
     try:
-        # fmt: off
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors="replace", start_new_session=True,
-        )
-        # fmt: on
+        )  # fmt: skip
     except OSError as error:
         return Answer(NOT_FOUND, f"{command[0]}: {error.strerror}")
     try:
@@ -131,7 +130,9 @@ def read(run: Run = run, root: Path = Path("/"), environment: Mapping[str, str] 
         machine,
         gpus=gpus,
         number=len(every),
-        processes=tuple(_parse_processes(apps)),
+        processes=tuple(
+            GpuProcess(uuid, int(pid), name, _number(used)) for uuid, pid, name, used in _APP.findall(apps)
+        ),
         paths=_parse_paths(run(["nvidia-smi", "topo", "-m"]).output) if several else {},
         links=_parse_links(run(["nvidia-smi", "nvlink", "-s"]).output) if several else {},
     )
@@ -178,11 +179,6 @@ def _number(text: str) -> int | None:
     with suppress(ValueError):
         return int(text, 0)
     return None
-
-
-def _parse_processes(output: str) -> Iterable[GpuProcess]:
-    for uuid, pid, name, memory in re.findall(r"^(\S+), (\d+), (.*), (.*)$", output, re.MULTILINE):
-        yield GpuProcess(uuid, int(pid), name, _number(memory))
 
 
 def _parse_paths(output: str) -> dict[tuple[int, int], str]:

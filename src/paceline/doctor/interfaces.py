@@ -9,12 +9,9 @@ although nobody uses it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
-import struct
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,18 +21,15 @@ from typing import NamedTuple
 
 from paceline.config.launch import DEFAULT_PORT
 from paceline.doctor.finding import Finding
+from paceline.doctor.limits import text_of
 from paceline.errors import LaunchError
-from paceline.runtime.network import LOOPBACK, interface_of, is_loopback, listen
+from paceline.runtime.network import LOOPBACK, address_of, interface_of, is_loopback, is_running, listen, mtu_of
 from paceline.text import plural
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921
-_RUNNING = 0x40  # flag of an interface: up, and a cable is connected
 _ELSEWHERE = "198.51.100.1"  # reserved for documentation: the default route leads there
 _VIRTUAL = re.compile(r"docker|virbr|veth|br-|cni|flannel|cali|podman|lxc|lxd")
 _SLOW = 1000  # Mb/s
 _FEW_PORTS = 1000
-
-
 _EPHEMERAL = ("32768", "60999")  # Linux's default
 
 
@@ -101,24 +95,10 @@ def resolve(name: str, seconds: float = 5.0) -> tuple[tuple[str, ...], str]:
 
 def _interfaces(root: Path) -> Iterator[NetworkInterface]:
     for _, name in socket.if_nameindex():
-        flags, mtu, address = (_ask(number, name) for number in (_SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFADDR))
         speed = 0
         with suppress(OSError, ValueError):  # a virtual one has none, or -1
             speed = int((root / "sys/class/net" / name / "speed").read_text())
-        yield NetworkInterface(
-            name,
-            bool(int.from_bytes(flags[:2], sys.byteorder) & _RUNNING),
-            socket.inet_ntoa(address[4:8]) if any(address) else "",
-            int.from_bytes(mtu[:4], sys.byteorder),
-            max(speed, 0),
-        )
-
-
-def _ask(request: int, interface: str) -> bytes:
-    """A property of an interface; zeros if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        return fcntl.ioctl(probe, request, struct.pack("40s", interface.encode()[:15]))[16:]
-    return bytes(24)
+        yield NetworkInterface(name, is_running(name), address_of(name), mtu_of(name), max(speed, 0))
 
 
 def _route(addresses: Iterable[str]) -> str | None:
@@ -246,22 +226,17 @@ class FabricFacts:
 def read_fabric(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> FabricFacts:
     ports = []
     for folder in sorted(root.glob("sys/class/infiniband/*/ports/*")):
-        state, physical, rate, layer = (_text(folder / name) for name in ("state", "phys_state", "rate", "link_layer"))
+        state, physical, rate, layer = (
+            text_of(folder / name) for name in ("state", "phys_state", "rate", "link_layer")
+        )
         name = f"{folder.parts[-3]}:{folder.name}"
         if _is_allowed(name, environment.get("NCCL_IB_HCA", "")):
             ports.append(FabricPort(name, state.partition(": ")[2], physical.partition(": ")[2], rate, layer))
     modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).exists()]
-    kernel = tuple(map(int, re.findall(r"\d+", _text(root / "proc/sys/kernel/osrelease"))[:2]))
-    if "Open Kernel Module" in _text(root / "proc/driver/nvidia/version") and kernel >= _DMA_BUF:
+    kernel = tuple(map(int, re.findall(r"\d+", text_of(root / "proc/sys/kernel/osrelease"))[:2]))
+    if "Open Kernel Module" in text_of(root / "proc/driver/nvidia/version") and kernel >= _DMA_BUF:
         modules.append("DMA-BUF")
     return FabricFacts(tuple(ports), ", ".join(modules))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _is_allowed(name: str, setting: str) -> bool:

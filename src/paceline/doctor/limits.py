@@ -113,7 +113,7 @@ def read_cores(root: Path = Path("/")) -> tuple[int, float]:
     affinity = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = math.inf
     for folder in _cgroups(root, "cpu"):
-        words = _text(folder / "cpu.max").split() or [_text(folder / f"cpu.cfs_{name}_us") for name in _V1_QUOTA]
+        words = text_of(folder / "cpu.max").split() or [text_of(folder / f"cpu.cfs_{name}_us") for name in _V1_QUOTA]
         if all(word.isdecimal() for word in words):  # else `max` or -1: unlimited
             quota = min(quota, int(words[0]) / int(words[1]))
     return affinity, quota
@@ -123,7 +123,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The folders of our cgroup and its parents, for cgroup v1 and v2. In a container the path may be the host's; then
     the one mounted at the root is ours."""
     mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -132,7 +132,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Empty if it is missing or not readable."""
     with suppress(OSError):
         return path.read_text().strip()
@@ -140,13 +140,13 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> float:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.isdecimal() and int(text) < _UNLIMITED else math.inf
 
 
 def _fields(path: Path) -> dict[str, int]:
     """`MemFree: 12 kB` and `inactive_file 12` by name."""
-    lines = (line.split() for line in _text(path).splitlines())
+    lines = (line.split() for line in text_of(path).splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
@@ -170,7 +170,7 @@ def _threads(root: Path) -> float:
     left = math.inf if os.geteuid() == 0 else _rlimit(resource.RLIMIT_NPROC)[0]
     for folder in _cgroups(root, "pids"):
         if (limit := _number(folder / "pids.max")) < math.inf:
-            left = min(left, limit - int(_text(folder / "pids.current") or 0))
+            left = min(left, limit - int(text_of(folder / "pids.current") or 0))
     return left
 
 
@@ -191,10 +191,8 @@ def _memory(root: Path) -> tuple[float, float]:
 def _newest_file(root: Path) -> float:
     """Of paceline's source, and of when packages were installed."""
     newest = 0.0
-    for folder, pattern in (
-        (Path(__file__).parents[1], "**/*.py"),
-        (Path(sysconfig.get_path("purelib")), "*.dist-info"),
-    ):
+    installed = Path(sysconfig.get_path("purelib"))
+    for folder, pattern in ((Path(__file__).parents[1], "**/*.py"), (installed, "*.dist-info")):
         for path in (root / folder.relative_to("/")).glob(pattern):
             with suppress(OSError):
                 newest = max(newest, path.stat().st_mtime)
@@ -273,10 +271,9 @@ def _judge_cores(facts: LimitFacts, ranks: int) -> Finding:
     if is_limited:
         what += f" (limit of the cgroup; the machine shows {facts.affinity})"
     if facts.cores < ranks:
+        why = "ranks take turns on the cores, and wait for each other in every step"
         fix = "start fewer ranks, or allow more cores: srun --cpus-per-task, docker run --cpus or --cpuset-cpus"
-        return Finding(
-            "cores", "warn", what, "ranks take turns on the cores, and wait for each other in every step", fix
-        )
+        return Finding("cores", "warn", what, why, fix)
     why = "torch starts a thread for each core that it sees; the kernel stops them all when the quota is used up"
     fix = f"export OMP_NUM_THREADS={int(facts.cores) // ranks}"
     return graded("cores", "warn" if is_limited and not facts.has_thread_count else "ok", what, why, fix)

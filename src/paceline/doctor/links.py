@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 
 from paceline.doctor.finding import Finding, Status
@@ -129,7 +130,12 @@ def _connect(address: tuple[str, int], token: bytes) -> socket.socket:
 
 def _ping(connection: socket.socket) -> float:
     connection.sendall(PING)
-    return _unpack(_receive(connection, _CLOCK.size, _ANSWER_SECONDS))
+    return _number(connection, _ANSWER_SECONDS)
+
+
+def _number(connection: socket.socket, seconds: float) -> float:
+    [value] = _CLOCK.unpack(_receive(connection, _CLOCK.size, seconds))
+    return float(value)
 
 
 def _send(connection: socket.socket) -> float:
@@ -145,7 +151,7 @@ def _send(connection: socket.socket) -> float:
         if writable:
             with suppress(BlockingIOError):
                 connection.send(data)
-    return _unpack(_receive(connection, _CLOCK.size, max(left, 0.1)))
+    return _number(connection, max(left, 0.1))
 
 
 def _receive_rate(connection: socket.socket) -> float:
@@ -183,16 +189,10 @@ def _receive(connection: socket.socket, size: int, seconds: float) -> bytes:
     return data
 
 
-def _unpack(data: bytes) -> float:
-    [value] = _CLOCK.unpack(data)
-    return float(value)
-
-
 _SLOW_LATENCY = 2e-3  # seconds
 _SLOW_BANDWIDTH = 0.5e9  # bits per second: less than half of what the slowest cluster network, 1 Gbit/s Ethernet, has
-_SURE_BANDWIDTH = (
-    5e9  # from here on, a busy processor may limit a single stream: a difference says nothing about the link
-)
+# From here on, a busy processor may limit a single stream: a difference says nothing about the link.
+_SURE_BANDWIDTH = 5e9
 _CLOCK_WARN, _CLOCK_FAIL = 1.0, 60.0  # seconds
 _SHOWN = 3  # links in a finding
 _NO_GPU = "no GPU: training uses the CPU"
@@ -297,7 +297,7 @@ def _broken(nodes: Sequence[NodeFacts], names: Sequence[str], link: Link) -> Fin
 
 
 def _judge_latency(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
-    found = sorted(((format_ms(times.latency), way, times.latency) for way, times in links), key=_last)[::-1]
+    found = sorted(((format_ms(times.latency), way, times.latency) for way, times in links), key=itemgetter(2))[::-1]
     slow = [each for each in found if each[2] > _SLOW_LATENCY]
     if not slow:
         return Finding("latency", "ok", f"at most {found[0][0]} for a round trip ({found[0][1]})")
@@ -307,7 +307,9 @@ def _judge_latency(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
 
 
 def _judge_bandwidth(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
-    found = sorted(((f"{times.bandwidth / 1e9:.2g} Gbit/s", way, times.bandwidth) for way, times in links), key=_last)
+    found = sorted(
+        ((f"{times.bandwidth / 1e9:.2g} Gbit/s", way, times.bandwidth) for way, times in links), key=itemgetter(2)
+    )
     usual = median(each[2] for each in found)
     slow = [each for each in found if each[2] < max(_SLOW_BANDWIDTH, min(usual / 2, _SURE_BANDWIDTH))]
     if not slow:
@@ -316,10 +318,6 @@ def _judge_bandwidth(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
     fix = "check cable, port and negotiated speed (ethtool INTERFACE); --interface selects the network; "
     fix += "`paceline bench comm RECIPE` advises on settings that communicate less"
     return Finding("bandwidth", "warn", f"Slow links: {_list(slow)}.", why, fix)
-
-
-def _last(measured: tuple[str, str, float]) -> float:
-    return measured[2]
 
 
 def _list(slow: Sequence[tuple[str, str, float]]) -> str:

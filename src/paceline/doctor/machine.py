@@ -6,12 +6,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from paceline.config.recipe import Config
 from paceline.doctor import gpus, interfaces, limits, software, storage, variables
 from paceline.doctor.finding import Finding
 from paceline.doctor.gpus import GpuFacts
+from paceline.doctor.variables import VariableFacts
 from paceline.errors import PacelineError
 from paceline.text import plural
 
@@ -32,6 +34,10 @@ def check_machine(
     """`ranks`: that training would start here, by default one per GPU; `folder`: in which runs are."""
     network, adapters = interfaces.read(environment=environment), interfaces.read_fabric()
     ranks = ranks or _default_ranks(gpu_facts)
+    values = VariableFacts(
+        environment, [each.name for each in network.interfaces], gpu_facts.number, ranks,
+        has_infiniband=adapters.has_infiniband, several_hosts=several_hosts,
+    )  # fmt: skip
     needs_locked_memory = adapters.has_infiniband and several_hosts and bool(gpu_facts.gpus)
     return [
         *software.check(gpu_facts.gpus),
@@ -40,14 +46,7 @@ def check_machine(
         *limits.check(ranks, has_infiniband=needs_locked_memory, several_hosts=several_hosts),
         *storage.check(folder),
         *interfaces.check(network, port=port, several_hosts=several_hosts),
-        *variables.check(
-            environment,
-            interfaces=[each.name for each in network.interfaces],
-            gpus=gpu_facts.number,
-            ranks=ranks,
-            has_infiniband=adapters.has_infiniband,
-            several_hosts=several_hosts,
-        ),
+        *variables.check(values),
     ]
 
 
@@ -82,7 +81,7 @@ def _check_all_reduce(device: str | int | None, backend: str | None, number: int
     ranks = min(_RANKS, number) if where is None else _RANKS
 
     def rank() -> dict[str, object]:
-        return all_reduce(where, backend if where is None else None, _SECONDS).to_json()
+        return asdict(all_reduce(where, backend if where is None else None, _SECONDS))
 
     try:
         with _environment({} if where is None else {"CUDA_VISIBLE_DEVICES": ""}):

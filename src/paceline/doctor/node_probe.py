@@ -11,12 +11,10 @@ The first node reports, so that it works with every launch backend, as in bench/
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import socket
-import struct
 import sys
 import threading
 import time
@@ -37,7 +35,7 @@ from paceline.launcher.backends.ssh import read_hosts
 from paceline.launcher.cluster.fingerprint import fingerprint
 from paceline.launcher.workload import Target, Workload
 from paceline.runtime import environment
-from paceline.runtime.network import LOOPBACK, interface_of, listen
+from paceline.runtime.network import LOOPBACK, address_of, interface_of, listen, mtu_of
 
 LocalChecks = Callable[[], list[Finding]]
 
@@ -69,11 +67,8 @@ class ProbeRequest:
 def workload(request: ProbeRequest) -> Workload:
     """For `dispatch`, with the spec of `one_rank_per_node`."""
 
-    def preload() -> None:
-        import paceline.runtime.process_group  # noqa: F401
-
     target = Target("module", "paceline.doctor.node_probe", (request.to_text(),))  # for other nodes
-    return Workload(lambda: main(request), preload, target=target, name="paceline doctor")
+    return Workload(lambda: main(request), "paceline.runtime.process_group", target=target, name="paceline doctor")
 
 
 def one_rank_per_node(spec: LaunchSpec) -> LaunchSpec:
@@ -103,7 +98,7 @@ def main(request: ProbeRequest, local_checks: LocalChecks | None = None) -> None
         board.publish("continues", board.nodes > 1 and worst(found) != "fail")
     if board.read("continues", 0, _SPARE_SECONDS):
         own = all_reduce(request.device, request.backend)
-        board.publish("all-reduce", own.to_json())
+        board.publish("all-reduce", asdict(own))
         if own.is_stuck and not is_first:
             os._exit(0)  # the thread would keep the process group from closing
         if is_first:
@@ -226,14 +221,11 @@ if __name__ == "__main__":
 
 
 _GLOO_INTERFACE = next(iter(environment.interfaces("")))  # the name of the variable
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: get the IPv4 address and the MTU of an interface
 
 
 def own_address() -> str:
     """Of the interface that the launcher or the user chose for the ranks, else the one that leads to the store."""
-    if answer := _ask(os.environ.get(_GLOO_INTERFACE, ""), _SIOCGIFADDR):
-        return socket.inet_ntoa(answer[20:24])
-    return _address_to_store()
+    return address_of(os.environ.get(_GLOO_INTERFACE, "")) or _address_to_store()
 
 
 def users_environment() -> dict[str, str]:
@@ -257,26 +249,16 @@ def _interface_of(address: str) -> str:
 def node_facts(address: str, port: int, device: str | int | None, findings: Sequence[Finding]) -> NodeFacts:
     """`findings`: of the checks of this machine. `device`: None if GPUs are used where there are any."""
     interface = _interface_of(address)
-    answer = _ask(interface, _SIOCGIFMTU)
     return NodeFacts(
         host=socket.gethostname(),
         address=address,
         port=port,
         interface=interface,
-        mtu=int.from_bytes(answer[16:20], "little") if answer else 0,
+        mtu=mtu_of(interface),
         versions=fingerprint(script=None, recipe=None)["version"],
         gpus=[] if device == "cpu" else _gpus(),
         findings=[finding.to_json() for finding in findings],
     )
-
-
-def _ask(interface: str, what: int) -> bytes:
-    """The kernel's answer about an interface; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return fcntl.ioctl(probe, what, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return b""
 
 
 def _gpus() -> list[str]:
@@ -301,9 +283,6 @@ class AllReduceResult:
     took: float = 0.0  # seconds until the error
     is_stuck: bool = False  # whether it still waits, in a thread
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def all_reduce(device: str | int | None, backend: str | None, seconds: float = ALL_REDUCE_SECONDS) -> AllReduceResult:
     """Collective: must be called on every rank. NCCL may block for half an hour: it runs in a thread, with a limit."""
@@ -311,9 +290,8 @@ def all_reduce(device: str | int | None, backend: str | None, seconds: float = A
     thread = threading.Thread(target=lambda: done.append(_run(device, backend)), daemon=True)
     thread.start()
     thread.join(seconds)
-    return (
-        done[0] if done else AllReduceResult(error=f"it did not end within {seconds:g} s", took=seconds, is_stuck=True)
-    )
+    late = AllReduceResult(error=f"it did not end within {seconds:g} s", took=seconds, is_stuck=True)
+    return done[0] if done else late
 
 
 def _run(device: str | int | None, backend: str | None) -> AllReduceResult:

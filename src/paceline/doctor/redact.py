@@ -220,10 +220,9 @@ class Redactor:
                 for name, inner in zip(known, value.values(), strict=True)
             }
         if isinstance(value, list):
-            is_arguments = any(isinstance(each, str) and each.startswith("-") for each in value)
-            return (
-                self._arguments(value) if is_arguments else [self.values(each, key, trusted=trusted) for each in value]
-            )
+            if any(isinstance(each, str) and each.startswith("-") for each in value):
+                return self._arguments(value)
+            return [self.values(each, key, trusted=trusted) for each in value]
         if isinstance(value, str):
             return self._string(value, key if trusted else "", is_strict=not trusted or kind != "")
         is_short = isinstance(value, int) and abs(value) < 1000 and (trusted or is_known(key))
@@ -293,28 +292,22 @@ class Redactor:
         return f" {self._value(value, name if is_known(name) else 'password')}"
 
     def _comment(self, comment: str | None) -> str:
-        return (
-            ""
-            if not comment
-            else f"{comment[: comment.index('#')]}# {self._string(comment.strip(' #'), '', is_strict=True)}"
-        )
+        if not comment:
+            return ""
+        return f"{comment[: comment.index('#')]}# {self._string(comment.strip(' #'), '', is_strict=True)}"
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str | int]:
         """Variables that paceline knows by name, with values that are known. Others are only counted."""
         named = sorted(name for name in environment if name in variables() and kind_of(name) != "secret")
         self._counts["values"] += len(environment) - len(named)
-        return {
-            **{name: self._value(environment[name], name) for name in named},
-            "others": len(environment) - len(named),
+        return {name: self._value(environment[name], name) for name in named} | {
+            "others": len(environment) - len(named)
         }
 
     def file_name(self, name: str) -> str:
         """Of a file or folder, with nothing in it that a file system or a terminal could misunderstand."""
-        return (
-            name
-            if is_known(name) and re.fullmatch(r"[\w.-]{1,80}", name, re.ASCII)
-            else f"removed-{self.remove(name)[2:-1]}"
-        )
+        is_plain = is_known(name) and re.fullmatch(r"[\w.-]{1,80}", name, re.ASCII)
+        return name if is_plain else f"removed-{self.remove(name)[2:-1]}"
 
 
 def _is_code(text: str) -> bool:

@@ -101,9 +101,8 @@ def check(gpus: Sequence[Gpu], facts: SoftwareFacts | None = None) -> list[Findi
     facts = facts or read()
     python = Finding("Python", "ok", facts.python)
     if _version(facts.python) < _PYTHON:
-        python = Finding(
-            "Python", "fail", facts.python, "paceline requires 3.11", "create an environment with Python 3.11"
-        )
+        fix = "create an environment with Python 3.11"
+        python = Finding("Python", "fail", facts.python, "paceline requires 3.11", fix)
     findings = [python, Finding("paceline", "ok", __version__), _torch(facts, gpus)]
     if gpus or facts.driver or facts.nvml:
         findings.append(_driver(facts, gpus))

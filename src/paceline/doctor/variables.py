@@ -37,10 +37,9 @@ class VariableFacts:
     interfaces: Collection[str]
     gpus: int  # of this machine, whether visible or not
     ranks: int  # on this machine
-    cores: float
+    cores: float = field(default_factory=lambda: min(limits.read_cores()))
     has_infiniband: bool = False
     several_hosts: bool = False
-    paths: Mapping[str, str] = field(default_factory=dict)  # what is wrong with a variable that lists paths
 
 
 @dataclass(frozen=True)
@@ -72,31 +71,7 @@ class Assessment(NamedTuple):
     fix: str = ""
 
 
-def check(
-    environment: Mapping[str, str],
-    *,
-    interfaces: Collection[str],
-    gpus: int,
-    ranks: int,
-    has_infiniband: bool = False,
-    several_hosts: bool = False,
-) -> list[Finding]:
-    """`gpus`: of this machine, whether visible or not. `ranks`: on this machine."""
-    return judge(
-        VariableFacts(
-            environment,
-            interfaces,
-            gpus,
-            ranks,
-            cores=min(limits.read_cores()),
-            has_infiniband=has_infiniband,
-            several_hosts=several_hosts,
-            paths={name: look(environment.get(name, "")) for name, look in _PATHS.items()},
-        )
-    )
-
-
-def judge(facts: VariableFacts) -> list[Finding]:
+def check(facts: VariableFacts) -> list[Finding]:
     findings, seen = [], set[str]()
     for rule in rules():
         names = [
@@ -120,8 +95,7 @@ def rules() -> tuple[VariableRule, ...]:
 
 def _finding(rule: VariableRule, names: list[str], facts: VariableFacts) -> Finding:
     status, seen, why, fix = _assess(rule, names, facts)
-    values = (facts.environment[name] for name in names)
-    shown = names if rule.hidden else [f"{name}={_short(value)}" for name, value in zip(names, values, strict=True)]
+    shown = names if rule.hidden else [f"{name}={_short(facts.environment[name])}" for name in names]
     what = f"{', '.join(shown)}: {seen or rule.does}"
     if status == "ok":
         return Finding(_CHECK, status, what)
@@ -163,9 +137,8 @@ def _nccl_interfaces(name: str, facts: VariableFacts) -> Assessment:
     if facts.several_hosts and used == ["lo"]:
         return Assessment("fail", "lo does not reach other hosts")
     if facts.several_hosts and excludes and "lo" in used:
-        return Assessment(
-            "warn", "lo is not excluded, and NCCL uses the first interface", fix=f"export {name}={value},lo"
-        )
+        seen = "lo is not excluded, and NCCL uses the first interface"
+        return Assessment("warn", seen, fix=f"export {name}={value},lo")
     return Assessment("ok", f"NCCL uses {_joined(used)}")
 
 
@@ -215,7 +188,7 @@ def _socket_threads(name: str, facts: VariableFacts) -> Assessment:
 
 
 def _listed_paths(name: str, facts: VariableFacts) -> Assessment:
-    seen = facts.paths.get(name, "")
+    seen = _PATHS[name](facts.environment[name])
     return Assessment("warn" if seen else "ok", seen)
 
 

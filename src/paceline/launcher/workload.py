@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,25 +66,30 @@ def _replace_process(program: str, args: tuple[str, ...]) -> None:
         ) from None
 
 
-def _no_imports() -> None:
-    pass
-
-
-def _nothing(world: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Workload:
     """A function for forked ranks, optionally with a target that can also run in fresh interpreters."""
 
     body: Callable[[], None]
-    preload: Callable[[], None] = _no_imports  # imports shared by all ranks, before they are forked
-    prepare: Callable[[int], None] = _nothing  # called with the world size before ranks are forked
+    shared: str = ""  # a module that all ranks use: it is imported before they are forked
+    prepare: Callable[[int], None] = lambda world: None  # called with the world size before ranks are forked
     target: Target | None = None
     recipe: Mapping[str, Any] | None = None  # of `paceline train`
     name: str = ""  # in process titles
     script_arguments: int = 0  # how many of the last command-line arguments belong to the user's script
+
+    @classmethod
+    def of_module(cls, module: str, *args: str, shared: str = "", **more: Any) -> Workload:
+        """Calls `main(*args)` of a module; on other nodes, the module runs with these arguments."""
+
+        def body() -> None:
+            import_module(module).main(*args)
+
+        return cls(body, shared or module, target=Target("module", module, args), **more)
+
+    def preload(self) -> None:
+        if self.shared:
+            import_module(self.shared)
 
     @property
     def script(self) -> Path | None:

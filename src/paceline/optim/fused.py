@@ -23,9 +23,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 _Group = dict[str, Any]
 _Members = tuple[list[Tensor], list[Tensor], tuple[str, ...]]  # all, those without a gradient, keys of the state
 _TORCH = str(Path(torch.__file__).parent)
-_ONE = torch.ones(
-    (), dtype=torch.float32, device="cpu"
-)  # adding it to CPU tensors takes half the time of adding a number
+# Adding it to CPU tensors takes half the time of adding a number.
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 @dataclass(slots=True)

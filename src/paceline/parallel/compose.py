@@ -6,8 +6,8 @@ other layers: dtypes, the context of the forward, the module that computes the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -224,7 +224,7 @@ def _fsdp(subject: Subject, context: Composition) -> str | None:
             shard(subject.step, blocks, mesh, config.fsdp, context.gather_dtype)
     subject.forward = subject.step
     if mesh.degrees.replicate > mesh.local_replicas:
-        subject.no_sync = partial(_without_all_reduce, roots)
+        subject.no_sync = partial(without_all_reduce, roots)
     return line
 
 
@@ -242,14 +242,6 @@ def _shard_stages(stages: list[Stage], context: Composition) -> list[FSDPModule]
         blocks = [block for block in stage.blocks if any(True for _ in block.parameters())]
         shard(stage, blocks, context.mesh, settings, context.gather_dtype)
     return [cast(FSDPModule, stage) for stage in stages]
-
-
-@contextmanager
-def _without_all_reduce(roots: list[FSDPModule]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for root in roots:
-            stack.enter_context(without_all_reduce(root))
-        yield
 
 
 def _ddp(subject: Subject, context: Composition) -> None:

@@ -222,13 +222,15 @@ def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
 
 
 @contextmanager
-def without_all_reduce(root: FSDPModule) -> Iterator[None]:
+def without_all_reduce(roots: Sequence[FSDPModule]) -> Iterator[None]:
     """Skip the all-reduce across replicas; the last backward of a step reduces the accumulated gradients."""
-    root.set_requires_all_reduce(False)
+    for root in roots:
+        root.set_requires_all_reduce(False)
     try:
         yield
     finally:
-        root.set_requires_all_reduce(True)
+        for root in roots:
+            root.set_requires_all_reduce(True)
 
 
 def reduce_unused(root: FSDPModule) -> None:

@@ -24,11 +24,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.config.sections import SplitSection
 from paceline.data.batches import apply, rows_of, samples_in
-from paceline.errors import LayoutError, did_you_mean
+from paceline.errors import LayoutError
 from paceline.models.divisor import Divisor
 from paceline.models.spec import find_blocks
 from paceline.parallel.data_parallel import LossPart, combine_losses, combine_metrics
-from paceline.plan.partition import BalanceError, UnknownLayerError, balanced_partition, parse_balance
+from paceline.plan.partition import balanced_partition, parse_balance
 from paceline.plan.slicing import slice_bounds
 from paceline.runtime import noise
 from paceline.text import format_bytes
@@ -144,23 +144,8 @@ def _partition(blocks: list[Named], sizes: list[int], devices: int, balance: lis
         )
     if balance is None:
         return balanced_partition(sizes, devices)
-    known = [name for name, _ in blocks]
-    try:
-        return parse_balance(balance, known, devices)
-    except UnknownLayerError as unknown:
-        raise LayoutError(
-            "no-such-layer",
-            f"split.balance: unknown layer {unknown.name!r}; {did_you_mean(unknown.name, known)}",
-            fix=f"use layers from {known[0]} to {known[-1]}",
-        ) from None
-    except BalanceError as error:
-        total = f" ({sum(error.lengths)} layers)" if isinstance(balance[0], int) else ""
-        raise LayoutError(
-            "split-balance",
-            f"split.balance is {balance}{total}, but the model has {len(blocks)} layers, from {known[0]} to "
-            f"{known[-1]}, for {devices} devices.",
-            fix="set the number of layers per device, or the first layer of each device, in order",
-        ) from None
+    codes = ("no-such-layer", "split-balance")
+    return parse_balance(balance, [name for name, _ in blocks], devices, "split.balance", codes=codes)
 
 
 def _colocate_tied(places: list[Place]) -> list[Place]:
@@ -180,7 +165,7 @@ def _place(model: nn.Module, places: list[Place], devices: list[torch.device]) -
     first = devices[0]
     for (_, layer), number in places:
         layer.to(devices[number])
-        layer.register_forward_pre_hook(partial(_move_inputs, devices[number]), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_move, devices[number]), with_kwargs=True)
     placed = {id(part) for (_, layer), _ in places for part in layer.modules()}
     for part in model.modules():
         if id(part) not in placed:
@@ -188,7 +173,7 @@ def _place(model: nn.Module, places: list[Place], devices: list[torch.device]) -
     parametrized = [layer for (_, layer), _ in places if any(True for _ in layer.parameters())]
     ends = [part for part in model.modules() if isinstance(part, nn.Sequential) and id(part) not in placed]
     for end in [*ends, *parametrized[-1:]]:
-        end.register_forward_hook(partial(_move_output, first))
+        end.register_forward_hook(lambda layer, args, output: apply(output, partial(_to, device=first)))
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:
@@ -200,15 +185,8 @@ def _move_own(module: nn.Module, device: torch.device) -> None:
             module._buffers[key] = buffer.to(device)
 
 
-def _move_inputs(
-    device: torch.device, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    move = partial(_to, device=device)
-    return tuple(apply(value, move) for value in args), {key: apply(value, move) for key, value in kwargs.items()}
-
-
-def _move_output(device: torch.device, layer: nn.Module, args: Any, output: Any) -> Any:
-    return apply(output, partial(_to, device=device))
+def _move(device: torch.device, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return apply((args, kwargs), partial(_to, device=device))
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -44,9 +44,9 @@ def convert_sync_batchnorm(
     """
     changed = []
     for name, module in model.named_modules():
-        synchronized = _SYNCHRONIZED.get(type(module))
-        if synchronized is None and _is_plain_subclass(module):
-            kind = type(module)
+        kind = type(module)
+        synchronized = _SYNCHRONIZED.get(kind)
+        if synchronized is None and isinstance(module, _BATCHNORMS) and kind.forward is _BatchNorm.forward:
             synchronized = _SYNCHRONIZED[kind] = type(f"Sync{kind.__name__}", (SynchronizedNorm, kind), {})
         if synchronized is not None:
             module.__class__ = synchronized
@@ -87,10 +87,6 @@ def unconverted(model: nn.Module) -> list[str]:
         name for name, module in model.named_modules()
         if isinstance(module, _BATCHNORMS) and not isinstance(module, SynchronizedNorm)
     ]  # fmt: skip
-
-
-def _is_plain_subclass(module: nn.Module) -> bool:
-    return isinstance(module, _BATCHNORMS) and type(module).forward is _BatchNorm.forward
 
 
 class SynchronizedNorm(_BatchNorm):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from paceline.config.sections import PipelineSection
-from paceline.errors import LayoutError
+from paceline.errors import LayoutError, did_you_mean
 from paceline.plan.layout import FROM_SETTINGS
 from paceline.text import plural
 
@@ -37,35 +37,28 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[int]:
     return lengths[::-1]
 
 
-class UnknownLayerError(ValueError):
-    """`balance:` names a layer that does not exist."""
+def parse_balance(
+    balance: Sequence[int] | Sequence[str], names: Sequence[str], parts: int, key: str, *, codes: tuple[str, str]
+) -> list[int]:
+    """The lengths given by a recipe's `balance:`, as numbers of layers or as the names of the first layers of parts.
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
-class BalanceError(ValueError):
-    """`balance:` does not describe the requested number of non-empty parts."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        super().__init__(lengths)
-        self.lengths = lengths
-
-
-def parse_balance(balance: Sequence[int] | Sequence[str], names: Sequence[str], parts: int) -> list[int]:
-    """The lengths given by a recipe's `balance:`, as numbers of layers or as the names of the first layers of parts."""
+    `codes` of errors: for a layer that does not exist, and for other parts than the requested number of non-empty ones.
+    """
+    limits = f"{len(names)} layers" + (f", from {names[0]} to {names[-1]}" if names else "")
     if all(isinstance(entry, int) for entry in balance):
         lengths = [int(entry) for entry in balance]
     else:
         for entry in balance:
             if entry not in names:
-                raise UnknownLayerError(str(entry))
+                what = f"{key}: unknown layer {entry!r}; {did_you_mean(str(entry), names)}"
+                raise LayoutError(codes[0], what, fix=f"the model has {limits}")
         begins = [names.index(str(entry)) for entry in balance]
         begins = begins if begins[:1] == [0] else [0, *begins]
         lengths = [end - start for start, end in zip(begins, [*begins[1:], len(names)], strict=True)]
     if len(lengths) != parts or sum(lengths) != len(names) or min(lengths) < 1:
-        raise BalanceError(lengths)
+        what = f"{key} is {list(balance)}: parts of {lengths} layers. Expected {parts} parts of {limits}."
+        fix = f"set {parts} numbers that sum to {len(names)}, or the name of the first layer of each part, in order"
+        raise LayoutError(codes[1], what, fix=fix)
     return lengths
 
 

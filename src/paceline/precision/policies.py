@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,24 +34,10 @@ class Precision:
     autocast: torch.dtype | None = None  # of matrix products, if not that of the weights
 
 
-@PRECISIONS.implement("fp32")
-def fp32() -> Precision:
-    return Precision()
-
-
-@PRECISIONS.implement("bf16")
-def bf16() -> Precision:
-    return Precision(autocast=torch.bfloat16)
-
-
-@PRECISIONS.implement("fp16")
-def fp16() -> Precision:
-    return Precision(autocast=torch.float16)
-
-
-@PRECISIONS.implement("fp64")
-def fp64() -> Precision:
-    return Precision(weights=torch.float64)
+PRECISIONS.implement("fp32")(Precision)
+PRECISIONS.implement("bf16")(partial(Precision, autocast=torch.bfloat16))
+PRECISIONS.implement("fp16")(partial(Precision, autocast=torch.float16))
+PRECISIONS.implement("fp64")(partial(Precision, weights=torch.float64))
 
 
 def _find(precision: str) -> Precision:

@@ -32,6 +32,9 @@ _OPS = {
     "min": torch_dist.ReduceOp.MIN,
     "product": torch_dist.ReduceOp.PRODUCT,
 }
+# Renamed in torch 2.13; the old names are deprecated.
+all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 _debug: bool | None = None
 _CHECKED = 32  # calls in each process group, without debug mode
 _PATIENCE = 1.0  # seconds for which these wait: the collective then starts, and a hang in it is seen by the launcher

@@ -25,50 +25,39 @@ def require_same_recipe(recipes: Sequence[Mapping[str, Any]]) -> None:
     """`recipes`: the effective recipe of each rank."""
     _require_same(
         [flatten(recipe) for recipe in recipes],
-        lambda table: WorldError(
-            "different-recipes",
-            f"Ranks have different recipes {table}",
-            why="ranks with different settings train different models, or deadlock",
-            fix="start every rank with the same recipe, overrides and code",
-        ),
+        "different-recipes",
+        "Ranks have different recipes",
+        why="ranks with different settings train different models, or deadlock",
+        fix="start every rank with the same recipe, overrides and code",
     )
 
 
 def require_same_versions(versions: Sequence[Mapping[str, str]]) -> None:
     """`versions`: the versions that each rank runs, by package."""
-    _require_same(
-        versions,
-        lambda table: WorldError(
-            "different-versions",
-            f"Ranks run different versions {table}",
-            why="their results and messages may not be compatible",
-            fix="install the same versions on every node",
-        ),
-    )
+    why, fix = "their results and messages may not be compatible", "install the same versions on every node"
+    _require_same(versions, "different-versions", "Ranks run different versions", why, fix)
 
 
 def require_same_weights(checksums: Sequence[Mapping[str, int]]) -> None:
     """`checksums`: the checksum of every parameter on each rank."""
     _require_same(
         [{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums],
-        lambda table: WorldError(
-            "different-weights",
-            f"Replicas hold different weights {table}",
-            why="replicas that start with different weights stay different: only their gradients are averaged",
-            fix="change weights before building the Trainer, or identically on every rank (trainer.load_checkpoint)",
-        ),
+        "different-weights",
+        "Replicas hold different weights",
+        why="replicas that start with different weights stay different: only their gradients are averaged",
+        fix="change weights before building the Trainer, or identically on every rank (trainer.load_checkpoint)",
     )
 
 
-def _require_same(ranks: Sequence[Mapping[str, Any]], error: Callable[[str], WorldError]) -> None:
+def _require_same(ranks: Sequence[Mapping[str, Any]], name: str, what: str, why: str, fix: str) -> None:
     keys = sorted({key for values in ranks for key in values})
     differing = [key for key in keys if any(values.get(key) != ranks[0].get(key) for values in ranks)]
-    lines = [f"({plural(len(differing), 'difference')}):"]
+    lines = [f"{what} ({plural(len(differing), 'difference')}):"]
     for key in differing[:8]:
         values_by_rank = [repr(values.get(key, "(not set)")) for values in ranks]
         lines += [f"    {key}:", by_rank(values_by_rank, indent="      ")]
     if differing:
-        raise error("\n".join(lines))
+        raise WorldError(name, "\n".join(lines), why=why, fix=fix)
 
 
 def capture_error(work: Callable[[], Report], wrap: Callable[[str], PacelineError]) -> Report:

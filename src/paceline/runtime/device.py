@@ -49,10 +49,8 @@ def _existing(device: torch.device, count: int) -> torch.device:
         here = f"this machine has {', '.join(gpu_names()) or 'no GPU'}"
         fix = 'use device="cpu" or fewer ranks, or check CUDA_VISIBLE_DEVICES'
         if not torch.backends.cuda.is_built():
-            here, fix = (
-                f"this torch ({torch.__version__}) was built without CUDA",
-                "install a CUDA build, or use the CPU",
-            )
+            here = f"this torch ({torch.__version__}) was built without CUDA"
+            fix = "install a CUDA build, or use the CPU"
         raise WorldError("no-such-gpu", f"Device {device} does not exist; {here}.", fix=fix)
     return device
 

@@ -6,6 +6,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
+import sys
 from contextlib import suppress
 
 from paceline.errors import LaunchError
@@ -53,19 +54,33 @@ def own_addresses_of(host: str) -> list[str]:
     return list(dict.fromkeys(own))
 
 
-_SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921  # of Linux
+_RUNNING = 0x40  # flag of an interface: up, and a cable is connected
+
+
+def _ask(interface: str, request: int) -> bytes:
+    """A property of an interface; zeros if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        return fcntl.ioctl(probe, request, struct.pack("40s", interface.encode()[:15]))[16:]
+    return bytes(24)
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface; empty if it has none."""
+    answer = _ask(interface, _SIOCGIFADDR)
+    return socket.inet_ntoa(answer[4:8]) if any(answer) else ""
+
+
+def mtu_of(interface: str) -> int:
+    return int.from_bytes(_ask(interface, _SIOCGIFMTU)[:4], sys.byteorder)
+
+
+def is_running(interface: str) -> bool:
+    return bool(int.from_bytes(_ask(interface, _SIOCGIFFLAGS)[:2], sys.byteorder) & _RUNNING)
 
 
 def interface_of(address: str) -> str | None:
     """The name of the interface with this IPv4 address."""
     if is_loopback(address):
         return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)

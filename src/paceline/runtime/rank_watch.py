@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,7 +190,7 @@ class _Groups:
         began = time.thread_time()  # not of the clock: other processes may keep this one from running
         pending, dumped = [], set()
         for recorder, dump in flight_recorders().items():
-            with _no_fork():
+            with _dumping:
                 text = dump(True, False)
             found = read_dump(text)
             backend = _RECORDERS[recorder]
@@ -264,15 +264,9 @@ def _unused(world: Any) -> Iterator[str]:
                 yield name
 
 
+# While the flight recorder is locked, no fork: the process would inherit the lock and hang in its collectives.
 _dumping = threading.Lock()
 _may_fork = threading.local()
-
-
-@contextmanager
-def _no_fork() -> Iterator[None]:
-    """While the flight recorder is locked: a forked process would inherit the lock and hang in its collectives."""
-    with _dumping:
-        yield
 
 
 def _before_fork() -> None:

@@ -9,7 +9,8 @@ DeepSpeed's and reversible layers, restore the state of torch's generator, and i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import isnan, nan
 from typing import Any, Protocol
 
@@ -46,14 +47,16 @@ def seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class preserve_rng_state:
+@contextmanager
+def preserve_rng_state() -> Iterator[None]:
     """Restores the state of the CPU generators at the end of the context."""
-
-    def __enter__(self) -> None:
-        self._before = _state()
-
-    def __exit__(self, *exc: object) -> None:
-        _set_state(self._before)
+    python, legacy, own = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(legacy)
+        torch.default_generator.set_state(own)
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -101,16 +104,6 @@ def positions() -> dict[str, Any]:
 def drawn_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The generators that have advanced."""
     return [name for name, position in after.items() if before.get(name) != position]
-
-
-def _state() -> tuple[Any, Any, Any]:
-    return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
-
-
-def _set_state(state: tuple[Any, Any, Any]) -> None:
-    random.setstate(state[0])
-    numpy.random.set_state(state[1])
-    torch.default_generator.set_state(state[2])
 
 
 class Replacements:

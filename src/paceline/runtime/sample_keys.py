@@ -93,9 +93,8 @@ class SampleKeys:
         self.splits = True  # whether the model is called with the batch itself, not with stacked views of its samples
         self.time_major = False  # whether activations of shape (tokens, samples, width) occur
         self.time_major_calls: dict[tuple[str, int], bool] = {}  # by scope and number, where the shape showed it
-        self.shard: tuple[str, int, int] | None = (
-            None  # "tokens" or "features" of this rank's activations, its number, and the width of a shard
-        )
+        # "tokens" or "features" of this rank's activations, its number, and the width of a shard
+        self.shard: tuple[str, int, int] | None = None
         self.installed: AbstractContextManager[Any] = nullcontext()  # entered while the keys are active
         self._active = 0
 

@@ -50,8 +50,7 @@ class RecipeTrials:
         for parameter in space:
             for value in parameter.extremes:
                 self._require_key(parameter.key)
-                config = self.config({**first, parameter.key: value})
-                check(config, ranks)
+                check(self.config({**first, parameter.key: value}), ranks)
         _require_metric(self.config(first, run=False, quiet=True), metric)
 
     def body(self, trial: Trial, folder: RunFolder, slot: TrialSlot, fraction: float | None) -> int:
@@ -82,7 +81,7 @@ def _workload(config: Config) -> Workload:
 
         check(config, world)
 
-    return Workload(body, preload, prepare, recipe=config.model_dump(mode="json"))
+    return Workload(body, "paceline.train.trainer", prepare, recipe=config.model_dump(mode="json"))
 
 
 def preload() -> None:
@@ -114,14 +113,7 @@ def _reported_metrics(config: Config) -> list[str]:
     from paceline.train import factory
     from paceline.train.trainer import Trainer
 
-    alone: dict[str, Any] = {
-        "strategy": "single",
-        "layout": None,
-        "run": False,
-        "quiet": True,
-        "compile": False,
-        "loggers": [],
-    }
+    alone = dict[str, Any](strategy="single", layout=None, run=False, quiet=True, compile=False, loggers=[])
     trainer = Trainer.from_config(config.model_copy(update=alone))
     _, val = factory.build_data(config)
     if val is None:

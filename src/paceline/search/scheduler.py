@@ -15,17 +15,16 @@ import math
 import os
 import select
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Protocol
 
 from paceline import log
 from paceline.diagnose.exits import EXIT_STATUSES
 from paceline.errors import SearchError
+from paceline.launcher.local.interrupts import noted
 from paceline.run import failures
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
@@ -92,7 +91,8 @@ class Sweep:
         lock = RunLock(RunFolder(self.study.folder.path))
         lock.take()
         try:
-            with self._handled_signals():
+            # The last one is SLURM's warning.
+            with noted(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2) as self._signals:
                 self._announce()
                 self._interrupted = [each.number for each in self.study.trials() if each.state == "running"]
                 while not self._signals:
@@ -112,11 +112,8 @@ class Sweep:
         known = study.trials()
         done = sum(each.has_ended for each in known)
         again = f", {done} of which have ended" if known else ""
-        log.info(
-            f"sweep: {plural(study.size, 'trial')}{again}, up to {self.pool.parallel} at a time, "
-            f"{plural(self.pool.ranks, 'rank')} each; "
-            f"study: {study.folder.short}"
-        )
+        places = f"up to {self.pool.parallel} at a time, {plural(self.pool.ranks, 'rank')} each"
+        log.info(f"sweep: {plural(study.size, 'trial')}{again}, {places}; study: {study.folder.short}")
         if not is_repeatable(section.sampler) and self.pool.parallel > 1:
             log.info(f"{section.sampler} learns from results: parameters depend on the order in which trials end")
 
@@ -346,25 +343,7 @@ class Sweep:
             self._follow()
         return 128 + self._signals[0]
 
-    @contextmanager
-    def _handled_signals(self) -> Iterator[None]:
-        def heard(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        before: dict[int, Callable[..., object] | int | None] = {}
-        if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
-            yield
-            return
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last one is SLURM's warning
-            before[number] = signal.signal(number, heard)
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
 
 def format_params(params: Mapping[str, object]) -> str:
-    return " ".join(
-        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in params.items()
-    )
+    texts = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in params.items()}
+    return " ".join(f"{key}={text}" for key, text in texts.items())

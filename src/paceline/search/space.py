@@ -218,8 +218,7 @@ def choose(
 
     if section.sampler == "grid":
         return grid_cell(space, number), {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # parts of Optuna are marked as experimental
+    with quiet():
         direction = optuna.study.StudyDirection.MINIMIZE if minimizes else optuna.study.StudyDirection.MAXIMIZE
         view = optuna.create_study(direction=direction, sampler=_sampler(section, number))
         if not is_repeatable(section.sampler):

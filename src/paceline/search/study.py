@@ -23,7 +23,7 @@ from paceline.search.trial import Trial, TrialStatus
 if TYPE_CHECKING:
     import optuna
     from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial, TrialState
+    from optuna.trial import FrozenTrial
 
 FORMAT = 1
 _FACTS = "paceline"  # the attribute of Optuna's trials that holds ours
@@ -167,11 +167,9 @@ class Study:
         """
         from optuna.trial import TrialState, create_trial
 
-        known = self._frozen()
+        known = [self._as_known(each) for each in self._frozen()]
         number = len(known)
-        params, kept = choose(
-            self.section, self.space, number, self.minimizes, [self._as_known(each) for each in known]
-        )
+        params, kept = choose(self.section, self.space, number, self.minimizes, known)
         template = create_trial(
             state=TrialState.RUNNING,
             params=params,
@@ -210,7 +208,9 @@ class Study:
         if not 0 <= number < len(known) or known[number].has_ended:
             what = "has ended already" if 0 <= number < len(known) else "was not asked for"
             raise SearchError("other-trial", f"Trial {number} {what}.", fix="tell each trial of ask() once")
-        self._set_state(number, states[state], value)
+        with quiet():
+            values = None if value is None else [value]
+            self._storage.set_trial_state_values(self._trial_id(number), states[state], values)
 
     def report(self, number: int, step: int, value: float) -> None:
         """A value on the way. One that is not finite is left out.
@@ -360,10 +360,6 @@ class Study:
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
-    def _set_state(self, number: int, state: TrialState, value: float | None) -> None:
-        with quiet():
-            self._storage.set_trial_state_values(self._trial_id(number), state, None if value is None else [value])
-
     def _trial(self, frozen: FrozenTrial) -> Trial:
         kept = dict(frozen.user_attrs.get(_FACTS, {}))
         states: dict[str, TrialStatus] = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
@@ -372,9 +368,8 @@ class Study:
         decoded = {each.key: each.decode(frozen.params[each.key]) for each in self.space if each.key in frozen.params}
         last = frozen.values[0] if frozen.values else frozen.intermediate_values.get(frozen.last_step or 0)
         rung_values = {int(rung): value for rung, value in kept.pop("rung_values", {}).items()}
-        return Trial(
-            frozen.number, decoded, state, last, dict(frozen.intermediate_values), rung_values=rung_values, **kept
-        )
+        values = dict(frozen.intermediate_values)
+        return Trial(frozen.number, decoded, state, last, values, rung_values=rung_values, **kept)
 
     def _as_known(self, frozen: FrozenTrial) -> FrozenTrial:
         """For a sampler, which knows no paused trials: these are pruned."""

@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from paceline.plan.network_model import Traffic
-from paceline.runtime.collectives import Group
+from paceline.runtime.collective_calls import Group, all_gather_single
 
 _LARGE = 1 << 16  # bytes
-# Renamed in torch 2.13; the old name is deprecated.
-_all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 
 
 class Exchange:
@@ -49,7 +47,7 @@ class Exchange:
         """Asynchronous."""
         self.traffic.all_gather(sent.nbytes, self.ranks)
         messages = self._messages(received, (sent,) * self.ranks)
-        return messages or _all_gather_single(received, sent, group=self.group, async_op=True)
+        return messages or all_gather_single(received, sent, group=self.group, async_op=True)
 
     def _messages(self, received: Tensor, sent: tuple[Tensor, ...]) -> Any:
         """The same as messages, if they are large and the backend is gloo. A rank that enters a collective of gloo late

@@ -19,12 +19,12 @@ MACHINE = VariableFacts({}, interfaces=("lo", "eth0", "eth1", "docker0"), gpus=4
 
 def judged(name: str, value: str, **facts: object) -> Finding:
     """With that variable alone."""
-    (found,) = variables.judge(replace(MACHINE, environment={name: value}, **facts))  # type: ignore[arg-type]
+    (found,) = variables.check(replace(MACHINE, environment={name: value}, **facts))  # type: ignore[arg-type]
     return found
 
 
 def checked(values: dict[str, str]) -> list[Finding]:
-    return variables.check(values, interfaces=("lo", "eth0"), gpus=0, ranks=1)
+    return variables.check(VariableFacts(values, interfaces=("lo", "eth0"), gpus=0, ranks=1))
 
 
 def test_an_environment_without_any_of_them_has_one_finding_that_is_ok() -> None:
@@ -175,13 +175,13 @@ def test_more_threads_than_the_share_of_a_rank_are_a_warning(name: str) -> None:
 
 def test_threads_that_the_launcher_chose_are_fine() -> None:
     values = {"OMP_NUM_THREADS": "16", environment.LAUNCHED: "1"}
-    assert [each.status for each in variables.judge(replace(MACHINE, environment=values))] == ["ok"]
+    assert [each.status for each in variables.check(replace(MACHINE, environment=values))] == ["ok"]
 
 
 def test_the_threads_and_sockets_of_nccl_have_a_limit_together() -> None:
     def both(threads: str, sockets: str) -> Finding:
         values = {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
-        (found,) = variables.judge(replace(MACHINE, environment=values))
+        (found,) = variables.check(replace(MACHINE, environment=values))
         return found
 
     assert both("8", "8").status == "ok"
@@ -192,7 +192,7 @@ def test_the_threads_and_sockets_of_nccl_have_a_limit_together() -> None:
 
 def test_variables_of_a_rank_without_a_launcher_are_left_over() -> None:
     stale = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    (found,) = variables.judge(replace(MACHINE, environment=stale))
+    (found,) = variables.check(replace(MACHINE, environment=stale))
     assert found.status == "warn" and found.fix == "unset MASTER_ADDR MASTER_PORT RANK WORLD_SIZE"
     assert "waits for the others" in found.why
 
@@ -202,7 +202,7 @@ def test_variables_of_a_rank_without_a_launcher_are_left_over() -> None:
 )
 def test_variables_of_a_rank_that_a_launcher_started_are_fine(launcher: str) -> None:
     values = {**environment.variables(environment.RankInfo(1, 2, 1, 2)), launcher: "1"}
-    assert {each.status for each in variables.judge(replace(MACHINE, environment=values))} == {"ok"}
+    assert {each.status for each in variables.check(replace(MACHINE, environment=values))} == {"ok"}
 
 
 def test_passwords_of_proxies_are_not_shown() -> None:
@@ -213,7 +213,7 @@ def test_passwords_of_proxies_are_not_shown() -> None:
     assert judged("https_proxy", secret).status == "ok"
     assert judged("https_proxy", secret, several_hosts=True).status == "warn"
     values = {"http_proxy": secret, "no_proxy": "node1,node2"}
-    assert variables.judge(replace(MACHINE, environment=values, several_hosts=True))[0].status == "ok"
+    assert variables.check(replace(MACHINE, environment=values, several_hosts=True))[0].status == "ok"
 
 
 def test_values_of_variables_that_are_not_listed_are_not_shown() -> None:

@@ -9,8 +9,6 @@ import pytest
 from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError
 from paceline.plan.partition import (
-    BalanceError,
-    UnknownLayerError,
     balanced_partition,
     bubble,
     choose_microbatches,
@@ -50,22 +48,25 @@ def test_parts_are_even_and_none_is_empty(sizes: list[int], parts: int, lengths:
     assert balanced_partition(sizes, parts) == lengths
 
 
+def parsed(balance: list[int] | list[str]) -> list[int]:
+    return parse_balance(balance, NAMES, 2, "split.balance", codes=("no-such-layer", "split-balance"))
+
+
 def test_a_balance_is_lengths_or_the_names_at_which_parts_begin() -> None:
-    assert parse_balance([2, 3], NAMES, 2) == [2, 3]
-    assert parse_balance(["a", "d"], NAMES, 2) == [3, 2]
-    assert parse_balance(["d"], NAMES, 2) == [3, 2]  # the first part begins with the model
+    assert parsed([2, 3]) == [2, 3]
+    assert parsed(["a", "d"]) == [3, 2]
+    assert parsed(["d"]) == [3, 2]  # the first part begins with the model
 
 
 @pytest.mark.parametrize("balance", [[2, 2], [5], [1, 2, 2], ["c", "b"], ["a", "b", "c"], ["a"]])
 def test_a_balance_that_does_not_fit_is_refused(balance: list[int] | list[str]) -> None:
-    with pytest.raises(BalanceError):
-        parse_balance(balance, NAMES, 2)
+    with pytest.raises(LayoutError, match=r"split-balance.*Expected 2 parts of 5 layers, from a to e"):
+        parsed(balance)
 
 
 def test_a_balance_names_existing_layers() -> None:
-    with pytest.raises(UnknownLayerError) as found:
-        parse_balance(["a", "f"], NAMES, 2)
-    assert found.value.name == "f"
+    with pytest.raises(LayoutError, match=r"no-such-layer.*unknown layer 'f'"):
+        parsed(["a", "f"])
 
 
 @pytest.mark.parametrize(

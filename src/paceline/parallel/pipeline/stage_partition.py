@@ -15,18 +15,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.config.sections import PipelineSection
-from paceline.errors import LayoutError, did_you_mean
+from paceline.errors import LayoutError
 from paceline.models.spec import PipelineSpec, spec_of
 from paceline.parallel.shards import tied_parameters
-from paceline.plan.partition import (
-    BalanceError,
-    UnknownLayerError,
-    balanced_partition,
-    parse_balance,
-    require_enough,
-    require_runnable,
-    stages_per_rank,
-)
+from paceline.plan.partition import balanced_partition, parse_balance, require_enough, require_runnable, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,8 @@ def partition_model(model: nn.Module, settings: PipelineSection, ranks: int) -> 
     sequence, count = layer_sequence(model), ranks * stages_per_rank(settings)
     layers = sequence.layers(model, sequence.keys)
     if settings.balance is not None:
-        lengths = _explicit(settings.balance, sequence.names, count)
+        codes = ("balance", "balance")
+        lengths = parse_balance(settings.balance, sequence.names, count, "pipeline.balance", codes=codes)
         units = [1] * len(layers)
     else:
         units = _units(layers)
@@ -168,21 +161,6 @@ def partition_model(model: nn.Module, settings: PipelineSection, ranks: int) -> 
             )
     partition = StagePartition(sequence, tuple(stages), ranks)
     return replace(partition, tied=tuple(_tied(model, partition)))
-
-
-def _explicit(balance: Sequence[int] | Sequence[str], names: Sequence[str], stages: int) -> list[int]:
-    try:
-        return parse_balance(balance, names, stages)
-    except UnknownLayerError as unknown:
-        raise LayoutError(
-            "balance", f"pipeline.balance: unknown layer {unknown.name!r}; {did_you_mean(unknown.name, names)}"
-        ) from None
-    except BalanceError as error:
-        raise LayoutError(
-            "balance",
-            f"pipeline.balance gives stages of {error.lengths} layers; expected {stages} stages, {len(names)} layers.",
-            fix=f"set {stages} numbers that sum to {len(names)}, or the name of the first layer of each stage",
-        ) from None
 
 
 def _units(layers: Sequence[nn.Module]) -> list[int]:

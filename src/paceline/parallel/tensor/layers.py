@@ -27,14 +27,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.errors import LayoutError
 from paceline.runtime import sample_keys
+from paceline.runtime.collective_calls import all_gather_single, reduce_scatter_single
 
 Run = Callable[..., Tensor]  # the original forward of a layer, on local shards
 Group = Any
 CommOp = Callable[[Tensor, int, Group], Tensor]  # takes a tensor, the sharded dim and the group
-
-# Renamed in torch 2.13; the old names are deprecated.
-_all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 
 def _identity(values: Tensor, dim: int, group: Group) -> Tensor:
@@ -50,7 +47,7 @@ def _all_reduce(partial: Tensor, dim: int, group: Group) -> Tensor:
 def _all_gather(shard: Tensor, dim: int, group: Group) -> Tensor:
     ranks = torch_dist.get_world_size(group)
     stacked = shard.new_empty((ranks * shard.shape[0], *shard.shape[1:]))
-    _all_gather_single(stacked, shard.contiguous(), group=group)
+    all_gather_single(stacked, shard.contiguous(), group=group)
     return stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
 
 
@@ -58,7 +55,7 @@ def _reduce_scatter(full: Tensor, dim: int, group: Group) -> Tensor:
     ranks = torch_dist.get_world_size(group)
     stacked = torch.cat(full.chunk(ranks, dim)) if dim else full.contiguous()
     shard = full.new_empty((stacked.shape[0] // ranks, *stacked.shape[1:]))
-    _reduce_scatter_single(shard, stacked, group=group)
+    reduce_scatter_single(shard, stacked, group=group)
     return shard
 
 
