@@ -19,8 +19,17 @@ from torch.utils.data import (
 )
 
 from paceline.data.epoch_reader import generators_in, length_of
-from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream, declared_batch
+from paceline.data.iterable import (
+    BatchStream,
+    OwnBatches,
+    ReadyBatches,
+    SampleStream,
+    beginnings,
+    declared_batch,
+    loader_in,
+)
 from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
+from paceline.data.same_reading import warn_unless_repeatable
 from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
 from paceline.data.sharded_stream import BatchShares, SampleShares, ShardedStream, is_sharded, wrong_shard
 from paceline.errors import DataError
@@ -61,6 +70,8 @@ def _has_names(data: Any) -> bool:
 
 def look_at(data: Any, seed: int) -> Any:
     """Return `data`; iterables of batches are wrapped so that the batch size is known before training."""
+    if loader_in(data) not in (None, data):
+        return ReadyBatches(data, seed)
     if isinstance(data, DataLoader):
         itself = data.batch_size is None and data.batch_sampler is None
         itself = itself or (iterates_itself(data) and not _is_distributed(data))
@@ -173,6 +184,8 @@ def _wrong_sampler(what: str) -> DataError:
 def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     """The loader for `data`; `say` receives a line for every choice that the user should know."""
     if isinstance(data, ReadyBatches):
+        if spec.training and spec.compare:
+            warn_unless_repeatable(data.source, data.beginnings())
         sharded = is_sharded(data, spec.sharded, spec.part)
         if sharded:
             say(f"data: the batches of each rank; the global batch is their sum ({spec.batch}); {_RESUMES}")
@@ -191,13 +204,15 @@ def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     return _indexed(data, spec, reading)
 
 
-_RESUMES = "a resumed run skips what it has read, which is exact on the same number of ranks"
+_RESUMES = "a resumed run skips what it has read, which is exact on the same number of ranks if the stream is the same"
 
 
 def _stream(
     data: Any, dataset: Any, spec: LoaderSpec, reading: ReadOptions, say: Callable[[str], None], drop_last: bool = False
 ) -> Loader:
     """The loader of an IterableDataset; `data` is the dataset, or the DataLoader that contains it."""
+    if spec.training and spec.compare:
+        warn_unless_repeatable(dataset, beginnings(dataset, spec.seed, reading))
     sharded = is_sharded(data, spec.sharded, spec.part)
     if not sharded:
         say("data: iterable dataset; every rank reads all of it and keeps its slice; resume is approximate")

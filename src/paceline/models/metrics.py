@@ -1,13 +1,7 @@
 """What a metric function may return for a batch, how its results become one value, and the metrics of recipes.
 
-| result | value over all batches and ranks |
-|---|---|
-| a tensor with a value per sample, token, pixel, … | the mean over all of them |
-| `Loss(sum, weight)` | Σsum / Σweight |
-| a number (F1, R², a mean) | none in general: the function must be called once, on the outputs of all samples |
-| a dict of these | each of them, as `name_key` |
-
-A single element may be either a number or the only value of its batch; other results decide.
+docs/guides/trainer.md lists the results and their values. A single element may be either a number or the only value of
+its batch; other results decide.
 
 A recipe selects metrics by name: `metrics: [accuracy, perplexity]`. Each of them is a sum over the counted samples,
 tokens or elements of a batch and their number, in float64, so the value over all batches and ranks does not depend on
@@ -199,14 +193,6 @@ def _class_rows(outputs: Tensor, targets: Tensor, metric: NamedMetric) -> tuple[
     return rows[counted], flat[counted]
 
 
-def _require_same_shape(outputs: Tensor, targets: Tensor) -> None:
-    if outputs.shape != targets.shape:  # broadcasting would compare every output with every target
-        raise UnfitError(f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}")
-    if not (outputs.is_floating_point() and targets.is_floating_point()):
-        kinds = [str(each.dtype).removeprefix("torch.") for each in (outputs, targets)]
-        raise UnfitError(f"the outputs are {kinds[0]}, the targets {kinds[1]}")
-
-
 def _mean_of(values: Tensor) -> Loss:
     return Loss(values.double().sum(), values.numel())
 
@@ -222,14 +208,13 @@ def _negative_log_likelihood(outputs: Tensor, targets: Tensor, metric: NamedMetr
     return _mean_of(functional.cross_entropy(*_class_rows(outputs, targets, metric), reduction="none"))
 
 
-def _squared_error(outputs: Tensor, targets: Tensor, metric: NamedMetric) -> Loss:
-    _require_same_shape(outputs, targets)
-    return _mean_of((outputs.double() - targets.double()) ** 2)
-
-
-def _absolute_error(outputs: Tensor, targets: Tensor, metric: NamedMetric) -> Loss:
-    _require_same_shape(outputs, targets)
-    return _mean_of((outputs.double() - targets.double()).abs())
+def _error(outputs: Tensor, targets: Tensor, metric: NamedMetric, power: int) -> Loss:
+    if outputs.shape != targets.shape:  # broadcasting would compare every output with every target
+        raise UnfitError(f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}")
+    if not (outputs.is_floating_point() and targets.is_floating_point()):
+        kinds = [str(each.dtype).removeprefix("torch.") for each in (outputs, targets)]
+        raise UnfitError(f"the outputs are {kinds[0]}, the targets {kinds[1]}")
+    return _mean_of((outputs.double() - targets.double()).abs() ** power)
 
 
 def _exp(value: float) -> float:
@@ -243,8 +228,8 @@ for _metric in (
     NamedMetric("accuracy", partial(_hits, k=1)),
     NamedMetric("top5_accuracy", partial(_hits, k=5)),
     NamedMetric("perplexity", _negative_log_likelihood, _exp),
-    NamedMetric("mse", _squared_error),
-    NamedMetric("rmse", _squared_error, math.sqrt),
-    NamedMetric("mae", _absolute_error),
+    NamedMetric("mse", partial(_error, power=2)),
+    NamedMetric("rmse", partial(_error, power=2), math.sqrt),
+    NamedMetric("mae", partial(_error, power=1)),
 ):
     METRICS.implement(_metric.name)(_metric)

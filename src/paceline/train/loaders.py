@@ -82,7 +82,7 @@ class Loaders:
             "steps_per_epoch": loader.lengths.per_epoch,
             "seed": config.seed,
             "shuffle": config.shuffle,
-            "sharded": isinstance(loader, ShardedStream),
+            "shards": self._engine.mesh.data_ranks if isinstance(loader, ShardedStream) else 1,
         }
 
     def facts(self, data: Any, loader: Loader) -> dict[str, Any]:
