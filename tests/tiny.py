@@ -303,10 +303,11 @@ def gpt_trainer(**changes: Any) -> Trainer:
 
 
 class ScriptedMetric:
-    """A metric with given values for each rank: like a metric of the user, it need not agree across ranks."""
+    """A metric with given values for each rank: like a metric of the user, it need not agree across ranks. Before the
+    first step it is tried, which takes another value."""
 
     def __init__(self, numbers: dict[int, list[float]]) -> None:
-        self._numbers = iter(numbers[dist.rank()])
+        self._numbers = iter([0.0, *numbers[dist.rank()]])
 
     def to(self, device: torch.device) -> None: ...
     def reset(self) -> None: ...

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import paceline
 import tiny
@@ -117,6 +118,65 @@ def test_a_language_model_is_measured_by_token_without_padding(world: int, layou
         share = (logits.argmax(-1) == batch["targets"])[counted].float().mean().item()
         assert found["perplexity"] == pytest.approx(mean.exp().item(), rel=1e-5)
         assert found["accuracy"] == pytest.approx(share, rel=1e-6)
+
+    body()
+
+
+class Sequences(Dataset[Any]):
+    """As many classes as the longest sequence has tokens, one of which is in the last batch."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(CLASSES, (self.lengths[index],), generator=torch.Generator().manual_seed(index))
+        return tokens, tokens
+
+
+class OwnLanguageModel(nn.Module):
+    def __init__(self, **spec: Any) -> None:
+        super().__init__()
+        self.model_spec = paceline.ModelSpec(**spec)
+        self.logits = nn.Embedding(CLASSES, CLASSES)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.logits(tokens)
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_length_equal_to_the_number_of_classes_is_clear_or_refused_before_the_first_step(world: int) -> None:
+    @ranks(world)
+    def body() -> None:
+        def train(val: Sequences, **spec: Any) -> Any:
+            settings: dict[str, Any] = {"metrics": ["accuracy"], "batch": 4, "run": False, "quiet": True}
+            trainer = paceline.Trainer(OwnLanguageModel(**spec), **settings)
+            try:
+                return trainer.train(Sequences(*[5] * 8), val, epochs=1).evaluations[-1]["accuracy"]
+            except TrainError as error:
+                assert "class_dim=-1" in str(error)
+                return error.code, trainer.step_count
+
+        late, early = Sequences(*[5] * 4, *[CLASSES] * 4), Sequences(*[CLASSES] * 4)
+        assert train(late) == train(late, class_dim=-1)
+        assert isinstance(train(early, class_dim=-1), float)
+        assert train(early) == ("train.metric-unfit", 0)
+
+    body()
+
+
+@pytest.mark.parametrize("layout", [{"strategy": "fsdp"}, {"strategy": "tp"}, {"strategy": "pp"}])
+def test_the_vocabulary_of_a_gpt_may_be_as_large_as_its_context(layout: dict[str, Any]) -> None:
+    @ranks(2)
+    def body() -> None:
+        model = {"name": "gpt", "layers": 2, "width": 16, "heads": 2, "context": 32, "vocabulary": 32}
+        recipe = {"model": model, "metrics": ["perplexity"], "batch": 6, "run": False, "quiet": True, **layout}
+        trainer = paceline.Trainer.from_config(paceline.Config.from_dict(recipe))
+        found = trainer.evaluate(tiny.Sequences(13, 32))
+        assert found["perplexity"] == pytest.approx(math.exp(found), rel=1e-5)
 
     body()
 

@@ -130,6 +130,48 @@ def trained(
     return model.weight.detach(), losses, said
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_that_of_the_trainer_is_used_wherever_a_dataset_is_read(world: int) -> None:
+    """As that of a DataLoader, which may leave its batch size to the Trainer."""
+
+    def sizes(self: Any, index: int) -> Any:
+        inputs, target = data()[index]
+        return {"inputs": inputs[: 1 + index % 4], "target": target}
+
+    def together(samples: list[Any]) -> Any:
+        assert all(sample.keys() == {"inputs", "target"} for sample in samples)
+        rows = pad_sequence([sample["inputs"] for sample in samples], batch_first=True)
+        return nn.functional.pad(rows, (0, 4))[:, :4], torch.stack([sample["target"] for sample in samples])
+
+    uneven = type("Uneven", (Dataset,), {"__len__": lambda self: 26, "__getitem__": sizes})()
+
+    def body() -> None:
+        def trainer(**settings: Any) -> paceline.Trainer:
+            torch.manual_seed(0)
+            model = nn.Linear(4, 1).double()
+            fixed: dict[str, Any] = {"criterion": nn.MSELoss(), "run": False, "quiet": True, "log_every": 1}
+            return paceline.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), **fixed, **settings)
+
+        own = trainer(batch=8, collate_fn=together)
+        losses = own.train(uneven, uneven, epochs=2).losses
+        loader = DataLoader(uneven, 8, shuffle=True, collate_fn=together)
+        assert losses == trainer().train(loader, epochs=2).losses
+        loader = DataLoader(uneven, shuffle=True, collate_fn=together)
+        assert losses == trainer(batch=8).train(loader, epochs=2).losses
+        assert own.evaluate(uneven) == pytest.approx(own.evaluate(loader))
+        assert torch.allclose(own.predict(uneven), own.predict(loader))
+        assert sum(len(inputs) for inputs, _ in own.loader(uneven)) == len(uneven) / paceline.dist.world()
+
+    run_on_ranks(world, body)
+
+
+def test_a_batch_size_that_a_loader_has_must_be_that_of_the_trainer() -> None:
+    loader = DataLoader(data(), 4)
+    with pytest.raises(paceline.errors.ConfigError) as caught:
+        paceline.Trainer(nn.Linear(4, 1), batch=8, run=False, quiet=True).train(loader, epochs=1)
+    assert caught.value.code == "config.contradiction"
+
+
 COUPLED = {
     mixed: "draws random numbers",
     masked: "draws random numbers",

@@ -100,6 +100,7 @@ def _evaluate(recipe: Mapping[str, Any], weights: str, *, as_json: bool) -> None
     """Evaluate the recipe's model with the weights of a run, a checkpoint or a file; rank 0 prints the result. With
     `as_json`, nothing else is printed to standard output."""
     from paceline.config.recipe import Config
+    from paceline.data import adopt
     from paceline.train import factory
     from paceline.train.trainer import Trainer
 
@@ -114,10 +115,7 @@ def _evaluate(recipe: Mapping[str, Any], weights: str, *, as_json: bool) -> None
             )
         trainer = Trainer.from_config(config)
         trainer.load_checkpoint(weights, weights_only=True)
-        values = trainer.evaluate(val).values
-        if trainer._engine.average is not None:
-            with trainer.ema_weights():
-                values |= {f"ema_{name}": value for name, value in trainer.evaluate(val).values.items()}
+        values = trainer._measure(adopt.sets_in(val, config.seed))
     if trainer.is_main_process:
         print(_shown(trainer, values, as_json), flush=True)
 

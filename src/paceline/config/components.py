@@ -115,8 +115,9 @@ _SMALLER = ("loss", "error", "perplexity", "mse", "mae")
 
 
 def smaller_is_better(metric: str) -> bool:
-    """Whether a metric of that name is usually minimized. Names may have a prefix, such as `ema_`."""
-    return any(word in metric.lower() for word in _SMALLER)
+    """Whether a metric of that name is usually minimized. Names may have a prefix, such as `ema_` or that
+    of a validation set."""
+    return any(word in metric.lower().rpartition("/")[2] for word in _SMALLER)
 
 
 class NameIn:

@@ -1,21 +1,10 @@
-"""Turns the user's data (a Dataset, a DataLoader or an iterable) into a `Loader`.
-
-| input                                  | result                                                                |
-|----------------------------------------|-----------------------------------------------------------------------|
-| a map-style Dataset                    | sample order computed from (seed, epoch)                              |
-| a DataLoader, plain sampler            | rebuilt from its dataset, collate function and workers; batch = global |
-| a DataLoader, DistributedSampler       | the batches of each rank as they are; the global batch is their sum   |
-| a DataLoader, another (batch) sampler  | its indices, identical on every rank, then sliced                     |
-| a DataLoader without batching          | global batches, sliced by rank                                        |
-| a DataLoader with its own iteration    | the same                                                              |
-| any other iterable                     | the same                                                              |
-| an IterableDataset                     | read by every rank, sliced by position                                |
-| either of these, split across ranks    | the shard of each rank                                                |
+"""Turns the user's data (a Dataset, a DataLoader or an iterable) into a `Loader`. A table of what becomes of each is in
+docs/guides/data.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +19,17 @@ from torch.utils.data import (
 )
 
 from paceline.data.epoch_reader import generators_in, length_of
-from paceline.data.iterable import BatchStream, OwnBatches, ReadyBatches, SampleStream, declared_batch
+from paceline.data.iterable import (
+    BatchStream,
+    OwnBatches,
+    ReadyBatches,
+    SampleStream,
+    beginnings,
+    declared_batch,
+    loader_in,
+)
 from paceline.data.loader import DataShard, IndexedLoader, Loader, ReadOptions
+from paceline.data.same_reading import warn_unless_repeatable
 from paceline.data.sample_order import BatchSamplerOrder, FormulaOrder, SamplerOrder
 from paceline.data.sharded_stream import BatchShares, SampleShares, ShardedStream, is_sharded, wrong_shard
 from paceline.errors import DataError
@@ -56,15 +54,29 @@ class LoaderSpec:
     training: bool = True  # an error if there are fewer samples than a batch; an evaluation accepts any number
     announce: bool = False  # epochs, to `set_epoch` of a dataset
     whole: bool = False  # whether a rank collates whole batches, and keeps its slice
+    collate: Callable[[list[Any]], Any] | None = None  # for datasets without a DataLoader
+
+
+def sets_in(data: Any, seed: int) -> dict[str, Any]:
+    """Validation sets by the prefix of what they record, as `look_at` returns them. A single one has none."""
+    if _has_names(data):
+        return {f"{name}/": look_at(each, seed) for name, each in data.items()}
+    return {} if data is None else {"": look_at(data, seed)}
+
+
+def _has_names(data: Any) -> bool:
+    return isinstance(data, Mapping) and bool(data) and all(isinstance(name, str) for name in data)
 
 
 def look_at(data: Any, seed: int) -> Any:
     """Return `data`; iterables of batches are wrapped so that the batch size is known before training."""
+    if loader_in(data) not in (None, data):
+        return ReadyBatches(data, seed)
     if isinstance(data, DataLoader):
         itself = data.batch_size is None and data.batch_sampler is None
         itself = itself or (iterates_itself(data) and not _is_distributed(data))
         return ReadyBatches(data, seed) if itself else data
-    if not (isinstance(data, (str, bytes, type)) or _are_columns(data)):
+    if not (isinstance(data, (str, bytes, type)) or _are_columns(data) or _has_names(data)):
         if isinstance(data, (IterableDataset, ReadyBatches)) or _has_indices(data):
             return data
         if hasattr(data, "__iter__"):
@@ -73,6 +85,9 @@ def look_at(data: Any, seed: int) -> Any:
     fix = "pass one of these to train()"
     if isinstance(data, type):
         fix = f"create it: {data.__name__}(…)"
+    elif _has_names(data):
+        given = f"a dict of {', '.join(map(repr, data))}"
+        fix = f"pass one of them, such as data[{next(iter(data))!r}]; only train(…, val) and evaluate() take several"
     elif _are_columns(data):
         given, fix = f"a {type(data).__name__} of {len(data)} tensors", "pass TensorDataset(inputs, targets)"
     elif isinstance(data, (str, bytes)):
@@ -114,6 +129,11 @@ def batch_of(data: Any, part: DataShard, sharded: bool | None = None) -> tuple[i
     if isinstance(data.dataset, IterableDataset):
         return size, bool(is_sharded(data, sharded, part))
     return size, _is_distributed(data)
+
+
+def has_default_batch(data: Any) -> bool:
+    """Whether a DataLoader has the batch size of one without `batch_size`, so that the run may set another."""
+    return isinstance(data, DataLoader) and data.batch_size == 1 and not _is_distributed(data)
 
 
 def global_batch(data: Any, part: DataShard, sharded: bool | None, *, counts: bool) -> int | None:
@@ -164,6 +184,8 @@ def _wrong_sampler(what: str) -> DataError:
 def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     """The loader for `data`; `say` receives a line for every choice that the user should know."""
     if isinstance(data, ReadyBatches):
+        if spec.training and spec.compare:
+            warn_unless_repeatable(data.source, data.beginnings())
         sharded = is_sharded(data, spec.sharded, spec.part)
         if sharded:
             say(f"data: the batches of each rank; the global batch is their sum ({spec.batch}); {_RESUMES}")
@@ -175,20 +197,22 @@ def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     if isinstance(data, DataLoader):
         return _adopt_loader(data, spec, say)
     reading = ReadOptions(
-        workers=spec.workers, pin_memory=spec.pin_memory, compare=spec.compare, announce=spec.announce
+        spec.collate, spec.workers, spec.pin_memory, spec.compare, announce=spec.announce, whole=spec.whole
     )
     if isinstance(data, IterableDataset):  # in a worker, unless a DataLoader says otherwise
         return _stream(data, data, spec, replace(reading, workers=max(1, spec.workers)), say)
     return _indexed(data, spec, reading)
 
 
-_RESUMES = "a resumed run skips what it has read, which is exact on the same number of ranks"
+_RESUMES = "a resumed run skips what it has read, which is exact on the same number of ranks if the stream is the same"
 
 
 def _stream(
     data: Any, dataset: Any, spec: LoaderSpec, reading: ReadOptions, say: Callable[[str], None], drop_last: bool = False
 ) -> Loader:
     """The loader of an IterableDataset; `data` is the dataset, or the DataLoader that contains it."""
+    if spec.training and spec.compare:
+        warn_unless_repeatable(dataset, beginnings(dataset, spec.seed, reading))
     sharded = is_sharded(data, spec.sharded, spec.part)
     if not sharded:
         say("data: iterable dataset; every rank reads all of it and keeps its slice; resume is approximate")

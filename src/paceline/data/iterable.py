@@ -130,7 +130,7 @@ class ReadyBatches:
     fingerprint: int | None = None
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
-        self.source = source
+        self.source, self._seed = source, seed
         self.in_memory = isinstance(source, (list, tuple))
         if isinstance(source, DataLoader) and (declared := declared_batch(source)):
             self.batch = declared
@@ -153,6 +153,32 @@ class ReadyBatches:
         self.kind = None if known is None else known[1]
         if items is source:  # a generator can be consumed only once: put the first batch back
             self.source = chain([first], items)
+
+    def beginnings(self) -> Iterator[Any]:
+        """The first batch in two passes, if each has workers of its own."""
+        loader = loader_in(self.source)
+        if self.fingerprint is not None and loader is not None and loader.num_workers and not loader.persistent_workers:
+            yield self.fingerprint
+            with RandomStream(self._seed), preserve_generators(self.source):
+                yield digest(next(iter(self.source)))
+
+
+def loader_in(source: Any) -> DataLoader[Any] | None:
+    """A DataLoader, also one that begins a pipeline, as `webdataset.WebLoader` does."""
+    stages = getattr(source, "pipeline", None)
+    first = stages[0] if isinstance(stages, (list, tuple)) and stages else source
+    return first if isinstance(first, DataLoader) else None
+
+
+def beginnings(dataset: Any, seed: int, reading: ReadOptions) -> Iterator[Any]:
+    """The first samples in two passes, each in a new worker, if they are used: the dataset here stays as it is."""
+    alone = replace(reading, workers=1)
+    passes = (read_in_workers(dataset, 0, _first_samples, seed, alone) for _ in range(2 if reading.workers else 0))
+    return (next(iter(samples)) for samples in passes)
+
+
+def _first_samples(samples: Iterator[Any]) -> Iterator[Any]:
+    yield tuple(comparable(sample) for sample in islice(samples, _SOME))
 
 
 def declared_batch(loader: DataLoader[Any]) -> int | None:

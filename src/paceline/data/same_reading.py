@@ -8,7 +8,7 @@ first step, and once in a while. A collate function is tried on some samples, in
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 from zlib import crc32
@@ -78,6 +78,16 @@ def _different_orders(step: int, gathered: list[str]) -> DataError:
         fix="seed the generator of the sampler identically on every rank, e.g. numpy.random.default_rng(0), or use the "
         "global generators, which are seeded by (seed, epoch)",
     )
+
+
+def warn_unless_repeatable(stream: Any, beginnings: Iterable[Any]) -> None:
+    """Warn, once for a stream, if passes over it, with the same random numbers, begin with different samples."""
+    if collectives.rank() == 0 and not _is_known(stream, _compared) and len(set(beginnings)) > 1:
+        what = f"Two passes over {type(stream).__name__}, with the same random numbers, begin with different samples."
+        why = "runs with the same seed differ, and a resumed one repeats some samples of its epoch, and skips others"
+        fix = "pass a seed, or draw from the global generators, which are seeded by (seed, epoch): in webdataset, "
+        fix += ".shuffle(1000, rng=random) with the module random"
+        rank_log(0).warning(str(DataError("unrepeatable", what, why=why, fix=fix)))
 
 
 def content_of(indices: Sequence[Any]) -> int:

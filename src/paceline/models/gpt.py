@@ -106,6 +106,7 @@ class GPT(nn.Module):
         ),
         deferred_init=True,
         compile_methods=("finish",),  # logits and loss cost as much as several blocks
+        class_dim=-1,
     )
 
     def __init__(

@@ -67,7 +67,7 @@ def disable_cache(model: nn.Module) -> bool:
     return bool(caching)
 
 
-def label_shift(model: nn.Module) -> int | None:
+def label_shift(model: nn.Module | None) -> int | None:
     """If the loss is a mean over tokens: 1 if the model shifts the labels, otherwise 0. None for other models."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):

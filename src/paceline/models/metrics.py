@@ -1,13 +1,7 @@
 """What a metric function may return for a batch, how its results become one value, and the metrics of recipes.
 
-| result | value over all batches and ranks |
-|---|---|
-| a tensor with a value per sample, token, pixel, … | the mean over all of them |
-| `Loss(sum, weight)` | Σsum / Σweight |
-| a number (F1, R², a mean) | none in general: the function must be called once, on the outputs of all samples |
-| a dict of these | each of them, as `name_key` |
-
-A single element may be either a number or the only value of its batch; other results decide.
+docs/guides/trainer.md lists the results and their values. A single element may be either a number or the only value of
+its batch; other results decide.
 
 A recipe selects metrics by name: `metrics: [accuracy, perplexity]`. Each of them is a sum over the counted samples,
 tokens or elements of a batch and their number, in float64, so the value over all batches and ranks does not depend on
@@ -31,6 +25,7 @@ from paceline.config.components import METRICS
 from paceline.errors import TrainError
 from paceline.models import huggingface
 from paceline.models.losses import IGNORE_INDEX, Loss
+from paceline.models.spec import declared_spec
 
 ResultKind = Literal["a Loss", "a tensor of values", "a number"]
 PER_VALUE: ResultKind = "a tensor of values"
@@ -119,22 +114,39 @@ def require_number(name: str, value: Any) -> Any:
 class UnfitError(Exception):
     """Why a metric can't be computed from the outputs and targets of a batch."""
 
+    fix = (
+        "return such outputs from forward(), as `logits` or `outputs` beside the loss, or write your own: "
+        'metrics: ["my_module:my_metric"], a function of (outputs, targets)'
+    )
 
-@dataclass(frozen=True)
+
+class UnclearError(UnfitError):
+    fix = "set model.model_spec = paceline.ModelSpec(class_dim=-1) if it is the last, class_dim=1 if it is the second"
+
+
+_CLASSES_IN_DIM_1 = (functional.cross_entropy, functional.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+
+
+@dataclass
 class NamedMetric:
     """A metric of `METRICS`, as a function of outputs and targets."""
 
     name: str
-    measure: Callable[[Tensor, Tensor, frozenset[int]], Loss]
+    measure: Callable[[Tensor, Tensor, NamedMetric], Loss]
     finish: Callable[[float], float] = float  # of the mean over all batches and ranks
     shift: int = 0  # by how many tokens the model shifts labels
     ignored: frozenset[int] = frozenset({IGNORE_INDEX})
+    class_dim: int | None = None  # 1 or -1, once known, for a batch whose shapes leave it open
 
-    def for_model(self, model: nn.Module, criterion: Any) -> NamedMetric:
+    def for_model(self, model: nn.Module | None, criterion: Any) -> NamedMetric:
         """The metric of that model, which may shift labels, and ignore others than those equal to -100."""
         indices = [getattr(part, "ignore_index", None) for part in (model, criterion)]
         ignored = self.ignored.union(index for index in indices if isinstance(index, int))
-        return replace(self, shift=huggingface.label_shift(model) or 0, ignored=ignored)
+        shift, spec = huggingface.label_shift(model), declared_spec(model)
+        class_dim = spec.class_dim if spec else None if shift is None else -1
+        if getattr(type(criterion), "forward", criterion) in _CLASSES_IN_DIM_1:
+            class_dim = 1
+        return replace(self, shift=shift or 0, ignored=ignored, class_dim=class_dim)
 
     def __call__(self, outputs: Any, targets: Any) -> Loss:
         try:
@@ -144,72 +156,65 @@ class NamedMetric:
                 raise UnfitError(f"the targets are a {type(targets).__name__}")
             if self.shift and targets.dim() == 2 and outputs.dim() == 3:
                 outputs, targets = outputs[:, : -self.shift], targets[:, self.shift :]
-            return self.measure(outputs, targets, self.ignored)
+            return self.measure(outputs, targets, self)
         except UnfitError as error:
             raise TrainError(
                 "metric-unfit",
                 f"Metric {self.name!r} can't be computed: {error}.",
                 why=f"it needs {METRICS.facts(self.name).needs}",
-                fix="return such outputs from forward(), as `logits` or `outputs` beside the loss, or write your own: "
-                'metrics: ["my_module:my_metric"], a function of (outputs, targets)',
+                fix=error.fix,
             ) from None
 
 
-def _class_rows(outputs: Tensor, targets: Tensor, ignored: frozenset[int]) -> tuple[Tensor, Tensor]:
+def _class_rows(outputs: Tensor, targets: Tensor, metric: NamedMetric) -> tuple[Tensor, Tensor]:
     """The logits and the target of each sample or token that is counted, as rows."""
     shapes = f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}"
     if targets.is_floating_point() or targets.is_complex():
         raise UnfitError(f"the targets are {str(targets.dtype).removeprefix('torch.')}, not classes ({shapes})")
     if not outputs.is_floating_point():
         raise UnfitError(f"the outputs are {str(outputs.dtype).removeprefix('torch.')}, not logits ({shapes})")
-    is_last = outputs.dim() >= 1 and outputs.shape[:-1] == targets.shape
-    is_second = outputs.dim() >= 3 and outputs.shape[:1] + outputs.shape[2:] == targets.shape
-    if is_last and is_second:
-        raise UnfitError(f"{shapes}, so classes may be the second or the last dim")
-    if not is_last and not is_second:
+    last = outputs.dim() - 1
+    shape_without = {dim: outputs.shape[:dim] + outputs.shape[dim + 1 :] for dim in {last, min(1, last)} if last >= 0}
+    fitting = [dim for dim, shape in shape_without.items() if shape == targets.shape]
+    if not fitting:
         raise UnfitError(shapes)
-    classes = outputs.shape[-1 if is_last else 1]
-    if classes < 2:
+    if len(fitting) > 1 and metric.class_dim is None:
+        raise UnclearError(f"{shapes}, so classes may be the second or the last dim")
+    if len(fitting) == 1 and last > 1:  # for later batches, which may have as many tokens as classes
+        metric.class_dim = -1 if fitting[0] == last else 1
+    dim = fitting[0] if len(fitting) == 1 else (metric.class_dim or 0) % outputs.dim()
+    if (classes := outputs.shape[dim]) < 2:
         raise UnfitError(f"there is one logit for each target ({shapes})")
-    rows = (outputs if is_last else outputs.movedim(1, -1)).reshape(-1, classes)
+    rows = outputs.movedim(dim, -1).reshape(-1, classes)
     flat = targets.reshape(-1).long()
     counted = torch.ones_like(flat, dtype=torch.bool)
-    for index in ignored:
+    for index in metric.ignored:
         counted &= flat != index
     return rows[counted], flat[counted]
-
-
-def _require_same_shape(outputs: Tensor, targets: Tensor) -> None:
-    if outputs.shape != targets.shape:  # broadcasting would compare every output with every target
-        raise UnfitError(f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}")
-    if not (outputs.is_floating_point() and targets.is_floating_point()):
-        kinds = [str(each.dtype).removeprefix("torch.") for each in (outputs, targets)]
-        raise UnfitError(f"the outputs are {kinds[0]}, the targets {kinds[1]}")
 
 
 def _mean_of(values: Tensor) -> Loss:
     return Loss(values.double().sum(), values.numel())
 
 
-def _hits(outputs: Tensor, targets: Tensor, ignored: frozenset[int], k: int) -> Loss:
-    rows, classes = _class_rows(outputs, targets, ignored)
+def _hits(outputs: Tensor, targets: Tensor, metric: NamedMetric, k: int) -> Loss:
+    rows, classes = _class_rows(outputs, targets, metric)
     if rows.shape[-1] < k:
         raise UnfitError(f"there are only {rows.shape[-1]} classes")
     return _mean_of((rows.topk(k, dim=-1).indices == classes[:, None]).any(-1))
 
 
-def _negative_log_likelihood(outputs: Tensor, targets: Tensor, ignored: frozenset[int]) -> Loss:
-    return _mean_of(functional.cross_entropy(*_class_rows(outputs, targets, ignored), reduction="none"))
+def _negative_log_likelihood(outputs: Tensor, targets: Tensor, metric: NamedMetric) -> Loss:
+    return _mean_of(functional.cross_entropy(*_class_rows(outputs, targets, metric), reduction="none"))
 
 
-def _squared_error(outputs: Tensor, targets: Tensor, ignored: frozenset[int]) -> Loss:
-    _require_same_shape(outputs, targets)
-    return _mean_of((outputs.double() - targets.double()) ** 2)
-
-
-def _absolute_error(outputs: Tensor, targets: Tensor, ignored: frozenset[int]) -> Loss:
-    _require_same_shape(outputs, targets)
-    return _mean_of((outputs.double() - targets.double()).abs())
+def _error(outputs: Tensor, targets: Tensor, metric: NamedMetric, power: int) -> Loss:
+    if outputs.shape != targets.shape:  # broadcasting would compare every output with every target
+        raise UnfitError(f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}")
+    if not (outputs.is_floating_point() and targets.is_floating_point()):
+        kinds = [str(each.dtype).removeprefix("torch.") for each in (outputs, targets)]
+        raise UnfitError(f"the outputs are {kinds[0]}, the targets {kinds[1]}")
+    return _mean_of((outputs.double() - targets.double()).abs() ** power)
 
 
 def _exp(value: float) -> float:
@@ -223,8 +228,8 @@ for _metric in (
     NamedMetric("accuracy", partial(_hits, k=1)),
     NamedMetric("top5_accuracy", partial(_hits, k=5)),
     NamedMetric("perplexity", _negative_log_likelihood, _exp),
-    NamedMetric("mse", _squared_error),
-    NamedMetric("rmse", _squared_error, math.sqrt),
-    NamedMetric("mae", _absolute_error),
+    NamedMetric("mse", partial(_error, power=2)),
+    NamedMetric("rmse", partial(_error, power=2), math.sqrt),
+    NamedMetric("mae", partial(_error, power=1)),
 ):
     METRICS.implement(_metric.name)(_metric)

@@ -87,6 +87,7 @@ class ModelSpec:
         heads: names and numbers that the tensor degree must divide, such as attention heads
         deferred_init: whether `reset_parameters()` sets every value, so that the meta device can be used
         compile_methods: methods that `compile: true` compiles in addition to blocks
+        class_dim: the dim of logits that has the classes, 1 or -1, for metrics by name; default: found by shapes
 
     Example:
         >>> import paceline
@@ -103,6 +104,7 @@ class ModelSpec:
     heads: Mapping[str, int] = field(default_factory=dict)
     deferred_init: bool = False
     compile_methods: tuple[str, ...] = ()
+    class_dim: int | None = None
 
 
 @runtime_checkable

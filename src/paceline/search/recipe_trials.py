@@ -110,17 +110,18 @@ def _reported_metrics(config: Config) -> list[str]:
     """The names in an evaluation of some samples, on one rank."""
     from torch.utils.data import Subset
 
+    from paceline.data import adopt
     from paceline.train import factory
     from paceline.train.trainer import Trainer
 
     alone = dict[str, Any](strategy="single", layout=None, run=False, quiet=True, compile=False, loggers=[])
     trainer = Trainer.from_config(config.model_copy(update=alone))
     _, val = factory.build_data(config)
-    if val is None:
-        return ["loss"]
-    some = Subset(val, range(min(len(val), _SAMPLES))) if hasattr(val, "__getitem__") else val
-    names = list(trainer.evaluate(some).values)
-    return names if config.ema is None else [*names, *(f"ema_{name}" for name in names)]
+    sets = {
+        prefix: Subset(each, range(min(len(each), _SAMPLES))) if hasattr(each, "__getitem__") else each
+        for prefix, each in adopt.sets_in(val, config.seed).items()
+    }
+    return list(trainer._measure(sets)) if sets else ["loss"]
 
 
 def recipe_values(config: Config) -> dict[str, Any]:

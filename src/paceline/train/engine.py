@@ -70,6 +70,7 @@ class UserObjects:
     criterion: Callable[..., Any] | None = None
     scheduler: Any = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    collate_fn: Callable[[list[Any]], Any] | None = None
     comm_hook: CommHook | None = None
     notes: Sequence[str] = ()  # about the recipe, for the log
 

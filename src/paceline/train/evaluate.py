@@ -29,7 +29,7 @@ from paceline.errors import TrainError
 from paceline.models.divisor import divisor_of, weighted_mean
 from paceline.models.loss_module import LossModule
 from paceline.models.losses import WeightedSums, weighted_means
-from paceline.models.metrics import NamedMetric, weigh_metric
+from paceline.models.metrics import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.optim.schedules import Best
 from paceline.parallel.fsdp import reshard_all
@@ -81,12 +81,7 @@ def evaluate(
         _warn_unless_reduced(name, metric, warn)
         metric.to(mesh.device)
         metric.reset()
-    criterion = None if module.call is None else module.call.criterion
-    others = {
-        name: metric.for_model(module.model, criterion) if isinstance(metric, NamedMetric) else metric
-        for name, metric in metrics.items()
-        if name not in objects
-    }
+    others = {name: metric for name, metric in metrics.items() if name not in objects}
     functions = MetricFunctions(others, mesh, samples, warn)
     needs_every_rank, seen = _needs_every_rank(module, mesh), 0
     with _evaluating(module, seed) as draw:
@@ -108,6 +103,19 @@ def evaluate(
     for name, metric in objects.items():
         values |= _compute(name, metric)
     return Evaluation(values)
+
+
+def joined(sets: Mapping[str, Evaluation]) -> Evaluation:
+    """The values of validation sets, each with the prefix of its set, and the mean of their losses."""
+    values = {f"{prefix}{name}": value for prefix, each in sets.items() for name, value in each.values.items()}
+    return Evaluation({"loss": sum(sets.values()) / len(sets), **values})
+
+
+def _first_step(micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    for micro in micros:
+        yield micro
+        if micro.last:
+            return
 
 
 def _needs_every_rank(module: nn.Module, mesh: Mesh) -> bool:
@@ -294,7 +302,14 @@ class EvaluationPolicy:
         best, stop = config.save_best, config.early_stop
         self.best = None if best is None else Best(best.metric, best.mode)
         self.stop = None if stop is None else Best(stop.metric, stop.mode, stop.min_delta)
-        self._waited = 0
+        self._waited, self._tried = 0, False
+
+    def try_once(self, sets: Mapping[str, Any], measure: Callable[..., Mapping[str, float]]) -> None:
+        """Call before the first step: what is wrong with validation data or metrics would show after an epoch."""
+        read_once = any(isinstance(getattr(each, "source", each), Iterator) for each in sets.values())
+        if sets and not read_once and not self._tried and self._config.preflight:
+            self._tried = True
+            self._require_metrics(measure(sets, _first_step))
 
     def require_evaluations(self, has_val_data: bool) -> None:
         wanted = [name for name in ("save_best", "early_stop") if getattr(self._config, name) is not None]
@@ -329,7 +344,7 @@ class EvaluationPolicy:
             return None
         return f"{settings.metric} has not improved in {self._waited} evaluations (early_stop)"
 
-    def _require_metrics(self, record: Record) -> None:
+    def _require_metrics(self, record: Mapping[str, Any]) -> None:
         config = self._config
         wanted = [section.metric for section in (config.save_best, config.early_stop) if section is not None]
         wanted += [config.schedule.metric] if config.schedule.name == "plateau" else []

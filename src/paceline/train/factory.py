@@ -25,7 +25,7 @@ from paceline.data.batches import tensors_in
 from paceline.data.datasets import DATASETS, get_data
 from paceline.errors import ConfigError, ModelError, PacelineError, TrainError
 from paceline.guard import run_setup
-from paceline.models import metrics  # noqa: F401 - implements those of METRICS
+from paceline.models.metrics import NamedMetric  # implements those of METRICS, too
 from paceline.models.spec import declared_spec
 from paceline.models.zoo import MODELS, find_model, get_model
 from paceline.monitor import rank_stats
@@ -108,9 +108,9 @@ def split_metrics(given: MetricsLike) -> tuple[list[str], dict[str, Any]]:
     return names, {}
 
 
-def build_metrics(config: Config, more: MetricsLike = None) -> dict[str, Any]:
+def build_metrics(config: Config, more: MetricsLike = None, model: Any = None, criterion: Any = None) -> dict[str, Any]:
     """The metrics of a recipe, and more, by the name under which they are recorded. In a dict, a function may be given
-    by its name as well."""
+    by its name as well. Ours know the `model` and the `criterion`."""
     found: dict[str, Any] = {}
     names, functions = split_metrics(more)
     for name in [*config.metrics, *names]:
@@ -120,7 +120,8 @@ def build_metrics(config: Config, more: MetricsLike = None) -> dict[str, Any]:
         found[short] = _find_metric(name, config)
     found |= {key: _find_metric(value, config) if isinstance(value, str) else value for key, value in functions.items()}
     require_free_names(found, "metrics")
-    return found
+    ours = {name: each.for_model(model, criterion) for name, each in found.items() if isinstance(each, NamedMetric)}
+    return found | ours
 
 
 def _find_metric(name: str, config: Config) -> Any:

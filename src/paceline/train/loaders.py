@@ -82,7 +82,7 @@ class Loaders:
             "steps_per_epoch": loader.lengths.per_epoch,
             "seed": config.seed,
             "shuffle": config.shuffle,
-            "sharded": isinstance(loader, ShardedStream),
+            "shards": self._engine.mesh.data_ranks if isinstance(loader, ShardedStream) else 1,
         }
 
     def facts(self, data: Any, loader: Loader) -> dict[str, Any]:
@@ -117,7 +117,9 @@ class Loaders:
         return None if data is None else data.sharded
 
     def _batch_plan(self, data: Any) -> BatchPlan:
-        return derive_batch(self._engine.config, self._engine.layout, self._batch_of(data))
+        config, size = self._engine.config, self._batch_of(data)
+        given = config.batch or config.batch_per_rank
+        return derive_batch(config, self._engine.layout, None if given and adopt.has_default_batch(data) else size)
 
     def _find_micro_batch(self, finder: BatchSizeFinder, data: Any, batch: BatchPlan) -> BatchPlan:
         """Try sizes up to this rank's share of the batch, with the model moved to the CPU."""
@@ -151,6 +153,7 @@ class Loaders:
             training=not evaluating,
             announce=announce,
             whole=engine.config.data is not None and engine.config.data.whole_batches,
+            collate=engine.task.collate_fn,
         )
         return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)
 

@@ -67,6 +67,7 @@ class Trainer(TrainerMethods, MethodHints):
         criterion: computes the loss from the output of the model and the target, as `criterion(output, target)`
         scheduler: a torch learning rate scheduler of the optimizer, instead of `schedule`
         metrics: functions of (outputs, targets) by name, or torchmetrics objects, for evaluations
+        collate_fn: makes a batch of a list of samples, for every dataset that is not in a DataLoader
         callbacks: objects with hooks such as `on_step(record)`
         device: `"cpu"`, `"cuda"`, `"cuda:1"` or the index of a GPU. Default: one GPU for each rank, if available
         comm_hook: reduces gradients, called as `comm_hook(comm_state, bucket)` like a hook of DDP; returns a future of
@@ -111,6 +112,7 @@ class Trainer(TrainerMethods, MethodHints):
         criterion: Callable[..., Any] | None = None,
         scheduler: Any = None,
         metrics: MetricsLike = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         callbacks: Sequence[Any] = (),
         device: str | int | torch.device | None = None,
         comm_hook: Reduce | None = None,
@@ -124,7 +126,8 @@ class Trainer(TrainerMethods, MethodHints):
         values["metrics"], functions = split_metrics(metrics)
         config = Config.from_dict(values, origin=KEYWORDS)
         hook = check_comm_hook(comm_hook, comm_state)
-        task = UserObjects(optimizer, loss_fn, criterion, scheduler, build_metrics(config, functions), hook)
+        measured = build_metrics(config, functions, model, criterion)
+        task = UserObjects(optimizer, loss_fn, criterion, scheduler, measured, collate_fn, hook)
         self._set_up(config, model, task, callbacks, device)
 
     @classmethod
@@ -157,8 +160,9 @@ class Trainer(TrainerMethods, MethodHints):
         """
         trainer = cls.__new__(cls)
         config, notes = settle(config)
-        task = UserObjects(metrics=build_metrics(config, metrics), notes=notes)
-        trainer._set_up(config, model or factory.build_model(config), task, callbacks, config.device)
+        model = model or factory.build_model(config)
+        task = UserObjects(metrics=build_metrics(config, metrics, model), notes=notes)
+        trainer._set_up(config, model, task, callbacks, config.device)
         return trainer
 
     def _set_up(
@@ -218,7 +222,7 @@ class Trainer(TrainerMethods, MethodHints):
         Args:
             data: a Dataset, whose samples the Trainer shuffles and shards; a DataLoader, whose batch size is the global
                 batch; or an iterable of global batches. Default: the data of the recipe
-            val: data to evaluate on, after each epoch or every `eval_every` steps
+            val: data to evaluate on, after each epoch or every `eval_every` steps; or a dict of several by name
             epochs: where to stop, counted from the beginning of the run, so that a resumed run stops at the same step
             max_steps: the same in optimizer steps
 
@@ -240,8 +244,8 @@ class Trainer(TrainerMethods, MethodHints):
         if epochs is None and max_steps is None:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
         data = adopt.look_at(data, self.config.seed)
-        val = None if val is None else adopt.look_at(val, self.config.seed)
-        self._policy.require_evaluations(val is not None)
+        val = adopt.sets_in(val, self.config.seed)
+        self._policy.require_evaluations(bool(val))
         loader, batch = self._loaders.training(data)
         ends = [steps for steps in (loader.lengths.before(epochs), max_steps) if steps is not None]
         facts = self._loaders.facts(data, loader)
@@ -329,7 +333,7 @@ class Trainer(TrainerMethods, MethodHints):
             save_every=config.save_every if self._run.folder is not None else None,
             profiler=factory.open_profiler(config, self._run.folder, self.world),
             end_of_epoch=self._rates.epoch_ended,
-            evaluate=None if val is None else partial(self._evaluated, recorder, val, poll),
+            evaluate=partial(self._evaluated, recorder, val, poll) if val else None,
             is_evaluated=self._run.is_evaluated,
             checks=lambda: engine.stepper.checks,
             save=poll.save,
@@ -342,7 +346,12 @@ class Trainer(TrainerMethods, MethodHints):
         def micros() -> Iterator[MicroBatch]:
             assert self._loaders.plan is not None
             groups = self._loaders.plan.groups
-            return iter(()) if nothing_left else first_step.checked_micros(engine, loader, recorder, groups, epochs)
+            if nothing_left:
+                return iter(())
+            checked = first_step.checked_micros(engine, loader, recorder, groups, epochs)
+            with recorder.paused():
+                self._policy.try_once(val, self._measure)
+            return checked
 
         return loop.Job(micros, engine, recorder, agenda, self._callbacks.hooks["on_step"])
 
@@ -358,11 +367,7 @@ class Trainer(TrainerMethods, MethodHints):
     def _evaluated(self, recorder: Recorder, val: Any, poll: RankPoll, step: int, epoch: int, due: bool) -> str | None:
         try:
             with self._engine.telemetry.evaluating():
-                record: Record = {"step": step, "epoch": epoch, **self._evaluation(val, poll.reading).values}
-                if self._engine.average is not None:
-                    with self.ema_weights():
-                        values = self._evaluation(val, poll.reading).values
-                    record |= {f"ema_{name}": value for name, value in values.items()}
+                record: Record = {"step": step, "epoch": epoch, **self._measure(val, poll.reading)}
         except Interrupted:  # a resumed run repeats this evaluation
             return poll(step, lambda: None)
         verdict = self._policy.apply(record, due)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.data import adopt
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
 from paceline.parallel.data_parallel import broadcast_buffers
@@ -27,6 +28,8 @@ from paceline.train.custom_loop_methods import CustomLoopMethods
 from paceline.train.engine import Engine
 from paceline.train.evaluate import Evaluation
 from paceline.train.recorder import Recorder
+
+Reading = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
 class TrainedWeights:
@@ -192,11 +195,14 @@ class TrainerMethods(CustomLoopMethods):
     def evaluate(self, data: Any) -> Evaluation:
         """Return mean loss and metrics, counting each sample once.
 
+        Of a dict of datasets, the names begin with that of the dataset, as in `"a/accuracy"`, and `loss` is the mean of
+        their losses.
+
         If replicas train apart (`sync.every`), these are the results of their mean weights. Collective: must be called
         on every rank.
 
         Args:
-            data: a Dataset or a DataLoader
+            data: a Dataset or a DataLoader, or a dict of them
 
         Returns:
             The mean loss, a float that also has all metrics by name: `trainer.evaluate(data)["accuracy"]`.
@@ -210,9 +216,21 @@ class TrainerMethods(CustomLoopMethods):
             >>> loss["loss"] == loss
             True
         """
-        return self._evaluation(data, iter)
+        return self._evaluation(adopt.sets_in(data, self._engine.config.seed), iter)
 
-    def _evaluation(self, data: Any, reading: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> Evaluation:
+    def _measure(self, sets: Mapping[str, Any], reading: Reading = iter) -> dict[str, float]:
+        """What an evaluation records: with the averaged weights as well, if there are any."""
+        values = self._evaluation(sets, reading).values
+        if self._engine.average is not None:
+            with self.ema_weights():
+                averaged = self._evaluation(sets, reading).values
+            values = values | {f"ema_{name}": value for name, value in averaged.items()}
+        return values
+
+    def _evaluation(self, sets: Mapping[str, Any], reading: Reading) -> Evaluation:
+        return evaluate.joined({prefix: self._measured(data, reading) for prefix, data in sets.items()})
+
+    def _measured(self, data: Any, reading: Reading) -> Evaluation:
         engine, loader = self._engine, self._loaders.evaluation(data)
         micros = reading(engine.ready(loader.micros(0, 1)))
         metrics = (engine.task.metrics, loader.samples, self._warn_once)

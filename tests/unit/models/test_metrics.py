@@ -12,6 +12,7 @@ from torch.nn import functional
 from paceline import Loss
 from paceline.config.components import METRICS
 from paceline.errors import TrainError
+from paceline.models.gpt import GPT
 from paceline.models.metrics import NamedMetric, read_metric, require_number, require_one_kind, weigh_metric
 
 
@@ -83,6 +84,31 @@ def test_labels_that_the_model_shifts_are_shifted() -> None:
     assert value("perplexity", result.logits, labels, model=model) == pytest.approx(result.loss.exp().item(), rel=1e-5)
     hits = (result.logits[:, :-1].argmax(-1) == labels[:, 1:])[labels[:, 1:] != -100]
     assert value("accuracy", result.logits, labels, model=model) == hits.double().mean()
+
+
+@pytest.mark.parametrize("name", ["accuracy", "top5_accuracy", "perplexity"])
+def test_with_as_many_tokens_as_classes_the_model_or_the_criterion_tells_which_dim_has_the_classes(name: str) -> None:
+    from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
+
+    outputs, targets = draw(5, 7)
+    wanted = value(name, outputs.flatten(0, 1), targets.flatten())
+    sizes: Any = {"vocab_size": 7, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    bert = BertForTokenClassification(BertConfig(**sizes, intermediate_size=8, num_labels=7))
+    for model in (GPT(1, 8, 2, 7, 7), bert):
+        assert value(name, outputs, targets, model=model) == pytest.approx(wanted)
+    for criterion in (nn.CrossEntropyLoss(), functional.cross_entropy):
+        assert value(name, outputs.movedim(-1, 1), targets, criterion=criterion) == pytest.approx(wanted)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=7, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    labels = nn.functional.pad(targets, (1, 0))
+    assert value(name, nn.functional.pad(outputs, (0, 0, 0, 1)), labels, model=gpt2) == pytest.approx(wanted)
+
+
+def test_a_batch_whose_shapes_tell_does_so_for_those_whose_shapes_do_not() -> None:
+    for dim in (-1, 1):
+        metric = find("accuracy").for_model(nn.Identity(), None)
+        for tokens in (4, 7):
+            outputs, targets = draw(5, tokens)
+            assert metric(outputs.movedim(-1, dim), targets) == find("accuracy")(outputs[None], targets[None])
 
 
 def test_a_perplexity_beyond_the_range_of_floats_is_infinite() -> None:

@@ -27,7 +27,7 @@ from paceline.run.folder import require_exists as require_path
 from paceline.run.jsonl import truncate_after
 from paceline.runtime import collectives
 from paceline.runtime.consistency import run_on_all_ranks
-from paceline.text import flatten
+from paceline.text import flatten, plural
 from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
@@ -299,7 +299,10 @@ class Restorer:
             engine.log.info(f"data: other data than before; epoch {progress.next_epoch} begins at step {progress.step}")
         if not position or not progress.step:
             return
-        self._engine.setup.report_data(position.get(SETUP, {}), self._engine.log)
+        if (shards := position.pop("shards", data["shards"])) != data["shards"]:
+            self._split_anew(shards, data["shards"])
+        else:
+            self._engine.setup.report_data(position.get(SETUP, {}), self._engine.log)
         differing = [key for key, value in data.items() if key in position and position[key] != value]
         if differing:
             details = "; ".join(f"{key} was {position[key]}, now {data[key]}" for key in differing)
@@ -308,8 +311,21 @@ class Restorer:
                 f"The data differs from that of the checkpoint: {details}.",
                 why="samples would be repeated or skipped, because the position in the data is stored as a step",
                 fix=f"restore the setting (see {CONFIG} in the run folder), or start at step 0 with "
-                "load_checkpoint(…, weights_only=True)",
+                "load_checkpoint(…, weights_only=True). Of a stream that is split across ranks, the batch size of a "
+                "DataLoader is that of one rank: divide it by their number",
             )
+
+    def _split_anew(self, before: int, now: int) -> None:
+        """For a stream that is split for another number of ranks, only the end of an epoch is the same place."""
+        progress = self._engine.position
+        if progress.next_epoch > progress.epoch:
+            progress.begins = Place(progress.next_epoch, progress.step)
+            return
+        self._engine.log.warning(
+            f"the stream was split across {plural(before, 'rank')}, now {now}: each skips the steps of the run in its "
+            f"new shard, so in epoch {progress.epoch} some samples are read twice, others not at all; to avoid this, "
+            "change the number of ranks between epochs, or do not split the stream"
+        )
 
 
 def _none_without_section(values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
