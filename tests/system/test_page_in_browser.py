@@ -265,7 +265,8 @@ def test_the_list_and_runs_over_each_other(browser: Browser, server: PageServer)
         for name in ("good", "other"):
             page.check(f'input[aria-label="choose {name}"]')
         page.click("text=Compare 2 runs")
-        page.wait_for_selector('canvas[aria-label^="Loss (training): "]')
+        page.uncheck('label:text-is("group seeds") input')
+        page.wait_for_selector('canvas[aria-label^="Loss (training): good 2."]')
         assert "good" in described(page, "Loss (training)") and "other" in described(page, "Loss (training)")
         results = page.locator("table").first.inner_text()
         assert "best validation accuracy" in results and "3,000 of 3,000" in results
@@ -321,6 +322,7 @@ def test_seeds_are_a_band_and_equal_curves_are_both_seen(browser: Browser, tmp_p
             page.wait_for_selector('canvas[aria-label^="Loss (training): slow · 2 seeds "]')
             settings = page.locator("#settings tbody tr").all_inner_texts()
             assert [row.split("\t") for row in settings] == [["optimizer.lr", "0.1", "0.2"], ["seed", "0, 1", "0"]]
+            assert page.locator("#results tbody tr").first.inner_text().split() == ["runs", "slow-0", "slow-1", "fast-0"]
             page.uncheck('label:text-is("group seeds") input')
             legend = page.locator('section:has(> header > h3:text-is("Loss (training)")) .legend')
             until(page, lambda: "(same as" in legend.inner_text())

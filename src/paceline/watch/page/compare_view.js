@@ -44,12 +44,14 @@ class CompareView {
     const key = JSON.stringify([rows, settings, groups]);
     if (key === this.tablesKey) return;
     this.tablesKey = key;
+    const link = (run) => h("a", { href: `#run=${encodeURIComponent(run.id)}` }, run.head.name);
     const titles = groups.map((group) => {
       const swatch = h("i", { class: "swatch" });
       swatch.style.background = group.color;
-      return [swatch, group.runs.length === 1 ? h("a", { href: `#run=${encodeURIComponent(group.runs[0].id)}` }, group.label) : h("span", { title: group.runs.map((run) => run.head.name).join(", ") }, group.label)];
+      return [swatch, group.runs.length === 1 ? link(group.runs[0]) : group.label];
     });
-    fill(this.results, table(["", ...titles], rows, { class: "beside" }));
+    const members = groups.map((group) => group.runs.map((run) => [link(run), " "]));
+    fill(this.results, table(["", ...titles], groups.length < known.length ? [["runs", ...members], ...rows] : rows, { class: "beside" }));
     fill(this.settings, settings.length ? table(["setting", ...groups.map((group) => group.label)], settings, { class: "beside" }) : h("p", { class: "muted" }, "none"));
   }
 

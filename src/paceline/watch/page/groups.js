@@ -21,7 +21,7 @@ function groupLabel(runs) {
   let length = first.length;
   for (const name of others) while (!name.startsWith(first.slice(0, length))) length -= 1;
   const common = first.slice(0, length).replace(/[-_./ ]*(seed|s)?[-_=./ ]*$/i, "");
-  return `${common || first} · ${plural(runs.length, "seed")}`;
+  return `${common || `${first}, …`} · ${plural(runs.length, "seed")}`;
 }
 
 // The mean of curves, with the lowest and the highest value at each point: of those curves that have reached it.
