@@ -322,7 +322,12 @@ def test_seeds_are_a_band_and_equal_curves_are_both_seen(browser: Browser, tmp_p
             page.wait_for_selector('canvas[aria-label^="Loss (training): slow · 2 seeds "]')
             settings = page.locator("#settings tbody tr").all_inner_texts()
             assert [row.split("\t") for row in settings] == [["optimizer.lr", "0.1", "0.2"], ["seed", "0, 1", "0"]]
-            assert page.locator("#results tbody tr").first.inner_text().split() == ["runs", "slow-0", "slow-1", "fast-0"]
+            assert page.locator("#results tbody tr").first.inner_text().split() == [
+                "runs",
+                "slow-0",
+                "slow-1",
+                "fast-0",
+            ]
             page.uncheck('label:text-is("group seeds") input')
             legend = page.locator('section:has(> header > h3:text-is("Loss (training)")) .legend')
             until(page, lambda: "(same as" in legend.inner_text())

@@ -58,18 +58,12 @@ class PageServer(ThreadingHTTPServer):
     def accepts(self, host: str) -> bool:
         """Whether a Host header names this server. Any port will do: `ssh -L` may lead here from another one."""
         name = re.sub(r":\d+$", "", host)
-        return name in self.hosts or (self.accepts_any_address and _is_address(name.strip("[]")))
+        with suppress(ValueError):
+            return name in self.hosts or (self.accepts_any_address and bool(ipaddress.ip_address(name.strip("[]"))))
+        return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that closed a connection is no error worth a traceback."""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 class _InvalidRequest(Exception):
@@ -157,9 +151,7 @@ def _number(query: Query, name: str, most: int) -> int:
 
 
 def _answer_run(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    run = _run(runs, query)
-    with run.lock:
-        return page_values.changes(run, query.get("cursor", ""), query.get("about", ""))
+    return page_values.changes(_run(runs, query), query.get("cursor", ""), query.get("about", ""))
 
 
 def _answer_curves(runs: WatchedRuns, query: Query) -> dict[str, Any]:

@@ -51,9 +51,10 @@ _SHOWN_EVENTS = {
 
 def changes(run: LiveRun, cursor: str, about_id: str) -> dict[str, Any]:
     """What a page that has everything up to a cursor, and `about` with this id, does not know yet."""
-    cursor, fresh, found = new_points(run, cursor)
-    values = {"head": head(run), "cursor": cursor, "fresh": fresh, "curves": found}
-    known = run.kept("about", lambda: _with_id(about(run)))
+    with run.lock:
+        cursor, fresh, found = new_points(run, cursor)
+        values = {"head": head(run), "cursor": cursor, "fresh": fresh, "curves": found}
+        known = run.kept("about", lambda: _with_id(about(run)))
     return values if known[0] == about_id else {**values, "about_id": known[0], "about": known[1]}
 
 

@@ -117,14 +117,16 @@ def _read_derived(folder: RunFolder) -> dict[str, Any]:
 
 
 def _modified(folder: RunFolder) -> float:
-    return max(map(_time_of, (folder.metrics, folder.ledger, folder.config, folder.path)))
+    return max(map(file_stamp, (folder.metrics, folder.ledger, folder.config, folder.path)))[0] / 1e9
 
 
-def _time_of(path: Path) -> float:
+def file_stamp(path: Path) -> tuple[int, int]:
+    """When it was modified, in nanoseconds, and its size; zeros if it is missing."""
     try:
-        return path.lstat().st_mtime
+        found = path.lstat()
     except OSError:
-        return 0.0
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
 
 
 def recipe_entries(folder: RunFolder) -> list[tuple[str, Any, str]] | None:

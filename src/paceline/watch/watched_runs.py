@@ -14,10 +14,10 @@ from typing import Any
 
 from paceline.run.folder import RunFolder
 from paceline.watch import page_values, run_list
-from paceline.watch.live_run import LiveRun, file_stamp
+from paceline.watch.live_run import LiveRun
 from paceline.watch.metric_series import MetricSeries, finite, read_metrics, thin
 from paceline.watch.plain_text import clean
-from paceline.watch.run_facts import best_metric, read_facts, recipe_entries, value_text
+from paceline.watch.run_facts import best_metric, file_stamp, read_facts, recipe_entries, value_text
 
 _MAX_RUNS = 1000  # that are listed
 _MAX_FOLLOWED = 40
