@@ -19,8 +19,7 @@ from paceline.watch.metric_series import MetricSeries, finite, read_metrics, thi
 from paceline.watch.plain_text import clean
 from paceline.watch.run_facts import best_metric, file_stamp, read_facts, recipe_entries, value_text
 
-_MAX_RUNS = 1000  # that are listed
-_MAX_FOLLOWED = 40
+_MAX_RUNS, _MAX_FOLLOWED = 1000, 40  # those that are listed, and those whose curves are held
 _MAX_POINTS = 10_000_000  # of the followed runs: 160 MB
 _SECONDS_OF_AN_ANSWER = 0.3  # for columns
 _REST = 30  # the columns of a run that trains are read again after so many times as long as that took
@@ -46,14 +45,14 @@ class ListedRun:
         began = time.monotonic()
         if began < self._read_again or not self._is_changed("metrics", "config"):
             return
-        metrics, entries = read_metrics(self.folder), recipe_entries(self.folder) or []
-        recipe = {key: value for key, value, _ in entries}
+        metrics, entries = read_metrics(self.folder), recipe_entries(self.folder)
+        recipe = {key: value for key, value, _ in entries or []}
         chosen, curves = best_metric(recipe), page_values.named_curves(metrics)
         curve = next((name for name in (page_values.evaluation_name(chosen[0]), "loss") if name in curves), "loss")
-        texts = [(clean(key, 80), value_text(value, 80), origin) for key, value, origin in entries]
+        texts = [(clean(key, 80), value_text(value, 80), origin) for key, value, origin in entries or []]
         own = [row[:2] for row in texts if row[2] != "default" or defaults.setdefault(row[0], row[1]) != row[1]]
         columns = {
-            "settings": dict(own[:_MAX_SETTINGS]),
+            "settings": None if entries is None else dict(own[:_MAX_SETTINGS]),
             "tags": page_values.tags(recipe),
             "last": {name: finite(each.last) for name, each in list(curves.items())[:_MAX_METRICS]},
             "best": page_values.best_values(metrics, chosen),

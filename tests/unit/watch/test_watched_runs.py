@@ -61,7 +61,7 @@ def test_without_evaluations_the_curve_is_the_loss(tmp_path: Path) -> None:
     listed = complete(WatchedRuns([], tmp_path))
     assert listed["run"]["curve"] == "loss" and listed["run"]["sparkline"] == [2.0, 1.0, 0.666667]
     assert listed["run"]["tags"] == ["one"]
-    assert (listed["empty"]["sparkline"], listed["empty"]["settings"], listed["empty"]["tags"]) == ([], {}, [])
+    assert (listed["empty"]["sparkline"], listed["empty"]["settings"], listed["empty"]["tags"]) == ([], None, [])
 
 
 def test_values_are_plain_whatever_a_folder_contains(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ class App {
 
   async poll() {
     for (;;) {
-      const isPartial = !this.shown.length && this.runs.some((run) => !run.settings); // columns are still being read
+      const isPartial = !this.shown.length && this.runs.some((run) => run.settings === undefined); // columns are still being read
       await new Promise((resolve) => setTimeout(resolve, isPartial ? POLL / 10 : POLL));
       if (this.paused || document.hidden) continue;
       this.round += 1;

@@ -27,7 +27,7 @@ const FIXED_COLUMNS = [
 const NAME_COLUMN = { key: "run", title: "run", value: (run) => run.name, cell: (run) => h("a", { href: `#run=${encodeURIComponent(run.id)}` }, run.name) };
 const DEFAULT_COLUMNS = ["state", "tags", "curve", "best", "loss", "step", "speed", "updated"];
 
-// A setting that a run does not name has the default.
+// A setting that a recipe does not name has the default; without a readable recipe, nothing is known.
 const settingOf = (run, key, defaults) => (!run.settings ? null : key in run.settings ? run.settings[key] : key in defaults ? defaults[key] : null);
 
 // All that can be chosen.
@@ -62,7 +62,7 @@ function compareRuns(column, direction) {
 // Every word has to be in what is shown of a run, in its name, or be a setting `key=value`; `tag:word` is a whole tag.
 function matches(run, words, columns, defaults) {
   if (!words.length) return true;
-  const settings = Object.keys({ ...defaults, ...run.settings }).map((key) => `${key}=${settingOf(run, key, defaults)}`);
+  const settings = Object.keys(run.settings ? { ...defaults, ...run.settings } : {}).map((key) => `${key}=${settingOf(run, key, defaults)}`);
   const text = [run.name, run.state, run.reason, ...(run.tags || []), ...columns.map((column) => column.value(run)), ...settings].join("\n").toLowerCase();
   return words.every((word) => (word.startsWith("tag:") ? (run.tags || []).some((tag) => tag.toLowerCase() === word.slice(4)) : text.includes(word)));
 }
