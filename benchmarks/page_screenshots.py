@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from made_runs import make_run
 from paceline.run.folder import RunFolder
-from paceline.watch.page_server import PageServer, WatchedRuns
+from paceline.watch.page_server import PageServer
+from paceline.watch.watched_runs import WatchedRuns
 from system import browser
 
 IMAGES = Path(__file__).parents[1] / "docs" / "guides" / "images"
@@ -30,7 +31,7 @@ SHOTS = (
     ("page-failed", "failed", 1400, 900, "light", 0),
     ("page-failed-phone", "failed", 390, 844, "dark", 0),
     ("page-compare", "compare", 1400, 900, "light", 0),
-    ("page-list", "list", 1100, 420, "light", 0),
+    ("page-list", "list", 1400, 640, "light", 0),
 )
 
 
@@ -47,7 +48,10 @@ def make_runs(root: Path) -> None:
     subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
     make_run(root / "runs" / "large", steps=20_000, ranks=64)
     make_run(root / "runs" / "failed", steps=3_000, ranks=16, failed=True, seed=3)
-    make_run(root / "runs" / "large-2", steps=16_000, ranks=64, seed=2)
+    for rate in (0.003, 0.01):
+        for seed in range(3):
+            recipe = [f"optimizer.lr={rate}", "save_best=accuracy", f"tags=[vit, {'sweep' if seed else 'baseline'}]"]
+            make_run(root / "runs" / f"vit-{rate}-seed{seed}", steps=int(9 / rate), seed=seed, settings=recipe)
 
 
 def main() -> None:
@@ -59,7 +63,8 @@ def main() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         ids = {run["name"]: run["id"] for run in server.runs.listed()["runs"]}
         routes = {name: f"run={number}" for name, number in ids.items()}
-        routes |= {"compare": f"compare={ids['large']},{ids['large-2']}", "list": "list"}
+        routes |= {"compare": f"compare={','.join(ids[name] for name in ids if 'seed' in name)}"}
+        routes |= {"list": "list&columns=state,tags,curve,best,loss,set:optimizer.lr,set:seed,step,updated"}
         for name, run, width, height, scheme, scrolled in SHOTS:
             with browser.opened(chromium, f"{server.url}#{routes[run]}", width, height, scheme) as (page, observed):
                 page.wait_for_timeout(1500)  # for the files of ranks

@@ -32,7 +32,7 @@ PAYLOADS = [
 FIELDS = (
     "checkpoint", "metric", "evaluation", "recipe key", "recipe value", "recipe origin", "derived name",
     "derived value", "derived reason", "environment name", "environment value", "failure", "failure place", "cause",
-    "warning", "log", "operation",
+    "warning", "log", "operation", "tag", "metric of save_best",
 )  # fmt: skip
 
 
@@ -45,7 +45,8 @@ def hostile_run(path: Path, payload: str) -> RunFolder:
     ]
     with folder.metrics.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
-    folder.config.write_text(f"{json.dumps(payload)}: {json.dumps(payload)}  # {payload}\n")
+    text = json.dumps(payload)
+    folder.config.write_text(f"{text}: {text}  # {payload}\ntags: [{text}]\nsave_best:\n  metric: {text}\n")
     derived = json.loads(folder.derived.read_text())
     folder.derived.write_text(json.dumps({**derived, payload: {"value": payload, "reason": payload}}))
     folder.environment.write_text(json.dumps({payload: payload}))

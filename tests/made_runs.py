@@ -10,11 +10,13 @@ import json
 import math
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ledgers import Line, written
+from paceline.config.recipe import Config, effective
 from paceline.run.folder import RunFolder
 
 START = 1_763_220_000.0
@@ -23,8 +25,11 @@ LOG_EVERY = 10
 PER_NODE = 8
 
 
-def make_run(path: Path, steps: int = 2000, ranks: int = 2, *, failed: bool = False, seed: int = 0) -> RunFolder:
-    """A language model whose loss falls; one rank becomes slow halfway."""
+def make_run(
+    path: Path, steps: int = 2000, ranks: int = 2, *, failed: bool = False, seed: int = 0, settings: Sequence[str] = ()
+) -> RunFolder:
+    """A language model whose loss falls; one rank becomes slow halfway. With `settings`, such as `optimizer.lr=0.1`, it
+    has the whole recipe that a run writes."""
     folder, noise = RunFolder(path), random.Random(seed)
     folder.logs.mkdir(parents=True)
     nodes = max(1, ranks // PER_NODE)
@@ -41,6 +46,9 @@ def make_run(path: Path, steps: int = 2000, ranks: int = 2, *, failed: bool = Fa
         f"precision: bf16  # override precision=bf16\nseed: {seed}  # default\n"
         "optimizer:\n  lr: 0.003  # recipe.yaml:4\n"
     )
+    if settings:
+        recipe = Config.from_dict({"batch": 8 * ranks, "seed": seed}, settings, origin="recipe.yaml")
+        folder.config.write_text(effective(recipe))
     folder.environment.write_text(
         json.dumps({"command": "paceline train recipe.yaml", "torch": "2.13.0", "host": "n0"})
     )

@@ -265,11 +265,74 @@ def test_the_list_and_runs_over_each_other(browser: Browser, server: PageServer)
         for name in ("good", "other"):
             page.check(f'input[aria-label="choose {name}"]')
         page.click("text=Compare 2 runs")
-        page.wait_for_selector('canvas[aria-label^="Loss (training): "]')
+        page.uncheck('label:text-is("group seeds") input')
+        page.wait_for_selector('canvas[aria-label^="Loss (training): good 2."]')
         assert "good" in described(page, "Loss (training)") and "other" in described(page, "Loss (training)")
         results = page.locator("table").first.inner_text()
         assert "best validation accuracy" in results and "3,000 of 3,000" in results
-        assert "seed" in page.locator("#about").inner_text()
+        assert "seed" in page.locator("#settings").inner_text()
+
+
+def names_in(page: Page) -> list[str]:
+    """The runs of the list, in their order."""
+    return page.locator(".runs tbody td:nth-child(2)").all_text_contents()
+
+
+def test_the_list_is_searched_and_sorted_and_keeps_its_address(browser: Browser, tmp_path: Path) -> None:
+    from system import browser as browsers
+
+    for name, rate, tags in (("a", 0.01, "[old, vit]"), ("b", 0.3, "[vit]"), ("c", 0.02, "[gpt]")):
+        make_run(tmp_path / name, steps=40, settings=[f"optimizer.lr={rate}", f"tags={tags}", "save_best=accuracy"])
+    with serving([], tmp_path) as server, browsers.opened(browser, f"{server.url}#list") as (page, observed):
+        page.wait_for_selector("canvas.sparkline")
+        assert "validation accuracy, step 40" in page.locator(".runs").inner_text()
+        page.click("text=Columns")
+        page.check('label:text-is("optimizer.lr")')
+        page.uncheck('label:text-is("speed")')
+        page.keyboard.press("Escape")
+        page.click('button.sort:text-is("optimizer.lr")')
+        until(page, lambda: names_in(page) == ["a", "c", "b"])
+        page.click('button.sort:text-is("optimizer.lr ↑")')
+        until(page, lambda: names_in(page) == ["b", "c", "a"])
+        page.locator('button.tag:text-is("vit")').first.click()
+        until(page, lambda: names_in(page) == ["b", "a"])
+        page.reload()
+        until(page, lambda: names_in(page) == ["b", "a"])
+        titles = page.locator(".runs thead button").all_text_contents()
+        assert "optimizer.lr ↓" in titles and "speed" not in titles
+        page.click('.runs a:text-is("b")')
+        page.wait_for_selector('.tile:has-text("best validation accuracy")')
+        page.click('nav a:text-is("Runs")')
+        page.fill("#list-search", "optimizer.lr=0.02 batch=16")
+        until(page, lambda: names_in(page) == ["c"])
+        page.fill("#list-search", "nothing")
+        page.wait_for_selector("text=No run matches the search.")
+        assert observed.errors == []
+
+
+def test_seeds_are_a_band_and_equal_curves_are_both_seen(browser: Browser, tmp_path: Path) -> None:
+    from system import browser as browsers
+
+    for name, seed, rate in (("slow-0", 0, 0.1), ("slow-1", 1, 0.1), ("fast-0", 0, 0.2)):
+        make_run(tmp_path / name, steps=60, seed=seed, settings=[f"optimizer.lr={rate}"])
+    with serving([], tmp_path) as server:
+        ids = {run["name"]: run["id"] for run in server.runs.listed()["runs"]}
+        url = f"{server.url}#compare={ids['slow-0']},{ids['slow-1']},{ids['fast-0']}"
+        with browsers.opened(browser, url) as (page, observed):
+            page.wait_for_selector('canvas[aria-label^="Loss (training): slow · 2 seeds "]')
+            settings = page.locator("#settings tbody tr").all_inner_texts()
+            assert [row.split("\t") for row in settings] == [["optimizer.lr", "0.1", "0.2"], ["seed", "0, 1", "0"]]
+            assert page.locator("#results tbody tr").first.inner_text().split() == [
+                "runs",
+                "slow-0",
+                "slow-1",
+                "fast-0",
+            ]
+            page.uncheck('label:text-is("group seeds") input')
+            legend = page.locator('section:has(> header > h3:text-is("Loss (training)")) .legend')
+            until(page, lambda: "(same as" in legend.inner_text())
+            assert re.match(r"slow-0 2\.\d+\s*slow-1 2\.\d+\s*fast-0 2\.\d+ \(same as slow-0\)", legend.inner_text())
+            assert observed.errors == []
 
 
 @pytest.mark.nightly
@@ -348,3 +411,12 @@ def test_hostile_text_runs_no_script(browser: Browser, tmp_path: Path, kind: str
                 assert shown.count(payload[:12]) >= 8, f"{payload!r} is not shown as text"
                 assert page.locator("script").count() == (2 if kind == "report" else 1)
                 assert page.locator("img, iframe, object, embed, svg, link, base, form").count() == 0
+        with browsers.opened(browser, f"{server.url}#list") as (page, observed):
+            page.wait_for_selector(".tag")
+            page.click("text=Columns")
+            for box in page.locator(".choices input").all():
+                box.check()
+            shown = page.inner_text("body")
+            assert page.evaluate("window.hacked") is None and observed.dialogs == observed.errors == []
+            assert all(shown.count(payload[:12]) >= 4 for payload in payloads)
+            assert page.locator("script").count() == 1 and page.locator("img, iframe, svg, base, form").count() == 0

@@ -91,7 +91,7 @@ def watch(
     host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
 ) -> None:
     """Show runs on a live page, which a browser opens at the printed address. Ctrl-C ends it; runs are not affected."""
-    from paceline.watch import page_server, run_list
+    from paceline.watch import page_server, run_list, watched_runs
 
     root, chosen = ROOT, list[RunFolder]()
     try:
@@ -101,7 +101,7 @@ def watch(
             raise
         root = Path(runs[0])  # a study, or a folder of runs
     try:
-        server = page_server.PageServer(page_server.WatchedRuns(chosen, root), host, port)
+        server = page_server.PageServer(watched_runs.WatchedRuns(chosen, root), host, port)
     except OSError as error:
         raise LaunchError(
             "port-in-use",

@@ -184,6 +184,7 @@ class Config(Section):
         [], description="where to log metrics in addition to metrics.jsonl"
     )
 
+    tags: Names = Field([], description="words to find the run by in the list of paceline watch")
     report: bool = Field(False, description="write report.html, a page about the run, to its folder when it ends")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

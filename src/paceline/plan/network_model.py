@@ -145,7 +145,7 @@ def bare(config: Config) -> Config:
 
 def digest(config: Config) -> str:
     """Equal for recipes with the same steps."""
-    values = bare(config).model_dump(mode="json", exclude={"launch", "env", "port", "timeout"})
+    values = bare(config).model_dump(mode="json", exclude={"launch", "env", "port", "timeout", "tags"})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -99,6 +99,7 @@ class TrainerKwargs(TypedDict, total=False):
     code: str | os.PathLike[str] | None
     resume: str | None
     loggers: str | Sequence[str]
+    tags: str | Sequence[str]
     report: bool
     quiet: bool
 

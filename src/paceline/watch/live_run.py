@@ -9,23 +9,22 @@ Of a large metrics file, the end is read at once, and all of it by a thread.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import RecordStream
 from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
 from paceline.watch.rank_statistics import RankStatistics
-from paceline.watch.run_facts import RunFacts, read_other_facts
+from paceline.watch.run_facts import RunFacts, file_stamp, read_other_facts
 
 _SECONDS_BETWEEN = 0.3  # several pages may ask at the same time
 _LARGE = 4 << 20  # smaller metrics files are parsed in less than 0.2 s
 
+_ABOUT = ("ledger", "checkpoints", "latest", "config", "environment", "logs")
 Value = TypeVar("Value")
 
 
@@ -77,15 +76,12 @@ class LiveRun:
     def kept(self, name: str, make: Callable[[], Value]) -> Value:
         """A value that is made again when the ledger, the checkpoints, the state or the files of ranks have changed."""
         with self.lock:
-            key = (self.facts.state, self.facts.problems, *map(file_stamp, self._about_files()))
+            files = [getattr(self.folder, name) for name in _ABOUT]
+            key = (self.facts.state, self.facts.problems, *map(file_stamp, files))
             if name not in self._kept or self._kept[name][0] != key:
                 self._kept[name] = (key, make())
             value: Value = self._kept[name][1]
             return value
-
-    def _about_files(self) -> list[Path]:
-        folder = self.folder
-        return [folder.ledger, folder.checkpoints, folder.latest, folder.config, folder.environment, folder.logs]
 
     @contextmanager
     def updated_statistics(self) -> Iterator[RankStatistics]:
@@ -133,11 +129,3 @@ class LiveRun:
             self._metrics, self.is_complete, self._reading = metrics, True, None
             self.generation += 1
             self._updated = 0.0
-
-
-def file_stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size

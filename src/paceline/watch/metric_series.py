@@ -23,6 +23,9 @@ _MAX_METRICS = 20  # of evaluations
 _MAX_SERIES = 100  # of steps
 TAIL_BYTES = 1 << 18  # enough for the last step, loss and speed
 
+Metric = tuple[str, str | None]  # of save_best: its name, and its mode if the recipe sets one
+ANY_METRIC: Metric = ("", None)
+
 
 @dataclass
 class MetricSeries:
@@ -67,14 +70,15 @@ class MetricSeries:
         number = bisect_right(self.steps, step)
         return self.values[number - 1] if number else None
 
-    def best(self, metric: str) -> tuple[int, float] | None:
+    def best(self, metric: str, chosen: Metric = ANY_METRIC) -> tuple[int, float] | None:
         """The step and the value of the best one: the lowest or the highest, as for save_best."""
         first = next((number for number, value in enumerate(self.values) if not math.isnan(value)), None)
         if first is None:
             return None
-        choose = min if smaller_is_better(metric) else max
-        chosen = self.values.index(choose(self.values[first:]))  # a nan that is not the first one is never chosen
-        return self.steps[chosen], self.values[chosen]
+        mode = chosen[1] if metric == chosen[0] else None
+        choose = min if mode == "min" or (mode is None and smaller_is_better(metric)) else max
+        best = self.values.index(choose(self.values[first:]))  # a nan that is not the first one is never chosen
+        return self.steps[best], self.values[best]
 
 
 @dataclass

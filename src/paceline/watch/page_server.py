@@ -1,7 +1,7 @@
 """The server of the live page: GET requests from this machine, with a token.
 
     /            the page; it has no values of its own
-    /api/runs    the runs of a folder, or those that were asked for
+    /api/runs    the runs of a folder, or those that were asked for: what is new since a version (watched_runs.py)
     /api/run     one of them: what is new since a cursor (page_values.py)
     /api/curves  its curves between two steps
     /api/ranks   its ranks
@@ -20,85 +20,22 @@ import json
 import re
 import secrets
 import socket
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from paceline.run.folder import RunFolder
-from paceline.watch import page_values, report, run_list
-from paceline.watch.live_run import LiveRun, file_stamp
+from paceline.watch import page_values, report
+from paceline.watch.live_run import LiveRun
 from paceline.watch.page_values import log_lines
 from paceline.watch.plain_text import clean
-from paceline.watch.run_facts import read_facts
-from paceline.watch.run_list import RunLine, run_values
+from paceline.watch.watched_runs import WatchedRuns
 
-_MAX_RUNS = 1000  # that are listed
-_MAX_FOLLOWED = 12
-_MAX_POINTS = 10_000_000  # of the followed runs: 160 MB
 _SECONDS_TO_ANSWER = 30.0
 _MAX_STEP = 1 << 53
 
 Query = dict[str, str]
-
-
-class WatchedRuns:
-    """The runs that a page can show: those that were asked for, or all of a folder."""
-
-    def __init__(self, chosen: Sequence[RunFolder], root: Path) -> None:
-        self._root, self._chosen = root.absolute(), list(chosen)
-        self._numbers: dict[Path, str] = {}
-        self._followed: dict[str, LiveRun] = {}
-        self._known: dict[Path, tuple[list[tuple[int, int]], RunLine]] = {}
-        self._lock = threading.Lock()
-
-    def listed(self) -> dict[str, Any]:
-        paths = [folder.path for folder in self._chosen] or _paths(self._root)
-        lines = sorted(map(self._line, paths[:_MAX_RUNS]), key=lambda line: -line.updated)
-        runs = [{"id": self._number(line.facts.folder.path), **_line_values(line)} for line in lines]
-        chosen = [self._number(folder.path) for folder in self._chosen]
-        return {"runs": runs, "chosen": chosen, "now": page_values.now()}
-
-    def _line(self, path: Path) -> RunLine:
-        """Read anew only if its files have changed, or it was running: a list may have hundreds of runs."""
-        folder = RunFolder(path)
-        stamp = [file_stamp(file) for file in (folder.metrics, folder.ledger, folder.lock)]
-        known = self._known.get(path)
-        if known is None or known[0] != stamp or known[1].facts.state.name == "running":
-            name = path.name if self._chosen else str(path.relative_to(self._root))
-            known = self._known[path] = stamp, RunLine(name, read_facts(folder, quick=True))
-        return known[1]
-
-    def _number(self, path: Path) -> str:
-        with self._lock:
-            return self._numbers.setdefault(path, str(len(self._numbers)))
-
-    def find(self, number: str) -> LiveRun | None:
-        with self._lock:
-            path = next((path for path, known in self._numbers.items() if known == number), None)
-            if path is None:
-                return None
-            run = self._followed.pop(number, None) or LiveRun(RunFolder(path))
-            self._followed[number] = run  # now the last one
-            while len(self._followed) > _MAX_FOLLOWED or (
-                len(self._followed) > 1 and sum(each.points for each in self._followed.values()) > _MAX_POINTS
-            ):
-                del self._followed[next(iter(self._followed))]
-            return run
-
-
-def _paths(root: Path) -> list[Path]:
-    return run_list.trial_paths(root) if run_list.is_study(root) else run_list.run_paths(root)
-
-
-def _line_values(line: RunLine) -> dict[str, Any]:
-    values = run_values(line.facts)
-    shown = {name: values[name] for name in ("state", "step", "loss", "speed", "speed_unit", "updated")}
-    reason = clean(values["reason"], 60)
-    return {"name": clean(line.name, 80), **shown, "total": values["total_steps"], "reason": reason}
 
 
 class PageServer(ThreadingHTTPServer):
@@ -121,18 +58,12 @@ class PageServer(ThreadingHTTPServer):
     def accepts(self, host: str) -> bool:
         """Whether a Host header names this server. Any port will do: `ssh -L` may lead here from another one."""
         name = re.sub(r":\d+$", "", host)
-        return name in self.hosts or (self.accepts_any_address and _is_address(name.strip("[]")))
+        with suppress(ValueError):
+            return name in self.hosts or (self.accepts_any_address and bool(ipaddress.ip_address(name.strip("[]"))))
+        return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that closed a connection is no error worth a traceback."""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 class _InvalidRequest(Exception):
@@ -220,9 +151,7 @@ def _number(query: Query, name: str, most: int) -> int:
 
 
 def _answer_run(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    run = _run(runs, query)
-    with run.lock:
-        return page_values.changes(run, query.get("cursor", ""), query.get("about", ""))
+    return page_values.changes(_run(runs, query), query.get("cursor", ""), query.get("about", ""))
 
 
 def _answer_curves(runs: WatchedRuns, query: Query) -> dict[str, Any]:
@@ -232,19 +161,15 @@ def _answer_curves(runs: WatchedRuns, query: Query) -> dict[str, Any]:
         return page_values.curves(run, low, high)
 
 
-def _answer_ranks(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    return page_values.ranks(_run(runs, query), query.get("known", ""))
-
-
 def _answer_log(runs: WatchedRuns, query: Query) -> dict[str, Any]:
     rank = _number(query, "rank", 1 << 20)
     return log_lines(_run(runs, query).folder, rank, query.get("search", "")[:200])
 
 
 _ANSWERS: dict[str, Callable[[WatchedRuns, Query], Any]] = {
-    "/api/runs": lambda runs, query: runs.listed(),
+    "/api/runs": lambda runs, query: runs.listed(_number(query, "known", _MAX_STEP) if "known" in query else 0),
     "/api/run": _answer_run,
     "/api/curves": _answer_curves,
-    "/api/ranks": _answer_ranks,
+    "/api/ranks": lambda runs, query: page_values.ranks(_run(runs, query), query.get("known", "")),
     "/api/log": _answer_log,
 }

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -23,27 +23,38 @@ from paceline.run.folder import RunFolder
 from paceline.text import parse_pairs
 from paceline.watch.checkpoint_list import checked_checkpoints
 from paceline.watch.live_run import LiveRun
-from paceline.watch.metric_series import DIGITS, TIME_DIGITS, MetricSeries, RunMetrics, finite, histogram, rounded, thin
+from paceline.watch.metric_series import (
+    DIGITS,
+    TIME_DIGITS,
+    Metric,
+    MetricSeries,
+    RunMetrics,
+    finite,
+    histogram,
+    rounded,
+    thin,
+)  # fmt: skip
 from paceline.watch.plain_text import clean, clean_line, clean_lines
-from paceline.watch.run_facts import Event, RunFacts, read_json, recipe_rows
+from paceline.watch.run_facts import RunFacts, best_metric, last_launch, read_object, recipe_rows
 from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
 
 BUCKETS = 1500
 _COLUMNS = 200  # of the table of ranks
 _BINS = 48
 _MAX_EVENTS, _MAX_KEYS, _MAX_AXIS = 2000, 1000, 4096
-_VERDICT_LINES = 60
+_VERDICT_LINES, _MAX_TAGS = 60, 20
 _SHOWN_EVENTS = {
     "launched", "restored", "saved", "save-failed", "evaluated", "hang", "continued", "failed", "finished", "ended",
-    "warning",
+    "warning", "lost",
 }  # fmt: skip
 
 
 def changes(run: LiveRun, cursor: str, about_id: str) -> dict[str, Any]:
     """What a page that has everything up to a cursor, and `about` with this id, does not know yet."""
-    cursor, fresh, found = new_points(run, cursor)
-    values = {"head": head(run), "cursor": cursor, "fresh": fresh, "curves": found}
-    known = run.kept("about", lambda: _with_id(about(run)))
+    with run.lock:
+        cursor, fresh, found = new_points(run, cursor)
+        values = {"head": head(run), "cursor": cursor, "fresh": fresh, "curves": found}
+        known = run.kept("about", lambda: _with_id(about(run)))
     return values if known[0] == about_id else {**values, "about_id": known[0], "about": known[1]}
 
 
@@ -51,12 +62,9 @@ def _with_id(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16], values
 
 
-def now() -> float:
-    return time.time()
-
-
 def head(run: LiveRun) -> dict[str, Any]:
     facts, metrics = run.facts, run.facts.metrics
+    chosen = run.kept("save_best", lambda: best_metric(run.facts.recipe()))
     speed, unit = metrics.speed or (None, None)
     return {
         "name": clean(facts.folder.path.name, 80),
@@ -72,30 +80,35 @@ def head(run: LiveRun) -> dict[str, Any]:
         "skipped": metrics.skipped_steps,
         "updated": facts.updated,
         "began": next((event["time"] for event in facts.events), None),
-        "now": now(),
+        "now": time.time(),
         "read": round(run.read_fraction, 3),
-        "best": _best(metrics),
+        "best": best_values(metrics, chosen),
+        "save_best": evaluation_name(chosen[0]) if chosen[0] else None,
         "problems": [clean(problem) for problem in (*facts.problems, *run.statistics.problems)],
     }
 
 
-def _best(metrics: RunMetrics) -> dict[str, Any]:
-    """By name: the step and the value of the best one. Names of evaluations begin with `eval/`."""
-    curves = {"loss": metrics["loss"], **{f"eval/{name}": each for name, each in metrics.evaluations.items()}}
-    found = {name: each.best(name) for name, each in curves.items()}
-    return {clean(name, 80): best for name, best in found.items() if best is not None}
+def evaluation_name(metric: str) -> str:
+    return f"eval/{clean(metric, 75)}"
 
 
-def _curves(metrics: RunMetrics) -> dict[str, MetricSeries]:
+def best_values(metrics: RunMetrics, chosen: Metric) -> dict[str, Any]:
+    """By name: the step and the value of the best one."""
+    found = {"loss": metrics["loss"].best("loss")}
+    found |= {evaluation_name(name): each.best(name, chosen) for name, each in metrics.evaluations.items()}
+    return {name: best for name, best in found.items() if best is not None}
+
+
+def named_curves(metrics: RunMetrics) -> dict[str, MetricSeries]:
     return {
         **{clean(name, 80): each for name, each in metrics.series.items()},
-        **{f"eval/{clean(name, 75)}": each for name, each in metrics.evaluations.items()},
+        **{evaluation_name(name): each for name, each in metrics.evaluations.items()},
     }
 
 
 def curves(run: LiveRun, low: int = 0, high: int = 1 << 53, buckets: int = BUCKETS) -> dict[str, Any]:
     """All curves between two steps."""
-    found = _curves(run.facts.metrics)
+    found = named_curves(run.facts.metrics)
     return {name: thin(each, low, high, buckets, _digits(name)) for name, each in found.items() if each}
 
 
@@ -106,7 +119,7 @@ def _digits(name: str) -> int:
 def new_points(run: LiveRun, since: str) -> tuple[str, bool, dict[str, Any]]:
     """A cursor, whether the curves replace those the page has, and the curves: what was appended since a cursor, or
     all of them."""
-    found, lengths = _curves(run.facts.metrics), _lengths(since, run.generation)
+    found, lengths = named_curves(run.facts.metrics), _lengths(since, run.generation)
     cursor = f"{run.generation}:" + ",".join(str(len(each)) for each in found.values())
     if lengths is None or len(lengths) != len(found):
         return cursor, True, curves(run)
@@ -138,12 +151,9 @@ def ranks(run: LiveRun, known: str = "") -> dict[str, Any]:
         if version == known:
             return {"version": version}
         # On a GPU, the time between two backwards does not tell how long a backward waits for others.
-        table = statistics.table(_COLUMNS, None if _has_gpu(run.facts) else batch)
+        has_gpu = any(name.startswith("GPU") for name, _ in _environment(run.facts))
+        table = statistics.table(_COLUMNS, None if has_gpu else batch)
     return {"version": version, **table, "step_times": histogram(times, _BINS)}
-
-
-def _has_gpu(facts: RunFacts) -> bool:
-    return any(name.startswith("GPU") for name, _ in _environment(facts))
 
 
 def about(run: LiveRun) -> dict[str, Any]:
@@ -155,7 +165,7 @@ def about(run: LiveRun) -> dict[str, Any]:
         if each.name == "training" or each.name in LABELS
     ]
     return {
-        "events": _events(facts.events),
+        "events": _events(facts),
         "time": {"parts": times, "total": 0.0 if account is None else account.total},
         "restarts": restarts(facts),
         "verdict": _verdict(facts),
@@ -171,8 +181,17 @@ def about(run: LiveRun) -> dict[str, Any]:
     }
 
 
-def _events(events: Iterable[Event]) -> list[dict[str, Any]]:
-    shown = [event for event in events if event["event"] in _SHOWN_EVENTS]
+def tags(recipe: Mapping[str, Any] | None) -> list[str]:
+    """Those of a recipe."""
+    found = (recipe or {}).get("tags")
+    return [clean(tag, 40) for tag in found[:_MAX_TAGS]] if isinstance(found, list) else []
+
+
+def _events(facts: RunFacts) -> list[dict[str, Any]]:
+    shown = [event for event in facts.events if event["event"] in _SHOWN_EVENTS]
+    has_end = any(event["event"] in ("failed", "finished", "ended") for event in last_launch(facts.events))
+    if shown and facts.state.name != "running" and not has_end:  # the launcher was killed
+        shown.append({"time": facts.updated, "event": "lost", "text": facts.state.reason})
     kept = ("step", "seconds", "generation", "nodes", "ranks", "status", "rank")
     return [
         {
@@ -212,14 +231,12 @@ def _layout(facts: RunFacts) -> dict[str, Any]:
 
 
 def _derived(facts: RunFacts) -> list[tuple[object, object, object]]:
-    found = read_json(facts.folder.derived)
-    entries = found.items() if isinstance(found, dict) else ()
+    entries = read_object(facts.folder.derived).items()
     return [(name, each.get("value"), each.get("reason", "")) for name, each in entries if isinstance(each, dict)]
 
 
 def _environment(facts: RunFacts) -> list[tuple[str, str]]:
-    found = read_json(facts.folder.environment)
-    entries = found.items() if isinstance(found, dict) else ()
+    entries = read_object(facts.folder.environment).items()
     return [(clean(name, 60), clean(value, 300)) for name, value in list(entries)[:100]]
 
 
@@ -228,9 +245,9 @@ def _profiles(facts: RunFacts) -> list[dict[str, Any]]:
     found = []
     paths = facts.folder.profile_split
     for rank, path in list(paths.existing().items())[:64] if not paths.folder.is_symlink() else ():
-        split = read_json(path)
+        split = read_object(path)
         names = ("step", "compute", "exposed", "idle", "communication")
-        if isinstance(split, dict) and all(_is_number(split.get(name)) for name in names):
+        if all(_is_number(split.get(name)) for name in names):
             operations = _operations(split.get("operations"))
             found.append({"rank": rank, **{name: split[name] for name in names}, "operations": operations})
     return found

@@ -22,7 +22,7 @@ from paceline.run.folder import RunFolder, short
 from paceline.watch import page_values
 from paceline.watch.live_run import LiveRun
 from paceline.watch.page_values import log_lines
-from paceline.watch.run_facts import recipe_value
+from paceline.watch.run_facts import recipe_rows
 from paceline.watch.run_screen import By
 
 _BUCKETS = 3000  # of all runs together: 150 kB per curve
@@ -51,7 +51,7 @@ def write_requested(launch: RunFolder) -> None:
             opened.append(RunFolder(Path(str(event.get("run")))))
     for path in dict.fromkeys(folder.path for folder in (launch, *opened)):
         folder = RunFolder(path)
-        if recipe_value(folder, "report") is True:
+        if any(row[:2] == ("report", "true") for row in recipe_rows(folder)):
             write_in_folder(folder)
 
 
@@ -94,7 +94,10 @@ def _logs(folder: RunFolder, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 _FOLDER = Path(__file__).with_name("page")
-_SCRIPTS = ("dom", "source", "chart", "heatmap", "figures", "run_view", "compare_view", "sheet", "app")
+_SCRIPTS = (
+    "dom", "source", "axes", "chart", "heatmap", "figures", "run_view", "groups", "compare_view", "columns",
+    "list_view", "sheet", "app",
+)  # fmt: skip
 
 
 def live_page() -> tuple[bytes, str]:

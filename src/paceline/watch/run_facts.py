@@ -6,7 +6,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from paceline.run import heartbeat, ledger, lock, regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.heartbeat import Heartbeat
 from paceline.text import flatten
-from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
+from paceline.watch.metric_series import TAIL_BYTES, Metric, RunMetrics, read_metrics
 from paceline.watch.plain_text import clean
 
 _MAX_LEDGER = 1 << 26  # bytes; a week of training writes one megabyte
@@ -74,12 +74,8 @@ class RunFacts:
 
     def recipe(self) -> dict[str, Any] | None:
         """The effective recipe by dotted keys; None if it is missing or invalid."""
-        try:
-            if self.folder.config.is_symlink():  # it may lead out of the run folder
-                return None
-            return flatten(files.read(self.folder.config)[0], keep_empty=True)
-        except (ConfigError, OSError):
-            return None
+        entries = recipe_entries(self.folder)
+        return None if entries is None else {key: value for key, value, _ in entries}
 
 
 def read_facts(folder: RunFolder, *, quick: bool = False) -> RunFacts:
@@ -106,55 +102,60 @@ def read_events(folder: RunFolder) -> tuple[list[Event], list[str]]:
     return events, [] if events else [f"{folder.ledger.name} has no events: state and times are unknown"]
 
 
-def read_json(path: Path) -> Any:
-    """The content of a small JSON file; None if there is none."""
+def read_object(path: Path) -> dict[str, Any]:
+    """That of a small JSON file; empty if there is none."""
     try:
-        return json.loads(regular_files.read_bytes(path, _MAX_JSON))
+        found = json.loads(regular_files.read_bytes(path, _MAX_JSON))
     except (OSError, ValueError, RecursionError):
-        return None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _read_derived(folder: RunFolder) -> dict[str, Any]:
-    found = read_json(folder.derived)
-    entries = found.items() if isinstance(found, dict) else ()
-    return {name: entry.get("value") for name, entry in entries if isinstance(entry, dict)}
+    entries = read_object(folder.derived)
+    return {name: entry.get("value") for name, entry in entries.items() if isinstance(entry, dict)}
 
 
 def _modified(folder: RunFolder) -> float:
-    return max(map(_time_of, (folder.metrics, folder.ledger, folder.config, folder.path)))
+    return max(map(file_stamp, (folder.metrics, folder.ledger, folder.config, folder.path)))[0] / 1e9
 
 
-def _time_of(path: Path) -> float:
+def file_stamp(path: Path) -> tuple[int, int]:
+    """When it was modified, in nanoseconds, and its size; zeros if it is missing."""
     try:
-        return path.lstat().st_mtime
+        found = path.lstat()
     except OSError:
-        return 0.0
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
 
 
-def recipe_rows(folder: RunFolder) -> list[tuple[str, str, str]]:
-    """(dotted key, value, origin), in the order of the file. Empty if it is missing or invalid."""
+def recipe_entries(folder: RunFolder) -> list[tuple[str, Any, str]] | None:
+    """(dotted key, value, origin), in the order of the file. None if it is missing or invalid."""
     try:
         if folder.config.is_symlink():  # it may lead out of the run folder
-            return []
+            return None
         values, numbers = files.read(folder.config)
         lines = regular_files.read_text(folder.config).splitlines()
     except (ConfigError, OSError):
-        return []
-    rows = []
+        return None
+    entries = []
     for key, value in flatten(values, keep_empty=True).items():
         number = numbers.get(key, 0)
         line = lines[number - 1] if 0 < number <= len(lines) else ""
-        origin = line.rpartition("  # ")[2] if "  # " in line else ""
-        rows.append((clean(key, 80), value_text(value), clean(origin, 120)))
-    return rows
+        entries.append((key, value, line.rpartition("  # ")[2] if "  # " in line else ""))
+    return entries
 
 
-def recipe_value(folder: RunFolder, key: str) -> object:
-    """The value of a top-level key; None if it is missing."""
-    try:
-        return None if folder.config.is_symlink() else files.read(folder.config)[0].get(key)
-    except (ConfigError, OSError):
-        return None
+def recipe_rows(folder: RunFolder) -> list[tuple[str, str, str]]:
+    """`recipe_entries` as text."""
+    entries = recipe_entries(folder) or []
+    return [(clean(key, 80), value_text(value), clean(origin, 120)) for key, value, origin in entries]
+
+
+def best_metric(recipe: Mapping[str, Any] | None) -> Metric:
+    """That of `save_best`; ANY_METRIC if the recipe has none."""
+    name, mode = ((recipe or {}).get(f"save_best.{key}") for key in ("metric", "mode"))
+    return str(name or ""), mode if mode in ("min", "max") else None
 
 
 def value_text(value: object, limit: int = 200) -> str:

@@ -14,9 +14,9 @@ from paceline.run.failures import FailureRecord
 from paceline.run.folder import short
 from paceline.text import columns, format_bytes, format_duration, format_rate, numbered, plural, sparkline
 from paceline.watch.checkpoint_list import saved_checkpoints
-from paceline.watch.metric_series import MetricSeries, finite
+from paceline.watch.metric_series import ANY_METRIC, Metric, MetricSeries, finite
 from paceline.watch.plain_text import clean, clean_lines, number_text
-from paceline.watch.run_facts import Event, RunFacts, last_launch, value_text
+from paceline.watch.run_facts import Event, RunFacts, best_metric, last_launch, value_text
 from paceline.watch.run_list import run_values, speed_text, step_text
 
 _MAX_RECORDS = 1 << 26  # bytes of all failure records
@@ -32,7 +32,7 @@ def screen(facts: RunFacts) -> str:
 
 def screen_values(facts: RunFacts) -> dict[str, Any]:
     """The same as plain values, for JSON."""
-    account = facts.goodput()
+    account, chosen = facts.goodput(), best_metric(facts.recipe())
     return {
         **run_values(facts),
         "epoch": facts.metrics.epoch,
@@ -40,7 +40,7 @@ def screen_values(facts: RunFacts) -> dict[str, Any]:
         **{name: _integer(launched(facts), name) for name in ("ranks", "nodes")},
         "restarts": restarts(facts),
         "metrics": {name: _curve_values(facts.metrics[name], best) for name, best in _CURVES.items()},
-        "evaluations": {name: _curve_values(each, name) for name, each in facts.metrics.evaluations.items()},
+        "evaluations": {name: _curve_values(each, name, chosen) for name, each in facts.metrics.evaluations.items()},
         "skipped_steps": facts.metrics.skipped_steps,
         "failure": _failure_values(facts),
         "hangs": [hang_values(event) for event in hangs(facts)],
@@ -79,9 +79,9 @@ def restarts(facts: RunFacts) -> int:
 
 
 def _curves(facts: RunFacts) -> list[str]:
-    metrics = facts.metrics
+    metrics, chosen = facts.metrics, best_metric(facts.recipe())
     rows = [_curve("loss", "loss", metrics["loss"])]
-    rows += [_curve(f"validation {clean(name, 30)}", name, each) for name, each in metrics.evaluations.items()]
+    rows += [_curve(f"validation {clean(name, 30)}", name, each, chosen) for name, each in metrics.evaluations.items()]
     rows.append(_curve("learning rate", "", metrics["lr"]))
     speeds, usual = metrics["samples_per_second"], metrics.median_speed
     text = [f"last {speed_text(metrics.speed)}"] if metrics.speed else []
@@ -93,18 +93,18 @@ def _curves(facts: RunFacts) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _curve(title: str, metric: str, series: MetricSeries) -> tuple[str, str, str]:
+def _curve(title: str, metric: str, series: MetricSeries, chosen: Metric = ANY_METRIC) -> tuple[str, str, str]:
     if not series:
         return title, "", ""
     text = f"first {number_text(series.first)}, last {number_text(series.last)}"
-    if metric and (best := series.best(metric)):
+    if metric and (best := series.best(metric, chosen)):
         text += f", best {number_text(best[1])} (step {best[0]})"
     return title, sparkline(series.values), text
 
 
-def _curve_values(series: MetricSeries, metric: str) -> dict[str, Any]:
+def _curve_values(series: MetricSeries, metric: str, chosen: Metric = ANY_METRIC) -> dict[str, Any]:
     found = {"count": len(series), "first": finite(series.first), "last": finite(series.last)}
-    best = series.best(metric) if metric else None
+    best = series.best(metric, chosen) if metric else None
     return found if best is None else {**found, "best": {"step": best[0], "value": best[1]}}
 
 
@@ -216,21 +216,22 @@ def comparison(runs: Sequence[RunFacts], by: By) -> str:
 
 
 def _results(runs: Sequence[RunFacts]) -> str:
+    chosen = [best_metric(run.recipe()) for run in runs]
     rows = [["run", *(clean(run.name, 60) for run in runs)]]
     rows.append(["state", *(str(run.state) for run in runs)])
     rows.append(["step", *(step_text(run.step, run.total_steps) for run in runs)])
-    rows += _metric_rows("loss", "loss", [run.metrics["loss"] for run in runs])
+    rows += _metric_rows("loss", "loss", [run.metrics["loss"] for run in runs], chosen)
     for name in dict.fromkeys(name for run in runs for name in run.metrics.evaluations):
         found = [run.metrics.evaluations.get(name, MetricSeries()) for run in runs]
-        rows += _metric_rows(f"validation {clean(name, 30)}", name, found)
+        rows += _metric_rows(f"validation {clean(name, 30)}", name, found, chosen)
     rows.append(["speed", *(speed_text(run.metrics.speed) for run in runs)])
     accounts = [run.goodput() for run in runs]
     rows.append(["time", *("–" if each is None else format_duration(each.total) for each in accounts)])
     return columns(rows)
 
 
-def _metric_rows(title: str, metric: str, found: Sequence[MetricSeries]) -> list[list[str]]:
-    best = [series.best(metric) for series in found]
+def _metric_rows(title: str, metric: str, found: Sequence[MetricSeries], chosen: Sequence[Metric]) -> list[list[str]]:
+    best = [series.best(metric, each) for series, each in zip(found, chosen, strict=True)]
     texts = ["–" if each is None else f"{number_text(each[1])} (step {each[0]})" for each in best]
     return [[f"final {title}", *(number_text(series.last) for series in found)], [f"best {title}", *texts]]
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ledgers import Line
 from made_runs import make_run
 from paceline.run.folder import RunFolder
+from paceline.run.lock import RunLock
 from paceline.watch import live_run, page_values
 from paceline.watch.live_run import LiveRun
 from paceline.watch.page_values import log_lines
@@ -26,6 +28,38 @@ def test_the_head_of_a_run(tmp_path: Path) -> None:
     assert (head["name"], head["state"], head["step"], head["total"], head["batch"]) == ("run", "finished", 2, 10, 8)
     assert head["best"] == {"loss": (2, 1.0), "eval/loss": (2, 3.0), "eval/accuracy": (2, 0.5)}
     assert head["skipped"] == 1 and head["read"] == 1.0 and head["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "best"), [("null", (2, 0.75)), ("min", (1, 0.25)), ("max", (2, 0.75)), ("[1]", (2, 0.75))]
+)
+def test_the_metric_of_save_best(tmp_path: Path, mode: str, best: tuple[int, float]) -> None:
+    records = [step(1), evaluation(1, perplexed=0.25), evaluation(2, perplexed=0.75)]
+    config = f"save_best:\n  metric: perplexed\n  mode: {mode}\n"
+    head = page_values.head(LiveRun(run_folder(tmp_path / "run", records, config=config)))
+    assert head["save_best"] == "eval/perplexed" and head["best"]["eval/perplexed"] == best
+
+
+def test_the_last_sign_of_life_of_a_run_whose_launcher_was_killed(tmp_path: Path) -> None:
+    def lost(name: str, *events: Line) -> list[float]:
+        found = page_values.about(LiveRun(run_folder(tmp_path / name, events=events)))["events"]
+        return [event["time"] for event in found if event["event"] == "lost"]
+
+    started = FINISHED[:2]
+    assert lost("killed", *started) == [START + 10], "the time of the last metrics"
+    assert lost("restarted", *FAILED, (START + 20, "launched", {"nodes": 1, "ranks": 2, "generation": 1})) == [
+        START + 20
+    ]
+    for name, events in {"finished": FINISHED, "failed": FAILED, "empty": ()}.items():
+        assert lost(name, *events) == []
+    running = RunLock(RunFolder(tmp_path / "killed"))
+    running.take()
+    assert not [
+        event
+        for event in page_values.about(LiveRun(RunFolder(tmp_path / "killed")))["events"]
+        if event["event"] == "lost"
+    ]
+    running.release()
 
 
 def test_a_cursor_gets_what_is_new(tmp_path: Path) -> None:

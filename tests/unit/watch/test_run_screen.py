@@ -37,6 +37,16 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert len(text.splitlines()) <= 24
 
 
+def test_the_mode_of_save_best_decides_what_is_best(tmp_path: Path) -> None:
+    records = [step(1), evaluation(1, drift=0.25), evaluation(2, drift=0.75)]
+    config = "save_best:\n  metric: drift\n  mode: min\n"
+    folder = run_folder(tmp_path / "run", records, config=config)
+    assert "last 0.75, best 0.25 (step 1)" in shown(folder)
+    assert screen_values(read_facts(folder))["evaluations"]["drift"]["best"] == {"step": 1, "value": 0.25}
+    other = run_folder(tmp_path / "other", records, config=config)
+    assert "0.25 (step 1)" in comparison([read_facts(folder), read_facts(other)], "step")
+
+
 def test_a_failed_run(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, events=FAILED)
     FailureRecord(0, 2.0, 1, "later").write(folder)

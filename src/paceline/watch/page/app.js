@@ -9,6 +9,7 @@ class App {
     this.root = root;
     this.source = openSource();
     this.runs = [];
+    this.listAddress = "#list"; // with its search, order and columns
     this.known = new Map(); // values by the id of a run
     this.mode = (this.source.values && this.source.values.by) || "step";
     this.smoothing = 0.6;
@@ -60,7 +61,7 @@ class App {
   }
 
   helpDialog() {
-    const keys = [["?", "this list"], ["/", "search in the log"], ["1 … 6", "go to a part of the page"], ["r", "reset the zoom"], ["x", "x axis: step, time or samples"], ["s", "more or less smoothing"], ["t", "light or dark"], ["p", "pause or continue updates"], ["g", "list of runs"],
+    const keys = [["?", "this list"], ["/", "search in the list or the log"], ["1 … 6", "go to a part of the page"], ["r", "reset the zoom"], ["x", "x axis: step, time or samples"], ["s", "more or less smoothing"], ["t", "light or dark"], ["p", "pause or continue updates"], ["g", "list of runs"],
       ["drag", "zoom into a chart; shift and drag moves, a double click resets"], ["← →", "on a chart: move the crosshair; with shift, move the range"], ["+ −", "on a chart: zoom"], ["↑ ↓", "on the table of ranks: select a rank"]];
     const dialog = h("dialog", { "aria-label": "keyboard" }, h("h2", {}, "Keyboard"), table(["key", ""], keys.map(([key, text]) => [h("kbd", {}, key), text])), h("button", { onclick: () => dialog.close() }, "Close"));
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
@@ -105,17 +106,22 @@ class App {
   }
 
   async refreshRuns() {
-    const found = await this.source.runs();
-    this.runs = found.runs;
+    const found = await this.source.runs(this.version);
+    const before = new Map(this.runs.map((run) => [run.id, run]));
+    this.runs = found.runs.map((run) => (run.name === undefined ? before.get(run.id) : run)); // else it has not changed
     this.now = found.now;
+    this.version = found.version;
+    this.defaults = found.defaults || {};
     this.chosen = found.chosen || [];
   }
 
-  // #run=ID, #compare=ID,ID or the list of runs.
+  // #run=ID, #compare=ID,ID or #list…
   async route() {
-    const [kind, value] = location.hash.slice(1).split("=");
-    let ids = value ? value.split(",").map(decodeURIComponent).filter((id) => this.runs.some((run) => run.id === id)) : [];
-    if (!kind && this.chosen.length) ids = this.chosen;
+    const address = new URLSearchParams(location.hash.slice(1));
+    const wanted = (address.get("run") || address.get("compare") || "").split(",");
+    let ids = wanted.filter((id) => this.runs.some((run) => run.id === id));
+    if (!location.hash.slice(1) && this.chosen.length) ids = this.chosen;
+    if (address.has("list")) this.listAddress = location.hash;
     this.view = null;
     if (!ids.length) this.view = new ListView(this);
     else {
@@ -125,7 +131,7 @@ class App {
     }
     this.shown = ids;
     fill(this.body, this.view.element);
-    fill(this.nav, this.source.live && ids.length > 0 && h("a", { href: "#list" }, "Runs"), [...this.body.querySelectorAll(".part")].map((part) => h("a", { href: location.hash, onclick: (event) => { event.preventDefault(); part.scrollIntoView({ behavior: "smooth" }); } }, part.querySelector("h2").textContent)));
+    fill(this.nav, this.source.live && ids.length > 0 && h("a", { href: this.listAddress }, "Runs"), [...this.body.querySelectorAll(".part")].map((part) => h("a", { href: location.hash, onclick: (event) => { event.preventDefault(); part.scrollIntoView({ behavior: "smooth" }); } }, part.querySelector("h2").textContent)));
     this.show();
     scrollTo(0, 0);
     this.refreshRanks(this.view);
@@ -171,18 +177,19 @@ class App {
 
   show() {
     const heads = this.shown.map((id) => this.runOf(id).head);
-    setText(this.title, heads.length === 1 ? heads[0].name : heads.length ? heads.map((head) => head.name).join(", ") : "");
+    setText(this.title, heads.length === 1 ? heads[0].name : heads.length ? `${heads.length} runs` : "");
     fill(this.pill, heads.length === 1 ? statePill(heads[0]) : null);
-    document.title = heads.length === 1 ? `${SIGNS[heads[0].state]} ${heads[0].name} – paceline` : "paceline";
+    document.title = heads.length === 1 ? `${SIGNS[heads[0].state]} ${heads[0].name} – paceline` : heads.length ? `${heads.length} runs – paceline` : "paceline";
     const last = Math.max(...heads.map((head) => head.updated), 0);
-    setText(this.status, !this.source.live ? `report of ${format.clock(this.source.values.written)}` : this.paused ? "paused" : heads.length ? `updated ${format.age(heads[0].now - last)} ago` : "");
+    setText(this.status, !this.source.live ? `report of ${format.clock(this.source.values.written)}` : this.paused ? "paused" : heads.length ? `updated ${format.age(heads[0].now - last)} ago` : "live");
     this.status.classList.toggle("live", this.source.live && !this.paused);
     this.view.update();
   }
 
   async poll() {
     for (;;) {
-      await new Promise((resolve) => setTimeout(resolve, POLL));
+      const isPartial = !this.shown.length && this.runs.some((run) => run.settings === undefined); // columns are still being read
+      await new Promise((resolve) => setTimeout(resolve, isPartial ? POLL / 10 : POLL));
       if (this.paused || document.hidden) continue;
       this.round += 1;
       try {
@@ -232,13 +239,13 @@ class App {
     const next = { step: "time", time: "samples", samples: "step" };
     const actions = {
       "?": () => this.help.showModal(),
-      "/": () => { const box = document.getElementById("log-search"); if (box) box.focus(); },
+      "/": () => { const box = document.getElementById("log-search") || document.getElementById("list-search"); if (box) box.focus(); },
       t: () => this.toggleTheme(),
       r: () => shared && shared.setZoom(null),
       x: () => shared && this.setMode(next[this.mode]),
       s: () => shared && this.setSmoothing(this.smoothing >= 0.9 ? 0 : this.smoothing + 0.3),
       p: () => { this.paused = !this.paused; this.show(); },
-      g: () => { if (this.source.live) location.hash = "list"; },
+      g: () => { if (this.source.live) location.hash = this.listAddress; },
     };
     const action = actions[event.key] || (parts[Number(event.key) - 1] && (() => parts[Number(event.key) - 1].scrollIntoView({ behavior: "smooth" })));
     if (!action) return;

@@ -1,130 +1,8 @@
-// Line charts on a canvas. Charts of a page share their range of x and their crosshair.
-
-const LEFT = 54, RIGHT = 12, TOP = 10, BOTTOM = 24;
-
-function ticks(low, high, count) {
-  const raw = (high - low) / Math.max(1, count);
-  if (!(raw > 0) || !Number.isFinite(raw)) return [low];
-  const size = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * size).find((each) => each >= raw);
-  if (high - low < 1e-12 * Math.max(Math.abs(low), Math.abs(high))) return [low]; // no number lies between
-  const first = Math.ceil(low / step);
-  const last = Math.min(Math.floor(high / step + 1e-9), first + 100);
-  return Array.from({ length: Math.max(0, last - first + 1) }, (_, n) => Number(((first + n) * step).toPrecision(12)));
-}
-
-// With as many digits as neighbours need to differ.
-function tickText(value, values) {
-  const distance = values.length > 1 ? Math.abs(values[1] - values[0]) : Math.abs(value);
-  for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["k", 1e3]])
-    if (Math.abs(value) >= size) return `${Number((value / size).toFixed(Math.max(0, Math.ceil(Math.log10(size / distance)))))}${unit}`;
-  return format.number(value);
-}
-
-function timeTicks(low, high, count) {
-  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
-  const step = steps.find((each) => (high - low) / each <= count);
-  if (!step || high - low < 5) return ticks(low, high, count);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
-  return found;
-}
-
-// Exponential moving average, corrected for its start; `weight` is that of the past. Gaps are kept.
-function smooth(values, weight) {
-  let mean = 0;
-  let power = 1;
-  return values.map((value) => {
-    if (value === null) return null;
-    mean = weight * mean + (1 - weight) * value;
-    power *= weight;
-    return mean / (1 - power);
-  });
-}
-
-// How x is labelled: where its ticks are, the text of a tick, and a place in words.
-const X_AXES = {
-  step: {
-    ticks: (low, high, count) => ticks(low, high, count).filter(Number.isInteger), text: tickText,
-    describe: (value) => `step ${format.number(Math.round(value))}`,
-  },
-  time: { ticks: timeTicks, text: format.seconds, describe: (value) => `${format.seconds(value)} after the start` },
-  samples: { ticks: (low, high, count) => ticks(low, high, count).filter(Number.isInteger), text: tickText, describe: (value) => plural(Math.round(value), "sample") },
-};
-
-// What the charts of a page have in common.
-class Shared {
-  constructor(axis = null) {
-    this.own = axis;
-    this.charts = new Set();
-    this.zoom = null; // [low, high] in units of x
-    this.cursor = null;
-    this.smoothing = 0.6;
-    this.mode = "step";
-    this.pending = false;
-    this.full = null; // [low, high] of whole curves, where those that are drawn are a part of them
-    this.onzoom = () => {};
-  }
-
-  get extent() {
-    if (this.full) return this.full;
-    let low = Infinity;
-    let high = -Infinity;
-    for (const chart of this.charts)
-      for (const { curve } of chart.series)
-        if (curve.x.length) {
-          low = Math.min(low, curve.x[0]);
-          high = Math.max(high, curve.x[curve.x.length - 1]);
-        }
-    return low <= high ? [low, high === low ? low + 1 : high] : [0, 1];
-  }
-
-  get range() { return this.zoom || this.extent; }
-  get axis() { return this.own || X_AXES[this.mode]; }
-
-  setZoom(zoom) {
-    const [low, high] = this.extent;
-    if (zoom) {
-      const width = Math.min(high - low, Math.max(zoom[1] - zoom[0], (high - low) * 1e-6, 1e-6));
-      const start = Math.min(Math.max(zoom[0], low), high - width);
-      zoom = width >= (high - low) * 0.999 ? null : [start, start + width];
-    }
-    this.zoom = zoom;
-    this.onzoom(zoom);
-    this.redraw();
-  }
-
-  // `by`: fraction of the range, around its middle or the crosshair.
-  zoomBy(factor) {
-    const [low, high] = this.range;
-    const middle = this.cursor !== null && this.cursor >= low && this.cursor <= high ? this.cursor : (low + high) / 2;
-    this.setZoom([middle - (middle - low) * factor, middle + (high - middle) * factor]);
-  }
-
-  pan(fraction) {
-    const [low, high] = this.range;
-    if (this.zoom) this.setZoom([low + (high - low) * fraction, high + (high - low) * fraction]);
-  }
-
-  setCursor(cursor) {
-    this.cursor = cursor;
-    for (const chart of this.charts) chart.drawCursor();
-  }
-
-  redraw() {
-    if (this.pending) return;
-    this.pending = true;
-    requestAnimationFrame(() => {
-      this.pending = false;
-      const palette = colors();
-      const range = this.range;
-      for (const chart of this.charts) chart.draw(range, palette);
-    });
-  }
-}
+// A line chart on a canvas.
 
 class Chart {
-  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, dots?, scattered?, dashed?, unnamed?}
+  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, note?, dots?, scattered?, dashed?, unnamed?,
+  // turn?}. `turn`: [number, count] of curves that lie over each other; each is drawn in dashes of its own.
   constructor(shared, { title, unit = format.number, smoothed = false, zero = false, wide = false, note = "" }) {
     Object.assign(this, { shared, title, unit, smoothed, zero, wide });
     this.series = [];
@@ -137,7 +15,7 @@ class Chart {
     this.tip = h("div", { class: "tip", hidden: true });
     this.plot = h("div", { class: "plot-box" }, this.canvas, this.overlay, this.tip);
     this.element = h("section", { class: `card chart${wide ? " wide" : ""}` },
-      h("header", {}, h("h3", { title: note || null }, title), this.value, h("span", { class: "grow" }), this.legend, this.scale), this.plot);
+      h("header", {}, h("h3", { title: note || null }, title), this.value, h("span", { class: "grow" }), this.scale, this.legend), this.plot);
     this.listen();
     shared.charts.add(this);
     // Only what is on screen is drawn: a page beside a training must not take its time.
@@ -165,15 +43,26 @@ class Chart {
     this.series = series;
     this.smoothings = null;
     const names = series.length > 1 ? series.filter((each) => !each.unnamed) : [];
-    const key = names.map((each) => each.label + each.color).join("\n");
-    if (key !== this.legendKey) {
-      this.legendKey = key;
-      fill(this.legend, names.map((each) => {
-        const swatch = h("i", { class: each.dots ? "dot" : "" });
-        swatch.style.background = each.color;
-        return h("span", {}, swatch, each.label);
-      }));
-    }
+    const key = JSON.stringify(names.map((each) => [each.label, each.color, each.note]));
+    if (key === this.legendKey) return;
+    this.legendKey = key;
+    this.legendValues = names.map(() => h("b", {}));
+    fill(this.legend, names.map((each, n) => {
+      const swatch = h("i", { class: each.dots ? "dot" : "" });
+      swatch.style.background = each.color;
+      return h("span", {}, swatch, `${each.label} `, !each.scattered && this.legendValues[n], each.note && ` (${each.note})`);
+    }));
+  }
+
+  // The last values, or those at the crosshair: beside the title, or in the legend of several series.
+  showValues() {
+    const text = (each) => {
+      const found = each && this.valueAt(each, this.shared.cursor);
+      return !found ? "–" : found.y === null ? "not finite" : this.unit(found.y);
+    };
+    const named = this.series.length > 1 ? this.series.filter((each) => !each.unnamed) : [];
+    setText(this.value, named.length > 1 ? "" : text(this.series[0]));
+    named.forEach((each, n) => setText(this.legendValues[n], text(each)));
   }
 
   smoothedValues(each, number) {
@@ -278,15 +167,18 @@ class Chart {
       this.stroke(context, each.color, 1, x, y, first, last);
       context.globalAlpha = 1;
     }
-    context.setLineDash(each.dashed ? [6, 4] : []);
+    const [turn, turns] = each.turn || [0, 1];
+    context.setLineDash(turns > 1 ? [7, 7 * (turns - 1)] : each.dashed ? [6, 4] : []);
+    context.lineDashOffset = -7 * turn;
     if (!each.scattered && (!each.dots || points > 1)) this.stroke(context, each.color, each.dots ? 1 : 1.8, x, shown, first, last);
     context.setLineDash([]);
+    context.lineDashOffset = 0;
     if (each.dots || points < 3) {
       context.fillStyle = each.color;
       for (let n = first; n < last; n++)
         if (y[n] !== null) {
           context.beginPath();
-          context.arc(this.atX(x[n]), this.atY(y[n]), points > 80 ? 1.5 : 3, 0, 7);
+          context.arc(this.atX(x[n]), this.atY(y[n]), (points > 80 ? 1.5 : 3) + 2 * (turns - 1 - turn), 0, 7);
           context.fill();
         }
     }
@@ -365,9 +257,7 @@ class Chart {
     if (!this.size || !this.isVisible) return;
     const { context, width, height } = prepare(this.overlay, this.size.height);
     const cursor = this.shared.cursor;
-    const first = this.series[0];
-    const found = first && this.valueAt(first, cursor);
-    setText(this.value, !found ? "–" : found.y === null ? "not finite" : this.unit(found.y));
+    this.showValues();
     if (this.selection) {
       const palette = colors();
       context.fillStyle = palette.accent;

@@ -1,6 +1,6 @@
-// Several runs over each other, and a list of runs.
+// Several runs over each other. Runs that differ only in the seed are one line with a band.
 
-const DASHES = 8;
+const NUMBER_OF_COLORS = 8;
 
 class CompareView {
   constructor(app, runs) {
@@ -11,32 +11,54 @@ class CompareView {
     this.shared.onzoom = () => app.fetchDetail(this);
     this.charts = new Map();
     this.details = new Map();
+    this.grouped = h("input", { type: "checkbox", checked: true, onchange: () => this.update() });
+    this.bandNote = h("p", { class: "muted note" }, "Line: mean over seeds. Band: from the lowest to the highest value.");
+    this.controls = app.controls(this);
+    this.groupBox = h("label", {}, this.grouped, "group seeds");
+    this.controls.prepend(this.groupBox);
     this.results = h("section", { class: "card wide" });
-    this.recipes = h("section", { class: "card wide" });
+    this.settings = h("section", { class: "card wide" });
     this.grid = h("div", { class: "grid" });
-    this.element = h("main", {}, h("div", { class: "grid" }, this.results), app.controls(this), h("section", { id: "training", class: "part" }, h("h2", {}, "Curves"), this.grid), h("section", { id: "about", class: "part" }, h("h2", {}, "Recipes"), h("div", { class: "grid" }, this.recipes)));
+    const part = (id, title, ...content) => h("section", { id, class: "part" }, h("h2", {}, title), content);
+    this.element = h("main", {}, part("results", "Results", h("div", { class: "grid" }, this.results)), part("settings", "Settings that differ", h("div", { class: "grid" }, this.settings)),
+      part("training", "Curves", this.controls, this.bandNote, this.grid));
   }
 
   update() {
-    const palette = colors();
-    const color = (n) => palette.series[n % DASHES];
     const known = this.runs.filter((run) => run.head);
-    const swatch = (n) => { const element = h("i", { class: "swatch" }); element.style.background = color(n); return element; };
-    const best = (run, name) => (run.head.best[name] ? `${format.number(run.head.best[name][1])} (step ${format.number(run.head.best[name][0])})` : "–");
-    const last = (run, name) => { const curve = run.curves[name]; return curve && curve.y.length ? format.number(curve.y[curve.y.length - 1]) : "–"; };
-    const metrics = [...new Set(known.flatMap((run) => Object.keys(run.head.best)))];
-    const title = (name) => (name.startsWith("eval/") ? `validation ${name.slice(5)}` : name);
-    const rows = [["state", ...known.map((run) => run.head.state + (run.head.reason ? ` (${run.head.reason})` : ""))],
-      ["step", ...known.map((run) => `${format.number(run.head.step)}${run.head.total ? ` of ${format.number(run.head.total)}` : ""}`)],
-      ...metrics.flatMap((name) => [[`final ${title(name)}`, ...known.map((run) => last(run, name))], [`best ${title(name)}`, ...known.map((run) => best(run, name))]]),
-      ["throughput", ...known.map((run) => (run.head.speed === null ? "–" : `${format.short(run.head.speed)} ${run.head.speed_unit}`))],
-      ["elapsed", ...known.map((run) => (run.about && run.about.time.total ? format.seconds(run.about.time.total) : "–"))]];
-    const key = JSON.stringify([rows, known.map((run) => run.about && run.aboutId), document.documentElement.dataset.theme]);
-    if (key !== this.tablesKey) {
-      this.tablesKey = key;
-      fill(this.results, h("header", {}, h("h3", {}, "Results")), table(["", ...known.map((run, n) => h("a", { href: `#run=${encodeURIComponent(run.id)}` }, swatch(n), run.head.name))], rows));
-      this.updateRecipes(known);
-    }
+    const seeds = seedGroups(known);
+    const hasSeeds = seeds.some((group) => group.runs.length > 1);
+    const isGrouped = hasSeeds && this.grouped.checked;
+    const groups = isGrouped ? seeds : known.map((run) => ({ label: run.head.name, runs: [run] }));
+    const palette = colors();
+    groups.forEach((group, n) => { group.color = palette.series[n % NUMBER_OF_COLORS]; });
+    this.groupBox.hidden = !hasSeeds;
+    this.bandNote.hidden = !isGrouped;
+    this.updateTables(known, groups);
+    this.updateCharts(known, groups, palette);
+  }
+
+  updateTables(known, groups) {
+    const rows = resultRows(known, groups);
+    const settings = settingRows(groups);
+    const key = JSON.stringify([rows, settings, groups]);
+    if (key === this.tablesKey) return;
+    this.tablesKey = key;
+    const link = (run) => h("a", { href: `#run=${encodeURIComponent(run.id)}` }, run.head.name);
+    const titles = groups.map((group) => {
+      const swatch = h("i", { class: "swatch" });
+      swatch.style.background = group.color;
+      return [swatch, group.runs.length === 1 ? link(group.runs[0]) : group.label];
+    });
+    const members = groups.map((group) => group.runs.map((run) => [link(run), " "]));
+    fill(this.results, table(["", ...titles], groups.length < known.length ? [["runs", ...members], ...rows] : rows, { class: "beside" }));
+    fill(this.settings, settings.length ? table(["setting", ...groups.map((group) => group.label)], settings, { class: "beside" }) : h("p", { class: "muted" }, "none"));
+  }
+
+  updateCharts(known, groups, palette) {
+    const key = JSON.stringify([known.map((run) => run.version), groups.length, palette.text, this.shared.mode]);
+    if (key === this.curvesKey) return;
+    this.curvesKey = key;
     this.shared.full = extentOf(known, this.shared.mode);
     const names = new Set(known.flatMap((run) => Object.keys(run.curves)));
     const wanted = chartsOf(names).flatMap((chart) => chart.names.map((name) => ({ ...chart, key: name, names: [name], title: chart.names.length > 1 ? `${chart.title} (${labelOf(name)})` : chart.title, wide: name === "loss" })));
@@ -48,72 +70,50 @@ class CompareView {
         return this.charts.get(options.key).element;
       }));
     }
-    for (const chart of this.charts.values())
-      chart.setSeries(known.map((run, n) => ({ label: run.head.name, color: color(n), dots: chart.names[0].startsWith("eval/"), curve: alongX(this.curve(run, chart.names[0]), this.shared.mode, run) })).filter((each) => each.curve.x.length));
+    for (const chart of this.charts.values()) {
+      const [name] = chart.names;
+      const curveOf = (group) => (group.runs.length === 1 ? this.curve(group.runs[0], name) : meanCurve(group.runs.map((run) => this.curve(run, name))));
+      const series = groups.map((group) => ({ label: group.label, color: group.color, dots: name.startsWith("eval/"), curve: curveOf(group) }));
+      chart.setSeries(markEqual(series.filter((each) => each.curve.x.length)));
+    }
     this.shared.redraw();
   }
 
   curve(run, name) {
     const detail = this.details.get(run.id);
-    return (detail && detail[name]) || run.curves[name] || { x: [], y: [] };
-  }
-
-  updateRecipes(known) {
-    const maps = known.map((run) => new Map((run.about ? run.about.recipe : []).map(([key, value]) => [key, value])));
-    const keys = [...new Set(maps.flatMap((map) => [...map.keys()]))].filter((key) => new Set(maps.map((map) => map.get(key))).size > 1);
-    fill(this.recipes, h("header", {}, h("h3", {}, "Keys that differ")), keys.length ? table(["key", ...known.map((run) => run.head.name)], keys.map((key) => [key, ...maps.map((map) => (map.has(key) ? map.get(key) : "–"))])) : h("p", { class: "muted" }, "no differences"));
+    return alongX((detail && detail[name]) || run.curves[name] || { x: [], y: [] }, this.shared.mode, run);
   }
 
   redraw() { this.shared.redraw(); }
-  recolor() { this.update(); }
+  recolor() { this.curvesKey = null; this.update(); }
 }
 
-class ListView {
-  constructor(app) {
-    this.app = app;
-    this.chosen = new Set();
-    this.box = h("div", {});
-    this.button = h("button", { disabled: true, onclick: () => { location.hash = `compare=${[...this.chosen].map(encodeURIComponent).join(",")}`; } }, "Compare");
-    this.element = h("main", {}, h("div", { class: "controls" }, h("h2", {}, "Runs"), h("span", { class: "grow" }), this.button), h("section", { class: "card" }, this.box));
-  }
-
-  update() {
-    const runs = this.app.runs;
-    const now = this.app.now;
-    const key = JSON.stringify(runs.map(({ updated, ...run }) => run));
-    if (key === this.key) {
-      for (const cell of this.box.querySelectorAll("[data-updated]")) setText(cell, `${format.age(now - Number(cell.dataset.updated))} ago`);
-      return;
-    }
-    this.key = key;
-    for (const id of this.chosen) if (!runs.some((run) => run.id === id)) this.chosen.delete(id);
-    const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.run : null;
-    fill(this.box, runs.length ? table(["", "run", "state", "step", "loss", "speed", "updated"], runs.map((run) => [
-      h("input", { type: "checkbox", "data-run": run.id, "aria-label": `choose ${run.name}`, ...(this.chosen.has(run.id) ? { checked: true } : {}), onchange: (event) => this.choose(run.id, event.target.checked) }),
-      h("a", { href: `#run=${encodeURIComponent(run.id)}` }, run.name), statePill(run), run.step === null ? "–" : `${format.number(run.step)}${run.total ? ` of ${format.number(run.total)}` : ""}`,
-      run.loss === null || run.loss === undefined ? "–" : format.number(run.loss), run.speed === null ? "–" : `${format.short(run.speed)} ${run.speed_unit}`, h("span", { "data-updated": run.updated }, `${format.age(now - run.updated)} ago`)]))
-      : h("p", { class: "muted" }, "No runs yet. Start one: paceline train"));
-    if (focused) for (const box of this.box.querySelectorAll("input")) if (box.dataset.run === focused) box.focus();
-    this.draw();
-  }
-
-  choose(id, isChosen) {
-    if (isChosen) this.chosen.add(id);
-    else this.chosen.delete(id);
-    this.draw();
-  }
-
-  draw() {
-    this.button.disabled = this.chosen.size < 2;
-    setText(this.button, this.chosen.size < 2 ? "Choose runs to compare" : `Compare ${this.chosen.size} runs`);
-  }
-
-  redraw() {}
-  recolor() {}
+// Cells of a group: the value of its run, or the mean over seeds and what it lies between.
+function resultRows(known, groups) {
+  const cells = (text) => groups.map((group) => [...new Set(group.runs.map(text))].join(", "));
+  const numbers = (value, show = format.number, unit = "") => groups.map((group) => {
+    const found = group.runs.map(value).filter((each) => each !== null && each !== undefined);
+    const mean = found.reduce((sum, each) => sum + each / found.length, 0);
+    const spread = found.length > 1 && Math.min(...found) < Math.max(...found) ? ` (${show(Math.min(...found))} to ${show(Math.max(...found))})` : "";
+    return found.length ? `${show(mean)}${spread}${unit}` : "–";
+  });
+  const lastOf = (run, name) => (run.curves[name] && run.curves[name].y.length ? last(run.curves[name].y) : null);
+  const chosen = new Set(known.map((run) => run.head.save_best));
+  const metrics = [...new Set(known.flatMap((run) => Object.keys(run.head.best)))].sort((a, b) => chosen.has(b) - chosen.has(a));
+  const title = (name) => (name.startsWith("eval/") ? `validation ${name.slice(5)}` : name);
+  const best = (name) => groups.map((group, n) => {
+    const only = group.runs.length === 1 && group.runs[0].head.best[name];
+    return only ? `${format.number(only[1])} (step ${format.number(only[0])})` : numbers((run) => run.head.best[name] && run.head.best[name][1])[n];
+  });
+  return [["state", ...cells((run) => run.head.state + (run.head.reason ? ` (${run.head.reason})` : ""))],
+    ["step", ...cells((run) => `${format.number(run.head.step)}${run.head.total ? ` of ${format.number(run.head.total)}` : ""}`)],
+    ...metrics.flatMap((name) => [[`best ${title(name)}`, ...best(name)], [`final ${title(name)}`, ...numbers((run) => lastOf(run, name))]]),
+    ["throughput", ...numbers((run) => run.head.speed, format.short, ` ${known[0].head.speed_unit || ""}`)],
+    ["elapsed", ...numbers((run) => run.about && run.about.time.total, format.seconds)]];
 }
 
-const SIGNS = { running: "●", finished: "✓", failed: "✖", interrupted: "‖", unknown: "?" };
-
-function statePill(head) {
-  return h("span", { class: `pill ${head.state}` }, `${SIGNS[head.state] || "?"} ${head.state}${head.reason ? ` (${head.reason})` : ""}`);
+function settingRows(groups) {
+  const recipes = groups.map((group) => group.runs.map(recipeOf));
+  const keys = [...new Set(recipes.flat().flatMap((recipe) => [...recipe.keys()]))].filter((key) => new Set(recipes.flat().map((recipe) => recipe.get(key))).size > 1);
+  return keys.map((key) => [key, ...recipes.map((members) => [...new Set(members.map((recipe) => (recipe.has(key) ? recipe.get(key) : "–")))].join(", "))]);
 }

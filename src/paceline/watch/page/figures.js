@@ -30,6 +30,7 @@ const LANES = [
   ["save", "◆", "good", ["saved"]],
   ["warning", "▲", "warn", ["warning", "save-failed", "hang", "continued"]],
   ["end", "■", "muted", ["finished", "ended"]],
+  ["lost", "?", "warn", ["lost"]],
   ["failure", "✖", "bad", ["failed"]],
 ];
 
@@ -42,6 +43,7 @@ function describeEvent(event) {
     evaluated: `evaluation${lasted}`, hang: `no progress${lasted}: ${event.text}`, continued: `progress again${lasted}`,
     failed: `failure: ${event.text}${event.rank === undefined ? "" : ` on rank ${event.rank}`}${at}`,
     finished: `training ended${at}`, ended: `launch ended with status ${event.status}`, warning: event.text,
+    lost: `last sign of life${event.text ? ` (${event.text})` : ""}: nothing recorded the end`,
   };
   return texts[event.event] || event.event;
 }

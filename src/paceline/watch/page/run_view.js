@@ -103,6 +103,7 @@ class RunView {
     const curve = (name) => this.run.curves[name];
     const last = (name) => (curve(name) && curve(name).y.length ? curve(name).y[curve(name).y.length - 1] : undefined);
     const best = (name) => (head.best[name] ? `best ${format.number(head.best[name][1])} at step ${format.number(head.best[name][0])}` : "");
+    const chosen = head.best[head.save_best]; // of save_best
     const ended = head.state !== "running";
     const left = head.total && head.step && head.speed && head.batch && head.speed_unit === "samples/s" ? ((head.total - head.step) * head.batch) / head.speed : null;
     const training = about && about.time.total ? about.time.parts.find((part) => part.name === "training").seconds / about.time.total : null;
@@ -111,8 +112,9 @@ class RunView {
     const validation = last("eval/loss");
     const busy = last("mfu");
     fill(this.tiles,
+      chosen && tile(`best ${metricTitle(head.save_best)}`, format.number(chosen[1]), `at step ${format.number(chosen[0])}, last ${format.number(last(head.save_best))}`),
       tile("loss", last("loss") === undefined ? "–" : last("loss") === null ? "not finite" : format.number(last("loss")), best("loss")),
-      validation !== undefined && tile("validation loss", validation === null ? "not finite" : format.number(validation), best("eval/loss")),
+      validation !== undefined && head.save_best !== "eval/loss" && tile("validation loss", validation === null ? "not finite" : format.number(validation), best("eval/loss")),
       tile("step", head.step === null ? "–" : format.number(head.step), head.total ? `of ${format.number(head.total)}${head.epoch === null ? "" : `, epoch ${head.epoch}`}` : head.epoch === null ? "" : `epoch ${head.epoch}`),
       tile("throughput", head.speed === null ? "–" : format.short(head.speed), head.speed_unit),
       busy !== undefined && tile("MFU", format.percent(busy), ""),

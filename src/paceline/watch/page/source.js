@@ -13,7 +13,7 @@ class LiveSource {
     return answer.json();
   }
 
-  runs() { return this.get("api/runs"); }
+  runs(known) { return this.get("api/runs", { known }); }
   run(id, cursor, about) { return this.get("api/run", { id, cursor, about }); }
   curves(id, low, high) { return this.get("api/curves", { id, low: Math.floor(low), high: Math.ceil(high) }); }
   ranks(id, known) { return this.get("api/ranks", { id, known }); }
