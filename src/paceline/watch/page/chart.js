@@ -124,7 +124,7 @@ class Shared {
 }
 
 class Chart {
-  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, dots?, scattered?, dashed?, unnamed?}
+  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, dots?, scattered?, dashed?, faint?, unnamed?}
   constructor(shared, { title, unit = format.number, smoothed = false, zero = false, wide = false, note = "" }) {
     Object.assign(this, { shared, title, unit, smoothed, zero, wide });
     this.series = [];
@@ -390,7 +390,7 @@ class Chart {
     context.setLineDash([]);
     for (const each of this.series) {
       const at = this.valueAt(each, cursor);
-      if (!at || at.y === null) continue;
+      if (!at || at.y === null || each.faint) continue;
       context.fillStyle = each.color;
       context.beginPath();
       context.arc(this.atX(at.x), this.atY(at.y), 3.5, 0, 7);
@@ -403,6 +403,7 @@ class Chart {
     this.tip.hidden = !this.hovered;
     if (!this.hovered) return;
     const rows = this.series.map((each) => {
+      if (each.faint) return null;
       const at = this.valueAt(each, cursor);
       if (!at) return null;
       const swatch = h("i", {});

@@ -18,6 +18,10 @@ class LiveSource {
   curves(id, low, high) { return this.get("api/curves", { id, low: Math.floor(low), high: Math.ceil(high) }); }
   ranks(id, known) { return this.get("api/ranks", { id, known }); }
   log(id, rank, search) { return this.get("api/log", { id, rank, search }); }
+  sweep() { return this.get("api/sweep"); }
+  media(id, known) { return this.get("api/media", { id, known }); }
+  // An image element can't send a header.
+  image(id, { name, step }) { return `api/image?${new URLSearchParams({ id, name, step, token: this.token })}`; }
 }
 
 class EmbeddedSource {
@@ -31,6 +35,8 @@ class EmbeddedSource {
   async run(id, cursor) { return cursor ? { head: this.find(id).head } : this.find(id); }
   async curves() { return null; }
   async ranks(id) { return this.find(id).ranks; }
+  async media(id) { return this.find(id).media; }
+  image(id, { data }) { return `data:image/png;base64,${data}`; }
 
   async log(id, rank, search) {
     const log = this.find(id).log[rank] || { lines: [], skipped: 0, problem: "the log of this rank is not part of the report" };
