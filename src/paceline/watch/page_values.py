@@ -265,7 +265,7 @@ def media(folder: RunFolder, known: str = "") -> dict[str, Any]:
 
 def _media_entry(record: Record) -> dict[str, Any] | None:
     kind, name, step, text, counts = (record.get(key) for key in ("kind", "name", "step", "text", "counts"))
-    keys = ("low", "width", "height", "mean", "std", "nonfinite")
+    keys = ("time", "low", "width", "height", "mean", "std", "nonfinite")
     entry = {"kind": kind, "name": name, "step": step, "clipped": record.get("clipped") is True}
     entry |= {key: record[key] for key in keys if _is_number(record.get(key))}
     if kind == "text" and isinstance(text, str):

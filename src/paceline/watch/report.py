@@ -115,7 +115,7 @@ _SCRIPTS = ("dom", "source", "chart", "heatmap", "figures", "media_view", "run_v
 
 def live_page() -> tuple[bytes, str]:
     """The page that asks a server, and the content security policy for its header."""
-    return _document("", "").encode(), f"{_policy()}; connect-src 'self'; img-src 'self'; frame-ancestors 'none'"
+    return _document("", "").encode(), f"{_policy()}; connect-src 'self'; img-src blob:; frame-ancestors 'none'"
 
 
 def standalone_page(values: dict[str, Any]) -> bytes:

@@ -132,7 +132,7 @@ def test_images_texts_and_histograms(tmp_path: Path) -> None:
         assert "entries" not in ask(server, "/api/media", id=run, known=found["version"])
         address = f"/api/image?{urlencode({'id': run, 'name': 'a/b', 'step': 3})}"
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-        connection.request("GET", f"{address}&token={server.token}")  # an image element can't send a header
+        connection.request("GET", address, headers={"Authorization": f"Bearer {server.token}"})
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (200, b"\x89PNG\r\n\x1a\n\xff")
         assert answer.headers["Content-Type"] == "image/png" and answer.headers["X-Content-Type-Options"] == "nosniff"

@@ -228,7 +228,8 @@ class Chart {
     context.beginPath();
     context.rect(LEFT, TOP - 4, width - LEFT - RIGHT, height - TOP - BOTTOM + 8);
     context.clip();
-    this.series.forEach((each, number) => this.line(context, each, number, ...visible[number], palette));
+    const order = this.series.map((_, number) => number).sort((a, b) => Boolean(this.series[b].faint) - Boolean(this.series[a].faint));
+    for (const number of order) this.line(context, this.series[number], number, ...visible[number], palette);
     context.restore();
     this.drawCursor();
   }

@@ -93,18 +93,23 @@ class ImageCard extends MediaCard {
     const image = h("img", { alt: "" });
     super(name, h("button", { class: "image", title: "enlarge", "aria-label": `enlarge ${name}`, onclick: () => this.enlarge() }, image));
     Object.assign(this, { part, name, image });
-    image.addEventListener("error", () => this.say("This image is not in the folder any more."));
   }
 
-  fill(entry) {
-    const address = this.part.source.image(this.part.run.id, entry);
+  async fill(entry) {
+    if (entry === this.shown || (this.shown && entry.step === this.shown.step && entry.time === this.shown.time)) return;
+    this.shown = entry;
     this.say(entry.clipped ? "Values below 0 or above 1 were clipped." : "");
-    if (this.image.getAttribute("src") === address) return;
-    this.image.src = address;
-    this.image.alt = `${this.name}, step ${entry.step}`;
-    this.image.width = entry.width;
-    this.image.height = entry.height;
+    Object.assign(this.image, { alt: `${this.name}, step ${entry.step}`, width: entry.width, height: entry.height });
     this.image.classList.toggle("small", entry.width < 300);
+    try {
+      const address = await this.part.source.image(this.part.run.id, entry);
+      if (this.shown === entry) {
+        URL.revokeObjectURL(this.image.src);
+        this.image.src = address;
+      } else URL.revokeObjectURL(address);
+    } catch {
+      if (this.shown === entry) this.say("This image can't be read.");
+    }
   }
 
   say(text) {
@@ -165,7 +170,7 @@ class HistogramCard extends MediaCard {
     context.fillStyle = palette.muted;
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const value of ticks(this.low, this.high, Math.max(2, Math.floor(inner / 80)))) context.fillText(format.number(value), atX(value), height - BOTTOM + 8);
+    for (const value of ticks(this.low, this.high, Math.max(2, Math.floor(inner / 48)))) context.fillText(format.number(value), atX(value), height - BOTTOM + 8);
     context.textAlign = "right";
     context.textBaseline = "middle";
     for (const value of ticks(0, most, 3)) if (Number.isInteger(value)) context.fillText(format.short(value), LEFT - 6, height - BOTTOM - (value / most) * (height - TOP - BOTTOM));

@@ -36,6 +36,7 @@ class SheetView {
     ]).filter(Boolean);
     for (const each of drawn) if (!isSorted(each.curve.x)) sortCurve(each.curve);
     if (!x.log && x.from_zero) shared.full = [0, Math.max(1e-9, ...drawn.flatMap((each) => each.curve.x)) * 1.02];
+    else if (drawn.length && drawn.every((each) => each.scattered)) shared.full = padded(drawn.flatMap((each) => each.curve.x), names.length);
     this.charts.push({ chart: made, series: drawn });
     return made.element;
   }
@@ -45,6 +46,13 @@ class SheetView {
 }
 
 const isSorted = (values) => values.every((value, n) => n === 0 || values[n - 1] <= value);
+
+// Points at the ends are whole; names have equal places.
+function padded(values, names) {
+  const [low, high] = names ? [0, names - 1] : [Math.min(...values), Math.max(...values)];
+  const margin = names ? 0.5 : 0.04 * (high - low) || 0.5;
+  return [low - margin, high + margin];
+}
 
 function sortCurve(curve) {
   const order = curve.x.map((_, n) => n).sort((a, b) => curve.x[a] - curve.x[b]);

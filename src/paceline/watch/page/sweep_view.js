@@ -47,7 +47,11 @@ class SweepView {
     const ordered = [...this.done].sort((a, b) => a.number - b.number);
     if (ordered.length) {
       let best = null;
-      const line = ordered.map(({ number, value }) => [number, best = best === null || better(value, best) ? value : best]);
+      const line = ordered.flatMap(({ number, value }) => { // in steps
+        const before = best;
+        best = before === null || better(value, before) ? value : before;
+        return before === null || best === before ? [[number, best]] : [[number, before], [number, best]];
+      });
       parts.push({ kind: "chart", title: "History", x: { label: "trial", unit: "number", from_zero: true }, y,
         series: [{ name: "best so far", points: [], line }, { name: "trials", points: ordered.map(({ number, value }) => [number, value]), line: [] }] });
     }
@@ -57,8 +61,8 @@ class SweepView {
     for (const { key, log, choices } of ordered.length ? space : []) {
       const place = (trial) => (choices ? choices.findIndex((choice) => same(choice, trial.params[key])) : trial.params[key]);
       const points = ordered.filter((trial) => trial !== this.best).map((trial) => [place(trial), trial.value]);
-      parts.push({ kind: "chart", title: key, y, x: { label: key, log: log && 10, unit: "number", from_zero: false, names: choices && choices.map(valueText) },
-        series: [{ name: "trials", points, line: [] }, { name: `trial ${this.best.number}, the best`, points: [[place(this.best), this.best.value]], line: [] }] });
+      parts.push({ kind: "chart", title: `${metric} by ${key}`, y, x: { label: key, log: log && 10, unit: "number", from_zero: false, names: choices && choices.map(valueText) },
+        series: [{ name: "best", points: [[place(this.best), this.best.value]], line: [] }, { name: "trials", points, line: [] }] });
     }
     const importances = Object.entries(this.sweep.importances);
     if (importances.length) parts.push({ kind: "bars", title: "Importance of parameters", rows: importances, note: "How much of the metric's variation each parameter explains (PED-ANOVA)" });
