@@ -337,11 +337,11 @@ def test_the_page_of_a_sweep(browser: Browser, tmp_path: Path) -> None:
     with browsers.opened(browser, f"file://{tmp_path}/report.html") as (page, observed):
         titles = page.locator("h3").all_text_contents()
         assert titles == ["History", "Curves", "loss by lr", "loss by act", "Importance of parameters"]
-        assert "0.5\ntrial 1" in page.inner_text(".tiles") and "<b>out of memory</b>" in page.inner_text("table")
+        assert "0.5\ntrial 1" in page.inner_text(".tiles") and "<b>out of memory</b>" in page.inner_text(".trials")
         until(page, lambda: described(page, "loss by lr").startswith("loss by lr: best 0.5, trials 0.75; lr "))
 
         def numbers() -> list[str]:
-            return page.locator("tbody tr > td:first-child").all_text_contents()
+            return page.locator(".trials tbody tr > td:first-child").all_text_contents()
 
         assert numbers() == ["1", "0", "2", ""]
         page.click("th:has-text('lr') button")
@@ -355,9 +355,9 @@ def test_the_page_of_a_sweep(browser: Browser, tmp_path: Path) -> None:
     server = PageServer(WatchedRuns([], tmp_path, lambda: values))
     with serving_with(server), browsers.opened(browser, server.url) as (page, observed):
         page.wait_for_selector(".tiles.sweep")
-        trials.append(trial(3, 0.25, 2e-3))
+        trials.insert(0, trial(3, 0.25, 2e-3))
         until(page, lambda: "0.25\ntrial 3" in page.inner_text(".tiles"))
-        page.click("tbody a:text-is('1')")
+        page.click(".trials a:text-is('1')")
         page.wait_for_selector(".log div")
         page.click("nav a:has-text('Sweep')")
         page.click("nav a:has-text('Runs')")

@@ -8,7 +8,7 @@ class SweepView {
     this.app = app;
     this.order = null; // [column, direction]; null: the best first
     this.top = h("div", {});
-    this.charts = h("div", {});
+    this.charts = h("div", { class: "charts" });
     this.table = h("div", { class: "table-box" });
     this.count = h("span", { class: "value" });
     this.element = h("main", {}, this.top, this.charts, h("section", { class: "part" }, h("h2", {}, "Trials"), h("section", { class: "card" }, this.table)));
@@ -23,7 +23,6 @@ class SweepView {
     this.best = this.done[0]; // they are ranked
     this.sheet = new SheetView({ parts: this.parts(better) });
     fill(this.charts, this.sheet.grid);
-    this.sheet.grid.classList.add("part");
     fill(this.top, this.tiles());
     this.drawTable();
     this.update();
