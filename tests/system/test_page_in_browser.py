@@ -276,7 +276,7 @@ def test_the_list_and_runs_over_each_other(browser: Browser, server: PageServer)
 
 
 @pytest.mark.nightly
-def log_media(folder: RunFolder, steps: Sequence[int]) -> None:
+def append_media(folder: RunFolder, steps: Sequence[int]) -> None:
     for step in steps:
         values = {"image": torch.full((1, 2, 4), step / 100), "text": f"<b>step {step}", "histogram": [0.0, step]}
         with folder.media.open("a") as file:
@@ -299,7 +299,7 @@ def test_images_texts_and_histograms_by_step(browser: Browser, tmp_path: Path) -
     with serving([folder], tmp_path) as server, page_of(browser, server, "run") as page:
         page.wait_for_selector(".log div")
         assert page.locator("#images, #texts, #histograms").count() == 0 and "Images" not in page.inner_text("nav")
-        log_media(folder, [20, 40])
+        append_media(folder, [20, 40])
         page.wait_for_selector("#images img[src]")
         until(page, lambda: seen(page) == ("<b>step 40", 102, "my histogram at step 40"))
         assert [word for word in page.inner_text("nav").split() if word in ("Images", "Texts", "Histograms")] != []
@@ -307,7 +307,7 @@ def test_images_texts_and_histograms_by_step(browser: Browser, tmp_path: Path) -
             page.focus(f"#{kind} input")
             page.keyboard.press("Home")
         until(page, lambda: seen(page) == ("<b>step 20", 51, "my histogram at step 20"))
-        log_media(folder, [60])
+        append_media(folder, [60])
         until(page, lambda: "of 60" in page.inner_text("#texts"))
         assert seen(page)[0] == "<b>step 20"  # whoever looks at a step stays there
         page.click("#images button.image")

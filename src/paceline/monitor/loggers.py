@@ -139,9 +139,8 @@ class GuardedLogger:
             getattr(self._logger, method)(*given)
         except Exception as error:
             if method != "close" or not self._failed:
-                rank_log(0).warning(
-                    f"Logger {self._name!r} failed and is disabled{what}: {error}. {METRICS} contains all metrics."
-                )
+                line = f"Logger {self._name!r} failed and is disabled{what}: {error}. {METRICS} contains all metrics."
+                rank_log(0).warning(line)
             self._failed.add(method)
 
 
@@ -212,11 +211,7 @@ def _identity(row: Mapping[str, Any]) -> tuple[str, bool]:
 
 def open_to_append(path: Path) -> TextIO:
     """Open a file of lines. A partial line of a killed writer is terminated, so that it does not corrupt the next."""
-    descriptor = regular_files.open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        os.write(descriptor, b"\n")
-    return os.fdopen(descriptor, "a", encoding="utf-8", newline="")
+    return os.fdopen(jsonl.open_lines(path), "a", encoding="utf-8", newline="")
 
 
 @LOGGERS.implement("tensorboard")
@@ -238,14 +233,13 @@ class TensorBoard:
         self._writer.flush()
 
     def write_media(self, record: Record) -> None:
-        tag, step = _tag(record), record["step"]
+        tag, step = f"{record['kind']}/{record['name']}", record["step"]
         if record["kind"] == "text":
             self._writer.add_text(tag, "    " + record["text"].replace("\n", "\n    "), step)  # Markdown of code
         elif record["kind"] == "histogram":
-            counts, edges, mean = record["counts"], _edges(record), record["mean"]
-            squares = (mean**2 + record["std"] ** 2) * sum(counts)
-            numbers = (edges[0], edges[-1], sum(counts), mean * sum(counts), squares)
-            self._writer.add_histogram_raw(tag, *numbers, edges[1:], counts, step)
+            counts, edges, mean, number = record["counts"], _edges(record), record["mean"], sum(record["counts"])
+            sums = (number, mean * number, (mean**2 + record["std"] ** 2) * number)
+            self._writer.add_histogram_raw(tag, edges[0], edges[-1], *sums, edges[1:], counts, step)
         else:  # add_image requires Pillow, to encode what is encoded already
             image = {"height": record["height"], "width": record["width"]}
             image |= {"colorspace": 4, "encoded_image_string": (self._folder / record["file"]).read_bytes()}
@@ -287,7 +281,7 @@ class WeightsAndBiases:
             value = self._wandb.Histogram(np_histogram=(record["counts"], _edges(record)))
         else:
             value = self._wandb.Image(str(self._folder / record["file"]))
-        self._run.log({"step": record["step"], _tag(record): value})
+        self._run.log({"step": record["step"], f"{record['kind']}/{record['name']}": value})
 
     def close(self) -> None:
         self._run.finish()
@@ -371,10 +365,6 @@ def _numbers(record: Record) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "time"):
             yield prefix + name, value
-
-
-def _tag(record: Record) -> str:
-    return f"{record['kind']}/{record['name']}"
 
 
 def _edges(histogram: Record) -> list[float]:
