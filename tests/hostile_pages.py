@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -28,11 +29,12 @@ PAYLOADS = [
     f"__proto__<a href=javascript:{_RUN}>x</a>",
     f"constructor');alert(1);//{_RUN}",
 ]
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="  # a PNG file
 # Where a payload is put. Names of folders and checkpoints can't hold a slash.
 FIELDS = (
     "checkpoint", "metric", "evaluation", "recipe key", "recipe value", "recipe origin", "derived name",
     "derived value", "derived reason", "environment name", "environment value", "failure", "failure place", "cause",
-    "warning", "log", "operation", "tag", "metric of save_best",
+    "warning", "log", "operation", "tag", "metric of save_best", "image name", "text name", "text",
 )  # fmt: skip
 
 
@@ -65,6 +67,11 @@ def hostile_run(path: Path, payload: str) -> RunFolder:
     folder.profile_split(0).parent.mkdir()
     split = {"step": 3.0, "compute": 1.0, "exposed": 1.0, "idle": 1.0, "communication": 1.0}
     folder.profile_split(0).write_text(json.dumps({**split, "operations": [[payload, 1.0, 1.0]]}))
+    media = [{"kind": "image", "width": 2, "height": 2}, {"kind": "text", "text": payload}]
+    folder.images.mkdir()
+    folder.image(payload, 3).write_bytes(base64.b64decode(PIXEL))
+    with folder.media.open("w") as file:
+        file.writelines(json.dumps({**each, "name": payload, "step": 3}) + "\n" for each in media)
     Ledger(folder).note("warning", at=START + 30, text=payload)
     Ledger(folder).note("failed", at=START + 100, cause=payload, rank=1, step=40)
     Ledger(folder).note("ended", at=START + 101, status=1)

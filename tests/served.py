@@ -14,7 +14,12 @@ from paceline.watch.watched_runs import WatchedRuns
 
 @contextmanager
 def serving(chosen: list[RunFolder], root: Path, host: str = "127.0.0.1") -> Iterator[PageServer]:
-    server = PageServer(WatchedRuns(chosen, root), host)
+    with serving_with(PageServer(WatchedRuns(chosen, root), host)) as server:
+        yield server
+
+
+@contextmanager
+def serving_with(server: PageServer) -> Iterator[PageServer]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -7,22 +7,24 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 import forked
 from hostile_pages import FIELDS, PAYLOADS, hostile_run
 from made_runs import make_run
+from paceline.monitor import media
 from paceline.run.folder import RunFolder
-from paceline.watch.page_server import PageServer
-from paceline.watch.report import write_report
+from paceline.watch.page_server import PageServer, WatchedRuns
+from paceline.watch.report import standalone_page, write_report
 from samples import sample
-from served import serving
+from served import serving, serving_with
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -83,7 +85,8 @@ def page_of(browser: Browser, server: PageServer, *names: str, scheme: str = "li
     with browsers.opened(browser, f"{server.url}#{route}", scheme=scheme) as (page, observed):
         yield page
         assert observed.errors == [] and observed.dialogs == []
-        assert {urlsplit(url).netloc for url in observed.requests} == {f"127.0.0.1:{server.server_port}"}
+        asked = {urlsplit(url).netloc for url in observed.requests if not url.startswith("blob:")}
+        assert asked == {f"127.0.0.1:{server.server_port}"}
 
 
 def described(page: Page, title: str) -> str:
@@ -336,6 +339,95 @@ def test_seeds_are_a_band_and_equal_curves_are_both_seen(browser: Browser, tmp_p
 
 
 @pytest.mark.nightly
+def append_media(folder: RunFolder, steps: Sequence[int]) -> None:
+    for step in steps:
+        values = {"image": torch.full((1, 2, 4), step / 100), "text": f"<b>step {step}", "histogram": [0.0, step]}
+        with folder.media.open("a") as file:
+            for kind, value in values.items():
+                file.write(json.dumps(media.record(folder, kind, f"my {kind}", value, step)) + "\n")
+
+
+def seen(page: Page) -> tuple[str, int, str]:
+    """The text, the gray of the image and the description of the histogram that are shown."""
+    gray = """image => { const canvas = document.createElement('canvas'), context = canvas.getContext('2d');
+        context.drawImage(image, 0, 0); return context.getImageData(1, 1, 1, 1).data[0]; }"""
+    label = page.get_attribute("#histograms canvas", "aria-label") or ""
+    return page.inner_text("#texts pre"), page.eval_on_selector("#images img", gray), label.split(":")[0]
+
+
+def test_images_texts_and_histograms_by_step(browser: Browser, tmp_path: Path) -> None:
+    from system import browser as browsers
+
+    folder = make_run(tmp_path / "run", steps=50)
+    with serving([folder], tmp_path) as server, page_of(browser, server, "run") as page:
+        page.wait_for_selector(".log div")
+        assert page.locator("#images, #texts, #histograms").count() == 0 and "Images" not in page.inner_text("nav")
+        append_media(folder, [20, 40])
+        page.wait_for_selector("#images img[src]")
+        until(page, lambda: seen(page) == ("<b>step 40", 102, "my histogram at step 40"))
+        assert [word for word in page.inner_text("nav").split() if word in ("Images", "Texts", "Histograms")] != []
+        for kind in ("images", "texts", "histograms"):
+            page.focus(f"#{kind} input")
+            page.keyboard.press("Home")
+        until(page, lambda: seen(page) == ("<b>step 20", 51, "my histogram at step 20"))
+        append_media(folder, [60])
+        until(page, lambda: "of 60" in page.inner_text("#texts"))
+        assert seen(page)[0] == "<b>step 20"  # whoever looks at a step stays there
+        page.click("#images button.image")
+        page.wait_for_selector("dialog[open] img")
+        page.keyboard.press("Escape")
+        write_report([folder], tmp_path / "report.html")
+    with browsers.opened(browser, f"file://{tmp_path}/report.html") as (page, observed):
+        page.wait_for_selector("#images img[src]")
+        until(page, lambda: seen(page) == ("<b>step 60", 153, "my histogram at step 60"))
+        assert observed.errors == []
+
+
+def test_the_page_of_a_sweep(browser: Browser, tmp_path: Path) -> None:
+    """In one file, and live above the runs of its trials."""
+    from system import browser as browsers
+
+    def trial(number: int, value: float | None, lr: float, **more: Any) -> dict[str, Any]:
+        curve = [[10, 2.0], [20, value]] if value else []
+        about = {"state": "complete" if value else "failed", "steps": 20, "seconds": 3.0, "verdict": ""}
+        return {"number": number, "value": value, "params": {"lr": lr, "act": "relu"}, "curve": curve, **about, **more}
+
+    trials = [trial(1, 0.5, 1e-3), trial(0, 0.75, 1e-2), trial(2, None, 1e-4, verdict="<b>out of memory</b>")]
+    space = [{"key": "lr", "log": True, "choices": None}, {"key": "act", "log": False, "choices": ["relu", None]}]
+    about = {"title": "mlp-sweep", "metric": "loss", "minimizes": True, "counts": "2 complete, 1 failed"}
+    values = {**about, "space": space, "importances": {"lr": 0.75}, "trials": trials}
+    (tmp_path / "report.html").write_bytes(standalone_page({"sweep": values}))
+    with browsers.opened(browser, f"file://{tmp_path}/report.html") as (page, observed):
+        titles = page.locator("h3").all_text_contents()
+        assert titles == ["History", "Curves", "loss by lr", "loss by act", "Importance of parameters"]
+        assert "0.5\ntrial 1" in page.inner_text(".tiles") and "<b>out of memory</b>" in page.inner_text(".trials")
+        until(page, lambda: described(page, "loss by lr").startswith("loss by lr: best 0.5, trials 0.75; lr "))
+
+        def numbers() -> list[str]:
+            return page.locator(".trials tbody tr > td:first-child").all_text_contents()
+
+        assert numbers() == ["1", "0", "2", ""]
+        page.click("th:has-text('lr') button")
+        assert numbers() == ["2", "", "1", "0"] and page.get_attribute("th:has-text('lr')", "aria-sort") == "ascending"
+        page.click("th:has-text('loss') button")
+        page.click("th:has-text('loss') button")
+        assert numbers() == ["2", "", "0", "1"]
+        assert observed.errors == [] and [urlsplit(url).scheme for url in observed.requests] == ["file"]
+    for number in range(2):
+        make_run(tmp_path / f"000{number}", steps=20)
+    server = PageServer(WatchedRuns([], tmp_path, lambda: values))
+    with serving_with(server), browsers.opened(browser, server.url) as (page, observed):
+        page.wait_for_selector(".tiles.sweep")
+        trials.insert(0, trial(3, 0.25, 2e-3))
+        until(page, lambda: "0.25\ntrial 3" in page.inner_text(".tiles"))
+        page.click(".trials a:text-is('1')")
+        page.wait_for_selector(".log div")
+        page.click("nav a:has-text('Sweep')")
+        page.click("nav a:has-text('Runs')")
+        page.wait_for_selector("text=0001")
+        assert observed.errors == []
+
+
 def test_a_report_works_without_a_server(browser: Browser, runs: Path, tmp_path: Path) -> None:
     from system import browser as browsers
 
@@ -404,13 +496,14 @@ def test_hostile_text_runs_no_script(browser: Browser, tmp_path: Path, kind: str
                 url = f"file://{tmp_path}/report.html"
             with browsers.opened(browser, url) as (page, observed):
                 page.wait_for_selector(".log div")
+                page.wait_for_selector("#texts pre")
                 page.check('label:has-text("defaults") input')
                 shown = page.inner_text("body")
                 assert page.evaluate("window.hacked") is None and observed.dialogs == [], payload
                 assert observed.errors == [], payload
                 assert shown.count(payload[:12]) >= 8, f"{payload!r} is not shown as text"
                 assert page.locator("script").count() == (2 if kind == "report" else 1)
-                assert page.locator("img, iframe, object, embed, svg, link, base, form").count() == 0
+                assert page.locator("img:not(.image > img), iframe, object, embed, svg, link, base, form").count() == 0
         with browsers.opened(browser, f"{server.url}#list") as (page, observed):
             page.wait_for_selector(".tag")
             page.click("text=Columns")

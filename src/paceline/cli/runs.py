@@ -7,8 +7,10 @@ import json as json_format
 import os
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -94,14 +96,16 @@ def watch(
     from paceline.watch import page_server, run_list, watched_runs
 
     root, chosen = ROOT, list[RunFolder]()
+    sweep: Callable[[], dict[str, Any]] = dict
     try:
         chosen = [run_list.find_run(name) for name in runs or []]
     except CheckpointError:
         if not runs or len(runs) > 1 or not Path(runs[0]).is_dir():
             raise
         root = Path(runs[0])  # a study, or a folder of runs
+        sweep = partial(_sweep_values, root.absolute()) if run_list.is_study(root) else sweep
     try:
-        server = page_server.PageServer(watched_runs.WatchedRuns(chosen, root), host, port)
+        server = page_server.PageServer(watched_runs.WatchedRuns(chosen, root, sweep), host, port)
     except OSError as error:
         raise LaunchError(
             "port-in-use",
@@ -117,6 +121,14 @@ def watch(
         print(file=sys.stderr)
     finally:
         server.server_close()
+
+
+def _sweep_values(path: Path) -> dict[str, Any]:
+    from paceline.run.study_folder import StudyFolder
+    from paceline.search import results
+    from paceline.search.study import Study
+
+    return results.page_values(Study.load(StudyFolder(path)))
 
 
 def _explain_address(host: str, port: int) -> None:

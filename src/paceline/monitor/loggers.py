@@ -48,7 +48,8 @@ def register_logger(name: str) -> Callable[[Opener], Opener]:
     """Decorator that registers a custom logger, for `loggers: [name]` in a recipe or `Trainer(loggers=[name])`.
 
     It is opened on rank 0 with the run folder (a `Path`) and the recipe (a dict), receives the records of each log
-    point and evaluation, and is closed when training ends. A resumed run opens it with the same folder.
+    point and evaluation, and is closed when training ends. A resumed run opens it with the same folder. With a method
+    `write_media`, it also receives each line of `media.jsonl`: images, texts and histograms.
 
     Args:
         name: of the logger
@@ -82,12 +83,12 @@ def register_logger(name: str) -> Callable[[Opener], Opener]:
     return add
 
 
-def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, Any]) -> list[Logger]:
+def open_loggers(names: Sequence[str], run: RunFolder, settings: Mapping[str, Any]) -> list[GuardedLogger]:
     """Open loggers for a run. `settings` is the recipe."""
-    opened: list[Logger] = []
+    opened: list[GuardedLogger] = []
     try:
         for name in names:
-            opened.append(_Guarded(name, open_logger(name, run, settings)))
+            opened.append(GuardedLogger(name, open_logger(name, run, settings)))
     except BaseException:
         for logger in opened:
             logger.close()
@@ -114,29 +115,33 @@ def open_logger(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logge
         ) from error
 
 
-class _Guarded:
-    """Disables a logger that fails, so that training continues."""
+class GuardedLogger:
+    """Disables what fails of a logger, so that training continues."""
 
     def __init__(self, name: str, logger: Logger) -> None:
         self._name, self._logger = name, logger
-        self._failed = False
+        self._failed: set[str] = set()
 
     def write(self, records: Sequence[Record]) -> None:
-        if not self._failed:
-            self._try(lambda: self._logger.write(records))
+        self._try("write", "", records)
+
+    def write_media(self, record: Record) -> None:
+        if hasattr(self._logger, "write_media"):
+            self._try("write_media", " for images, texts and histograms", record)
 
     def close(self) -> None:
-        self._try(self._logger.close)
+        self._try("close", "")
 
-    def _try(self, action: Callable[[], None]) -> None:
+    def _try(self, method: str, what: str, *given: Any) -> None:
+        if method in self._failed:
+            return
         try:
-            action()
+            getattr(self._logger, method)(*given)
         except Exception as error:
-            if not self._failed:
-                self._failed = True
-                rank_log(0).warning(
-                    f"Logger {self._name!r} failed and is disabled: {error}. {METRICS} contains all metrics."
-                )
+            if method != "close" or not self._failed:
+                line = f"Logger {self._name!r} failed and is disabled{what}: {error}. {METRICS} contains all metrics."
+                rank_log(0).warning(line)
+            self._failed.add(method)
 
 
 @LOGGERS.implement("csv")
@@ -206,11 +211,7 @@ def _identity(row: Mapping[str, Any]) -> tuple[str, bool]:
 
 def open_to_append(path: Path) -> TextIO:
     """Open a file of lines. A partial line of a killed writer is terminated, so that it does not corrupt the next."""
-    descriptor = regular_files.open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        os.write(descriptor, b"\n")
-    return os.fdopen(descriptor, "a", encoding="utf-8", newline="")
+    return os.fdopen(jsonl.open_lines(path), "a", encoding="utf-8", newline="")
 
 
 @LOGGERS.implement("tensorboard")
@@ -223,13 +224,27 @@ class TensorBoard:
         # TensorBoard hides what an interrupted run wrote after the step that this one resumes from.
         purge = max(steps, default=0) + 1 if run.tensorboard.exists() else None
         module = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(run.tensorboard), purge_step=purge)
+        self._writer, self._folder = module.SummaryWriter(str(run.tensorboard), purge_step=purge), run.path
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
             for name, value in _numbers(record):
                 self._writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
         self._writer.flush()
+
+    def write_media(self, record: Record) -> None:
+        tag, step = f"{record['kind']}/{record['name']}", record["step"]
+        if record["kind"] == "text":
+            self._writer.add_text(tag, "    " + record["text"].replace("\n", "\n    "), step)  # Markdown of code
+        elif record["kind"] == "histogram":
+            counts, edges, mean, number = record["counts"], _edges(record), record["mean"], sum(record["counts"])
+            sums = (number, mean * number, (mean**2 + record["std"] ** 2) * number)
+            self._writer.add_histogram_raw(tag, edges[0], edges[-1], *sums, edges[1:], counts, step)
+        else:  # add_image requires Pillow, to encode what is encoded already
+            image = {"height": record["height"], "width": record["width"]}
+            image |= {"colorspace": 4, "encoded_image_string": (self._folder / record["file"]).read_bytes()}
+            summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+            self._writer.file_writer.add_summary(summary(value=[{"tag": tag, "image": image}]), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -240,8 +255,8 @@ class WeightsAndBiases:
     """A W&B run with the recipe as its config. WANDB_MODE, WANDB_ENTITY and similar variables are respected."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
-        wandb = _module("wandb", "wandb")
-        noted = run.wandb_id
+        self._wandb = wandb = _module("wandb", "wandb")
+        self._folder, noted = run.path, run.wandb_id
         resumed = noted.exists()
         identity = regular_files.read_text(noted).strip() if resumed else uuid.uuid4().hex[:8]
         self._run = wandb.init(
@@ -259,6 +274,15 @@ class WeightsAndBiases:
         for record in records:
             self._run.log({"step": record["step"], **dict(_numbers(record))})
 
+    def write_media(self, record: Record) -> None:
+        if record["kind"] == "text":
+            value = self._wandb.Table(columns=["text"], data=[[record["text"]]])
+        elif record["kind"] == "histogram":
+            value = self._wandb.Histogram(np_histogram=(record["counts"], _edges(record)))
+        else:
+            value = self._wandb.Image(str(self._folder / record["file"]))
+        self._run.log({"step": record["step"], f"{record['kind']}/{record['name']}": value})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -270,7 +294,7 @@ class Mlflow:
     _MAX_METRICS, _MAX_PARAMETERS = 1000, 100  # per request
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
-        self._mlflow = _module("mlflow", "mlflow")
+        self._mlflow, self._folder = _module("mlflow", "mlflow"), run
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             for part in ("sqlalchemy", "alembic"):
@@ -293,6 +317,14 @@ class Mlflow:
                 metrics.append(self._mlflow.entities.Metric(name, float(value), milliseconds, record["step"]))
         for part in _chunks(metrics, self._MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=part)
+
+    def write_media(self, record: Record) -> None:
+        """MLflow has files only, and no histograms."""
+        if record["kind"] == "image":
+            self._client.log_artifact(self._run_id, str(self._folder.path / record["file"]), "image")
+        elif record["kind"] == "text":
+            name = self._folder.image(record["name"], record["step"]).stem
+            self._client.log_text(self._run_id, record["text"], f"text/{name}.txt")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
@@ -333,6 +365,10 @@ def _numbers(record: Record) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "time"):
             yield prefix + name, value
+
+
+def _edges(histogram: Record) -> list[float]:
+    return [histogram["low"] + number * histogram["width"] for number in range(len(histogram["counts"]) + 1)]
 
 
 def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -24,6 +25,7 @@ ROOT = Path("runs")
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # also named in messages
 LATEST, BEST = "latest", "best"  # in any folder of checkpoints
 _CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD = "checkpoints", "logs", "events", "profile", "tensorboard"
+_IMAGES = "images"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class RunFolder:
     derived = FolderFile("derived.json")  # values derived from it, with reasons
     environment = FolderFile("environment.json")  # versions, devices and command of the last start
     metrics = FolderFile(METRICS)  # one line per step and evaluation (jsonl.py)
+    media = FolderFile("media.jsonl")  # one line per image, text and histogram that was logged (monitor/media.py)
+    images = FolderFile(_IMAGES)  # PNG files
     ledger = FolderFile("ledger.jsonl")  # events of the launcher and of rank 0 (ledger.py)
     lock = FolderFile(".lock")  # held by the job that writes to the folder (lock.py)
     checkpoints = FolderFile(_CHECKPOINTS)  # one folder per checkpoint
@@ -107,7 +111,7 @@ class RunFolder:
     @property
     def folders(self) -> list[Path]:
         """The folders in it that a run writes to."""
-        return [self.path / name for name in (_CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD)]
+        return [self.path / name for name in (_CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD, _IMAGES)]
 
     def files(self) -> Iterator[Path]:
         """The files that a run writes, whether or not they exist; of those of ranks, only existing ones."""
@@ -116,6 +120,14 @@ class RunFolder:
                 yield from {getattr(self, name)}.difference(self.folders)
             elif isinstance(declared, _FilePerRank):
                 yield from getattr(self, name).existing().values()
+
+    def image(self, name: str, step: int) -> Path:
+        """Of the image that was logged under a name, which may contain anything, at a step."""
+        readable, digest = (
+            re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[:40],
+            zlib.crc32(name.encode("utf-8", "replace")),
+        )
+        return self.images / f"{step:08d}-{readable}-{digest:08x}.png"
 
     @property
     def has_run(self) -> bool:

@@ -55,7 +55,7 @@ class JsonlWriter:
         lines = "".join([self._lines(names, list(alike)) for names, alike in groupby(self._held, key=tuple)])
         try:
             if self._file is None:
-                self._file = _open(self.path)
+                self._file = open_lines(self.path)
             elif not _is_at(self._file, self.path):
                 self._file = self._open_again(self._file)
             _write_all(self._file, lines.encode())
@@ -67,10 +67,10 @@ class JsonlWriter:
         """Open the file that is at the path now; if there is none, create it with what was written until now."""
         if self.path.exists():  # replaced, for example by an editor
             os.close(lost)
-            return _open(self.path)
+            return open_lines(self.path)
         self._recreate()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        again = _open(self.path)
+        again = open_lines(self.path)
         _write_all(again, os.pread(lost, os.fstat(lost).st_size, 0))
         os.close(lost)
         return again
@@ -97,7 +97,7 @@ class JsonlWriter:
                 self._file = None
 
 
-def _open(path: Path) -> int:
+def open_lines(path: Path) -> int:
     file = regular_files.open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":  # a partial line of a killed writer must not corrupt the next

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from paceline.config.files import Dumper
 from paceline.run import regular_files
-from paceline.search.space import Parameter, set_key
+from paceline.search.space import set_key
 from paceline.search.study import Study
 from paceline.search.trial import Trial
 from paceline.text import columns, format_duration, plural, sparkline
-from paceline.watch import sheet
+from paceline.watch.report import standalone_page
 
 _CURVE_WIDTH = 24
 _IMPORTANCE_WIDTH = 30
@@ -71,39 +69,27 @@ def write_best(study: Study) -> Trial | None:
     return best
 
 
+def page_values(study: Study) -> dict[str, Any]:
+    """What the page of a sweep shows (watch/page/sweep_view.js); trials are ranked."""
+    trials = study.ranked()
+    shown = ("number", "params", "state", "value", "steps", "seconds", "verdict")
+    return {
+        "title": study.folder.path.name,
+        "metric": study.section.metric,
+        "minimizes": study.minimizes,
+        "counts": _counts(trials).partition(": ")[2].partition(";")[0],
+        "space": [
+            {"key": each.key, "log": "log" in each.kind, "choices": each.values if each.kind == "choice" else None}
+            for each in study.space
+        ],
+        "importances": study.importances(),
+        "trials": [{**{k: getattr(each, k) for k in shown}, "curve": sorted(each.values.items())} for each in trials],
+    }
+
+
 def write_html(study: Study) -> None:
-    """All trials, their history and curves, and the metric by each parameter, in one page that needs no network."""
-    trials, metric = study.ranked(), sheet.ChartAxis(study.section.metric, from_zero=False)
-    parts = [sheet.paragraph(summary(study, shown=len(trials)))]
-    done = [(each, each.value) for each in trials if each.state == "complete" and each.value is not None]
-    if done:
-        values = sorted((float(each.number), value) for each, value in done)
-        better = min if study.minimizes else max
-        best = list(accumulate(values, lambda before, new: (new[0], better(before[1], new[1]))))
-        history = [sheet.Series("trials", values), sheet.Series("best so far", line=best)]
-        parts.append(sheet.line_chart("History", history, x=sheet.ChartAxis("trial"), y=metric))
-    curves = [
-        sheet.Series(f"trial {each.number}", points, points)
-        for each in trials
-        if (points := [(float(step), value) for step, value in sorted(each.values.items())])
-    ][:_SHOWN]
-    if curves:
-        title = f"Curves of the best {plural(len(curves), 'trial')}"
-        parts.append(sheet.line_chart(title, curves, x=sheet.ChartAxis("step"), y=metric))
-    for parameter in study.space if done else ():
-        axis, place = _axis(parameter)
-        points = [(place(each.params[parameter.key]), value) for each, value in done]
-        parts.append(sheet.line_chart(parameter.key, [sheet.Series("trials", points)], x=axis, y=metric))
-    regular_files.replace(study.folder.report, sheet.page(study.folder.path.name, parts).encode())
-
-
-def _axis(parameter: Parameter) -> tuple[sheet.ChartAxis, Callable[[Any], float]]:
-    """The axis of a parameter, and where a value is on it: choices are at their numbers."""
-    if parameter.kind == "choice":
-        choices = [json.dumps(value) for value in parameter.values]  # True and 1 are equal
-        axis = sheet.ChartAxis(parameter.key, names=[str(value) for value in parameter.values])
-        return axis, lambda value: float(choices.index(json.dumps(value)))
-    return sheet.ChartAxis(parameter.key, log=10 if "log" in parameter.kind else None, from_zero=False), float
+    """A page about all trials that needs no network."""
+    regular_files.replace(study.folder.report, standalone_page({"sweep": page_values(study)}))
 
 
 def _counts(trials: Sequence[Trial]) -> str:

@@ -268,7 +268,7 @@ def open_sinks(config: Config, run: RunFolder | None, world: World, recreate: Ca
     if not world.is_main:
         return Sinks(events=events)
     loggers = open_loggers(config.loggers, run, config.to_dict())
-    return Sinks(JsonlWriter(run.metrics, recreate), events, loggers)
+    return Sinks(JsonlWriter(run.metrics, recreate), events, loggers, JsonlWriter(run.media, recreate))
 
 
 def open_profiler(config: Config, run: RunFolder | None, world: World) -> Profiler | None:

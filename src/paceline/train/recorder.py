@@ -17,11 +17,12 @@ from paceline.guard.same_model import ReplicaCheck
 from paceline.log import Log
 from paceline.models.losses import Loss, means_of, weighted_means
 from paceline.models.metrics import require_number
-from paceline.monitor.loggers import Logger
+from paceline.monitor.loggers import GuardedLogger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import LastExchange, RankStats, process_memory
 from paceline.monitor.stragglers import OwnTime
 from paceline.plan.slow_input import InputSource, Interval
+from paceline.run.folder import RunFolder
 from paceline.run.history import History, Record, require_free_names
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
@@ -43,13 +44,24 @@ class Sinks:
 
     metrics: JsonlWriter | None = None
     events: RankStats | None = None
-    loggers: Sequence[Logger] = ()
+    loggers: Sequence[GuardedLogger] = ()
+    media: JsonlWriter | None = None  # None on other ranks, without a run folder, and when training has ended
 
     def write(self, records: Sequence[Mapping[str, Any]], *, loggers: bool = True) -> None:
         if self.metrics is not None:
             self.metrics.append(records)
         for logger in self.loggers if loggers else ():
             logger.write(records)
+
+    def write_media(self, kind: str, name: str, value: Any, step: int) -> None:
+        if self.media is not None:
+            from paceline.monitor import media  # few runs need it
+
+            record = media.record(RunFolder(self.media.path.parent), kind, name, value, step)
+            self.media.append([record])
+            self.media.flush()
+            for logger in self.loggers:
+                logger.write_media(record)
 
     def flush(self) -> None:
         """Pass all records to the operating system."""
@@ -58,9 +70,10 @@ class Sinks:
                 file.flush()
 
     def close(self) -> None:
-        for file in (self.metrics, self.events):
+        for file in (self.metrics, self.events, self.media):
             if file is not None:
                 file.close()
+        self.media = None
         for logger in self.loggers:
             logger.close()
 

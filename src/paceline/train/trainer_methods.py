@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from paceline.data import adopt
 from paceline.data.loader import MicroBatch
@@ -23,6 +24,7 @@ from paceline.parallel.shards import gather_full_tensors
 from paceline.run.history import require_free_names
 from paceline.train import evaluate, oom
 from paceline.train.checkpointing.restorer import require_exists
+from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop_methods import CustomLoopMethods
 from paceline.train.engine import Engine
@@ -77,6 +79,7 @@ class TrainedWeights:
 class TrainerMethods(CustomLoopMethods):
     """What `Trainer` has for weights, checkpoints, evaluations, predictions, and values to log."""
 
+    _run: RunHandle
     _saver: Saver
     _weights: TrainedWeights
     _recorder: Recorder | None
@@ -274,6 +277,55 @@ class TrainerMethods(CustomLoopMethods):
         """
         require_free_names([name], "trainer.log")
         (self._recorder or self._get_custom_loop().recorder).log(name, value)
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Record an image of rank 0, or a grid of a batch, for the page of the run and for loggers.
+
+        Args:
+            name: of the image
+            image: a tensor, an array or a PIL image of shape C×H×W, H×W×C or H×W, or a batch of the former two; floats
+                from 0 to 1, or integers to 255
+
+        Raises:
+            TrainError: `train.not-loggable`: the shape, the type or the name does not fit
+
+        Example:
+            >>> for batch in trainer.loader(data):
+            ...     loss, stepped = trainer.training_step(batch)
+            ...     trainer.log_image("inputs", batch[0][:, None, None])
+        """
+        self._log_media("image", name, image)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Record a text of rank 0, like `log_image`.
+
+        Args:
+            name: of the text
+            text: whose first 20,000 characters are kept
+
+        Example:
+            >>> trainer.log_text("sample", "To be, or not to be")
+        """
+        self._log_media("text", name, text)
+
+    def log_histogram(self, name: str, values: Any) -> None:
+        """Record the distribution of values of rank 0, like `log_image`. A DTensor is gathered: call it on every rank.
+
+        Args:
+            name: of the histogram
+            values: a tensor, an array or a list of numbers
+
+        Example:
+            >>> trainer.log_histogram("weights", trainer.model.weight)
+        """
+        self._log_media("histogram", name, values.full_tensor() if isinstance(values, DTensor) else values)
+
+    def _log_media(self, kind: str, name: str, value: Any) -> None:
+        engine, sinks = self._engine, self._run.sinks
+        if sinks.media is None and engine.world.is_main and engine.config.run is not False:
+            where = "in train() or a custom loop that has a run folder: set run=NAME"
+            self._warn_once(f"trainer.log_{kind} has no effect here; call it {where}")
+        sinks.write_media(kind, name, value, engine.position.step)
 
     def stop(self) -> None:
         """Stop training on every rank at the next log point. May be called on any rank.

@@ -2,12 +2,16 @@
 
     /            the page; it has no values of its own
     /api/runs    the runs of a folder, or those that were asked for: what is new since a version (watched_runs.py)
+    /api/sweep   the study, if the folder is one (search/results.py)
     /api/run     one of them: what is new since a cursor (page_values.py)
     /api/curves  its curves between two steps
     /api/ranks   its ranks
+    /api/media   images, texts and histograms that were logged
+    /api/image   one of these images, as PNG
     /api/log     the end of a rank's log, or lines that contain a text
 
-A run is named by its number in a list that the server made, so no request names a file. Anybody on the machine can
+A run is named by its number in a list that the server made, so no request names a file; an image by its name and
+step, which RunFolder makes a file name of. Anybody on the machine can
 connect to a port on loopback, and so can a web page in the user's browser: hence the token, and the check of the Host
 header, which is another name if a page has made its own name lead here.
 """
@@ -98,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_query(self, answer: Callable[[WatchedRuns, Query], Any], query: Query) -> None:
         try:
             values = answer(self.server.runs, query)
+            if isinstance(values, bytes):
+                return self._answer(200, "image/png", values) if values else self._refuse(404, "no such image")
             text = json.dumps(values, separators=(",", ":"), allow_nan=False)
         except _InvalidRequest:
             self._refuse(400, "invalid request")
@@ -166,10 +172,17 @@ def _answer_log(runs: WatchedRuns, query: Query) -> dict[str, Any]:
     return log_lines(_run(runs, query).folder, rank, query.get("search", "")[:200])
 
 
+def _answer_image(runs: WatchedRuns, query: Query) -> bytes:
+    return page_values.image_bytes(_run(runs, query).folder, query.get("name", ""), _number(query, "step", _MAX_STEP))
+
+
 _ANSWERS: dict[str, Callable[[WatchedRuns, Query], Any]] = {
     "/api/runs": lambda runs, query: runs.listed(_number(query, "known", _MAX_STEP) if "known" in query else 0),
+    "/api/sweep": lambda runs, query: runs.sweep(),
     "/api/run": _answer_run,
     "/api/curves": _answer_curves,
     "/api/ranks": lambda runs, query: page_values.ranks(_run(runs, query), query.get("known", "")),
+    "/api/media": lambda runs, query: page_values.media(_run(runs, query).folder, query.get("known", "")),
+    "/api/image": _answer_image,
     "/api/log": _answer_log,
 }

@@ -4,6 +4,7 @@ head      what changes all the time: state, step, speed
 series    curves; `since` a cursor, only what was appended
 about     what seldom changes: events, where the time went, the verdict, recipe, checkpoints, layout, environment
 ranks     a table of ranks × time, and the distribution of step times
+media     images, texts and histograms that were logged
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 from paceline.diagnose.goodput import LABELS
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
+from paceline.run.jsonl import Record, RecordStream
 from paceline.text import parse_pairs
 from paceline.watch.checkpoint_list import checked_checkpoints
-from paceline.watch.live_run import LiveRun
+from paceline.watch.live_run import LiveRun, file_stamp
 from paceline.watch.metric_series import (
     DIGITS,
     TIME_DIGITS,
@@ -43,6 +47,7 @@ _COLUMNS = 200  # of the table of ranks
 _BINS = 48
 _MAX_EVENTS, _MAX_KEYS, _MAX_AXIS = 2000, 1000, 4096
 _VERDICT_LINES, _MAX_TAGS = 60, 20
+_MAX_TEXT_LINE = 5000
 _SHOWN_EVENTS = {
     "launched", "restored", "saved", "save-failed", "evaluated", "hang", "continued", "failed", "finished", "ended",
     "warning", "lost",
@@ -259,6 +264,45 @@ def _operations(rows: object) -> list[tuple[str, float, float]]:
     return [
         (clean(name, 60), each, calls) for name, each, calls in known[:12] if _is_number(each) and _is_number(calls)
     ]
+
+
+_MEDIA_BYTES, _MAX_MEDIA, _MAX_IMAGE_BYTES = 1 << 24, 5000, 1 << 24
+
+
+def media(folder: RunFolder, known: str = "") -> dict[str, Any]:
+    """The last images, texts and histograms that were logged; only their version if that is `known`."""
+    version = "{}.{}".format(*file_stamp(folder.media))
+    if version in (known, "0.0"):
+        return {"version": version}
+    stream = RecordStream(folder.media, _MEDIA_BYTES)
+    entries = [entry for record in chain.from_iterable(stream) if (entry := _media_entry(record)) is not None]
+    last = {(entry["kind"], entry["name"], entry["step"]): entry for entry in entries}
+    return {"version": version, "entries": list(last.values())[-_MAX_MEDIA:]}
+
+
+def _media_entry(record: Record) -> dict[str, Any] | None:
+    kind, name, step, text, counts = (record.get(key) for key in ("kind", "name", "step", "text", "counts"))
+    keys = ("time", "low", "width", "height", "mean", "std", "nonfinite")
+    entry = {"kind": kind, "name": name, "step": step, "clipped": record.get("clipped") is True}
+    entry |= {key: record[key] for key in keys if _is_number(record.get(key))}
+    if kind == "text" and isinstance(text, str):
+        entry["text"] = "\n".join(clean_line(line, _MAX_TEXT_LINE) for line in text.splitlines())
+    elif kind == "histogram" and isinstance(counts, list) and all(map(_is_number, counts)) and "low" in entry:
+        entry["counts"] = counts[:1024]
+    elif kind != "image":
+        return None
+    is_known = name == clean(name, 80) and type(step) is int and 0 <= step < 1 << 53
+    return entry if is_known and (kind == "text" or "width" in entry) else None
+
+
+def image_bytes(folder: RunFolder, name: str, step: int) -> bytes:
+    """A PNG file; nothing if there is none. Its place follows from name and step, not from the record of the image."""
+    with suppress(OSError):
+        data = (
+            b"" if folder.images.is_symlink() else regular_files.read_bytes(folder.image(name, step), _MAX_IMAGE_BYTES)
+        )
+        return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""
+    return b""
 
 
 _TAIL_BYTES = 1 << 18

@@ -26,6 +26,7 @@ from paceline.watch.run_facts import recipe_rows
 from paceline.watch.run_screen import By
 
 _BUCKETS = 3000  # of all runs together: 150 kB per curve
+_MEDIA_BYTES = 4 << 20
 _LOG_BYTES, _MIN_LOG_LINES, _MAX_LOG_LINES = 1 << 20, 5, 300  # of all ranks
 
 
@@ -77,7 +78,21 @@ def _values(number: int, folder: RunFolder, buckets: int) -> dict[str, Any]:
         "about_id": "only",
         "ranks": ranks,
         "log": _logs(folder, about["logs"]),
+        "media": _media(folder),
     }
+
+
+def _media(folder: RunFolder) -> dict[str, Any]:
+    """The newest entries, as many as fit. Images are part of the page."""
+    kept, left = list[dict[str, Any]](), _MEDIA_BYTES
+    for entry in reversed(page_values.media(folder).get("entries", [])):
+        if entry["kind"] == "image":
+            entry["data"] = base64.b64encode(page_values.image_bytes(folder, entry["name"], entry["step"])).decode()
+        left -= len(json.dumps(entry))
+        if left < 0:
+            break
+        kept.append(entry)
+    return {"entries": kept[::-1]}
 
 
 def _logs(folder: RunFolder, ranks: Sequence[int]) -> dict[str, Any]:
@@ -95,21 +110,21 @@ def _logs(folder: RunFolder, ranks: Sequence[int]) -> dict[str, Any]:
 
 _FOLDER = Path(__file__).with_name("page")
 _SCRIPTS = (
-    "dom", "source", "axes", "chart", "heatmap", "figures", "run_view", "groups", "compare_view", "columns",
-    "list_view", "sheet", "app",
+    "dom", "source", "axes", "chart", "heatmap", "figures", "media_view", "run_view", "groups", "compare_view",
+    "columns", "list_view", "sheet", "sweep_view", "app",
 )  # fmt: skip
 
 
 def live_page() -> tuple[bytes, str]:
     """The page that asks a server, and the content security policy for its header."""
-    return _document("", "").encode(), f"{_policy()}; connect-src 'self'; frame-ancestors 'none'"
+    return _document("", "").encode(), f"{_policy()}; connect-src 'self'; img-src blob:; frame-ancestors 'none'"
 
 
 def standalone_page(values: dict[str, Any]) -> bytes:
     """The page with the values that it shows."""
     # "<" would end the element, or open a comment, whatever string it is in.
     text = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    meta = f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">'
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{_policy()}; img-src data:">'
     return _document(meta, f'<script type="application/json" id="values">{text}</script>').encode()
 
 

@@ -20,13 +20,12 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """`log`: the base of a logarithmic scale, whose powers are labeled; None: linear. `names`: of 0, 1, …"""
+    """`log`: the base of a logarithmic scale, whose powers are labeled; None: linear."""
 
     label: str
     log: int | None = None
     from_zero: bool = True  # if linear
     unit: Literal["number", "bytes", "rate", "seconds"] = "number"
-    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

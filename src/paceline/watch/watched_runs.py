@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,9 @@ class ListedRun:
 class WatchedRuns:
     """The runs that were asked for, or all of a folder. Methods may be called from any thread."""
 
-    def __init__(self, chosen: Sequence[RunFolder], root: Path) -> None:
-        self._root, self._chosen = root.absolute(), list(chosen)
+    def __init__(self, chosen: Sequence[RunFolder], root: Path, sweep: Callable[[], dict[str, Any]] = dict) -> None:
+        """`sweep`: what the page of the sweep shows whose trials these are."""
+        self._root, self._chosen, self.sweep = root.absolute(), list(chosen), sweep
         self._runs: dict[Path, ListedRun] = {}
         self._followed: dict[str, LiveRun] = {}
         self._defaults: dict[str, str] = {}

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.errors import CheckpointError, TrainError
+from paceline.monitor import media
 from paceline.monitor.loggers import convert, open_loggers
 from paceline.run.folder import RunFolder
 from watched import STEPS, evaluation, run_folder
@@ -24,6 +26,7 @@ RECORDS: list[dict[str, Any]] = [
     {"evaluation": True, "step": 2, "loss": 1.5, "accuracy": 0.25},
     {"step": 3, "epoch": 1, "loss": 1.25, "lr": 0.025, "time": 2000000000.5},
 ]
+PIXELS = np.array([[[255, 0, 0], [0, 255, 0]]], np.uint8)
 SETTINGS = {"run": "runs/small", "batch": 8, "optimizer": {"name": "adamw", "lr": 0.1}}
 
 
@@ -132,6 +135,69 @@ def test_wandb_reads_training_and_evaluations_back(tmp_path: Path, offline_wandb
         (1, 0.1, None), (2, 0.05, None), (2, None, 0.25), (3, 0.025, None)
     ]  # fmt: skip
     assert math.isnan(float(history[1]["train/loss"]))
+
+
+def log_media(name: str, run: RunFolder) -> None:
+    (logger,) = open_loggers([name], run, SETTINGS)
+    for kind, value in {"image": PIXELS, "text": "one\n  two", "histogram": [0.0, 1.0, 1.0]}.items():
+        logger.write_media(media.record(run, kind, "a/b", value, 3))
+    logger.write(RECORDS[:1])
+    logger.close()
+
+
+def test_tensorboard_reads_images_texts_and_histograms_back(tmp_path: Path) -> None:
+    log_media("tensorboard", RunFolder(tmp_path))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    (image,), (text,) = reader.Images("image/a/b"), reader.Tensors("text/a/b/text_summary")
+    assert (image.step, image.width, image.height) == (3, 2, 1)
+    assert image.encoded_image_string == RunFolder(tmp_path).image("a/b", 3).read_bytes()
+    assert text.tensor_proto.string_val == [b"    one\n      two"]
+    found = reader.Histograms("histogram/a/b")[0].histogram_value
+    assert (found.num, found.sum, sum(found.bucket), found.min, found.max) == (3, 2, 3, 0, 1)
+    assert reader.Scalars("train/loss")[0].value == 2.5
+
+
+def test_wandb_gets_images_texts_and_histograms(tmp_path: Path, offline_wandb: None) -> None:
+    log_media("wandb", RunFolder(tmp_path))
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    items = [item for record in wandb_records(path) for item in record.history.item]
+    found = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+    assert found["image/a/b/_type"] == "image-file" and found["text/a/b/_type"] == "table-file"
+    assert sum(found["histogram/a/b/values"]) == 3 and found["train/loss"] == 2.5
+
+
+def test_mlflow_gets_images_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "run-7")
+    run.path.mkdir()
+    log_media("mlflow", run)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run.mlflow_database}")
+    artifacts = {each.path: client.list_artifacts(run.mlflow_id.read_text().strip(), each.path)
+                 for each in client.list_artifacts(run.mlflow_id.read_text().strip())}  # fmt: skip
+    assert {kind: len(found) for kind, found in artifacts.items()} == {"image": 1, "text": 1}
+
+
+def test_a_logger_without_media_keeps_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_media("csv", RunFolder(tmp_path))
+    assert rows(tmp_path)[0]["loss"] == "2.5" and capsys.readouterr().out == ""
+
+
+def test_a_logger_whose_media_fail_keeps_its_metrics(
+    tmp_path: Path, offline_wandb: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    log_media("wandb", RunFolder(tmp_path))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert "disabled for images, texts and histograms" in line
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    keys = {"/".join(item.nested_key) or item.key for record in wandb_records(path) for item in record.history.item}
+    assert "train/loss" in keys
 
 
 def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, offline_wandb: None) -> None:

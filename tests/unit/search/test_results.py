@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from paceline.config.recipe import Config
 from paceline.config.sections import SweepSection
 from paceline.run.study_folder import StudyFolder
 from paceline.search import results
 from paceline.search.study import Study
-from watched import charts_in, embedded_values
+from watched import embedded_values
 
 RECIPE = {"model": "mlp", "optimizer": {"name": "sgd"}, "batch": 8}
 
@@ -45,46 +46,47 @@ def test_the_best_recipe_is_ready_to_run(tmp_path: Path) -> None:
     assert (config.optimizer.name, config.optimizer.lr, config.batch) == ("sgd", best.params["optimizer.lr"], 8)
 
 
+def sweep_on(study: Study) -> dict[str, Any]:
+    """What the page shows."""
+    results.write_html(study)
+    return dict(embedded_values(study.folder.report.read_text())["sweep"])
+
+
 def test_the_page_needs_no_network_and_escapes_text(tmp_path: Path) -> None:
     study = study_of(tmp_path / "a")
-    results.write_html(study)
+    assert "<b>" in str(sweep_on(study))
     page = study.folder.report.read_text()
-    assert "<b>" in str(embedded_values(page)) and "<b>" not in page
-    assert not re.search(r"<link|<img|src=|href=|url\(|@import|https?://", page)
+    assert "<b>" not in page and not re.search(r"<link|<img|src=|href=|url\(|@import|https?://", page)
 
 
-def test_the_page_has_the_history_curves_and_a_slice_for_each_parameter(tmp_path: Path) -> None:
+def test_the_page_has_all_trials_with_their_parameters_and_curves(tmp_path: Path) -> None:
     study = study_of(tmp_path / "a")
-    results.write_html(study)
-    charts = charts_in(study.folder.report.read_text())
-    assert list(charts) == ["History", "Curves of the best 3 trials", "optimizer.lr", "model.width"]
-    best = charts["Curves of the best 3 trials"]["series"][0]
-    assert best["name"] == "trial 1" and best["line"][-1] == [39.0, 1.025]
-    trials, line = charts["History"]["series"]
-    assert trials["points"] == [[0.0, 3.0], [1.0, 1.0], [2.0, 2.0]] and [value for _, value in line["line"]] == [
-        3,
-        1,
-        1,
-    ]
-    assert charts["optimizer.lr"]["x"]["log"] == 10 and charts["model.width"]["x"]["names"] == ["16", "32"]
+    shown = sweep_on(study)
+    assert [(each["number"], each["value"], each["state"]) for each in shown["trials"]] == [
+        (1, 1.0, "complete"), (2, 2.0, "complete"), (0, 3.0, "complete"), (3, None, "failed")
+    ]  # fmt: skip
+    best, *_, failed = shown["trials"]
+    assert best["curve"][-1] == [39, 1.025] and best["params"] == study.trials()[1].params
+    assert failed["verdict"] == "gpu-memory on rank 0 <b>" and (shown["metric"], shown["minimizes"]) == ("loss", True)
+    assert shown["space"] == [
+        {"key": "optimizer.lr", "log": True, "choices": None}, {"key": "model.width", "log": False, "choices": [16, 32]}
+    ]  # fmt: skip
+    assert shown["counts"] == "3 complete, 1 failed" and set(shown["importances"]) <= {"optimizer.lr", "model.width"}
 
 
 def test_a_study_without_a_result_has_a_page(tmp_path: Path) -> None:
     section = SweepSection(space={"optimizer.lr": "log(1e-5, 1e-2)"}, sampler="random")
     study = Study(StudyFolder(tmp_path / "a"), section, RECIPE)
-    results.write_html(study)
+    assert sweep_on(study)["trials"] == []
     study.tell(study.ask().number, state="failed")
-    results.write_html(study)
-    assert "1 trial: 1 failed" in study.folder.report.read_text()
+    assert sweep_on(study)["counts"] == "1 failed"
 
 
-def test_a_metric_may_be_negative_and_choices_may_be_equal(tmp_path: Path) -> None:
-    section = SweepSection(space={"model.bias": [True, 1]}, sampler="grid")
+def test_choices_may_be_equal_and_of_any_type(tmp_path: Path) -> None:
+    section = SweepSection(space={"model.bias": [True, 1, None, [1, 2]]}, sampler="grid")
     study = Study(StudyFolder(tmp_path / "a"), section, RECIPE)
     for value in (-2.5, -2.4):
-        trial = study.ask()
-        study.tell(trial.number, value)
-    results.write_html(study)
-    chart = charts_in(study.folder.report.read_text())["model.bias"]
-    assert chart["x"]["names"] == ["True", "1"]
-    assert sorted(chart["series"][0]["points"]) == [[0.0, -2.5], [1.0, -2.4]]
+        study.tell(study.ask().number, value)
+    shown = sweep_on(study)
+    assert str(shown["space"][0]["choices"]) == "[True, 1, None, [1, 2]]"
+    assert {str(each["params"]["model.bias"]) for each in shown["trials"]} <= {"True", "1", "None", "[1, 2]"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from urllib.parse import urlencode
 import pytest
 
 from made_runs import make_run
-from paceline.watch.page_server import PageServer
+from paceline.watch.page_server import PageServer, WatchedRuns
 from served import serving
 from watched import run_folder
 
@@ -117,3 +118,39 @@ def test_an_address_for_other_machines_accepts_addresses_but_no_names(tmp_path: 
     with serving([], tmp_path, "0.0.0.0") as server:
         path = f"/api/runs?token={server.token}"
         assert get(server, path, Host="192.168.1.7:80")[0] == 200 and get(server, path, Host="evil.example")[0] == 403
+
+
+def test_images_texts_and_histograms(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    folder.media.write_text(json.dumps({"kind": "text", "name": "a", "step": 3, "text": "<b>"}) + "\n")
+    folder.images.mkdir()
+    folder.image("a/b", 3).write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    with serving([folder], tmp_path) as server:
+        run = identity(server, "run")
+        found = ask(server, "/api/media", id=run)
+        assert found["entries"] == [{"kind": "text", "name": "a", "step": 3, "text": "<b>", "clipped": False}]
+        assert "entries" not in ask(server, "/api/media", id=run, known=found["version"])
+        address = f"/api/image?{urlencode({'id': run, 'name': 'a/b', 'step': 3})}"
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.request("GET", address, headers={"Authorization": f"Bearer {server.token}"})
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b"\x89PNG\r\n\x1a\n\xff")
+        assert answer.headers["Content-Type"] == "image/png" and answer.headers["X-Content-Type-Options"] == "nosniff"
+        connection.close()
+        assert get(server, address)[0] == 403
+        for odd, status in {
+            "name=x&step=3": 404,
+            "name=a%2Fb&step=-1": 400,
+            "name=..%2F..%2Fx&step=3": 404,
+            "": 400,
+        }.items():
+            assert get(server, f"/api/image?id={run}&{odd}&token={server.token}")[0] == status
+
+
+def test_a_study_has_a_page_of_its_own(tmp_path: Path) -> None:
+    server = PageServer(WatchedRuns([], tmp_path, lambda: {"title": "mlp-sweep", "trials": []}))
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    assert ask(server, "/api/sweep")["title"] == "mlp-sweep"
+    thread.join()
+    server.server_close()

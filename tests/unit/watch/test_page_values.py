@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,3 +230,74 @@ def test_missing_logs_and_links(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "logs").symlink_to(folder.logs)
     assert log_lines(RunFolder(tmp_path / "other"), 3)["lines"] == []
+
+
+MEDIA: list[dict[str, Any]] = [
+    {"kind": "image", "name": "a/b", "step": 1, "width": 2, "height": 1, "file": "../../etc/passwd"},
+    {"kind": "text", "name": "sample", "step": 2, "text": "one\n  two\x1b[31m\u202e"},
+    {"kind": "histogram", "name": "w", "step": 2, "low": 0.0, "width": 1.0, "counts": [1, 2], "mean": None},
+    {"kind": "text", "name": "sample", "step": 2, "text": "again"},
+]
+
+
+def test_media_are_the_last_ones_of_a_name_and_step(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    assert page_values.media(folder) == {"version": "0.0"}
+    folder.media.write_text("".join(json.dumps(each) + "\n" for each in MEDIA) + '{"kind": "te')
+    found = page_values.media(folder)
+    assert [(each["kind"], each.get("text")) for each in found["entries"]] == [
+        ("image", None), ("text", "again"), ("histogram", None)
+    ]  # fmt: skip
+    assert page_values.media(folder, found["version"]) == {"version": found["version"]}
+    assert "passwd" not in str(found) and "mean" not in found["entries"][2]
+    with folder.media.open("w") as file:
+        json.dump(MEDIA[1], file)
+        file.write("\n")
+    assert page_values.media(folder, found["version"])["entries"][0]["text"] == "one\n  two"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "script"}, {"kind": ["text"]}, {"kind": None}, {"name": 3}, {"name": "a\u202eb"}, {"name": "x" * 81},
+        {"step": -1}, {"step": True}, {"step": 1.5}, {"step": 1 << 60}, {"step": None},
+        {"kind": "histogram", "counts": "many"},
+        {"kind": "histogram", "low": 0, "width": 1, "counts": [1, None]}, {"kind": "image", "width": "wide"},
+    ],
+)  # fmt: skip
+def test_odd_media_are_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = run_folder(tmp_path / "run")
+    folder.media.write_text(json.dumps({**MEDIA[1], **change}) + "\n" + json.dumps(MEDIA[3]) + "\n")
+    assert [each["text"] for each in page_values.media(folder)["entries"]] == ["again"]
+
+
+def test_a_histogram_without_its_places_is_left_out(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    folder.media.write_text(
+        json.dumps({"kind": "histogram", "name": "w", "step": 2, "counts": [1], "low": None}) + "\n"
+    )
+    assert page_values.media(folder)["entries"] == []
+
+
+PNG = b"\x89PNG\r\n\x1a\n, and so on"
+
+
+def test_an_image_is_a_png_file_in_the_folder_of_images(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    path = folder.image("../a", 3)
+    assert page_values.image_bytes(folder, "../a", 3) == b""
+    path.parent.mkdir()
+    path.write_bytes(PNG)
+    assert page_values.image_bytes(folder, "../a", 3) == PNG
+    path.write_text("<script>")
+    assert page_values.image_bytes(folder, "../a", 3) == b""
+    (tmp_path / "secret").write_bytes(PNG)
+    path.unlink()
+    path.symlink_to(tmp_path / "secret")
+    assert page_values.image_bytes(folder, "../a", 3) == b""
+    path.unlink()
+    folder.images.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / path.name).write_bytes(PNG)
+    folder.images.symlink_to(tmp_path / "elsewhere")
+    assert page_values.image_bytes(folder, "../a", 3) == b""

@@ -114,3 +114,17 @@ def test_values_cannot_end_their_element() -> None:
     assert page.count("<script>") == 1 and page.count("</script>") == 2
     values = re.search(r'id="values">(.*?)</script>', page, re.S)
     assert values is not None and json.loads(values[1]) == odd
+
+
+def test_images_are_part_of_a_report_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_folder(tmp_path / "run")
+    folder.images.mkdir()
+    with folder.media.open("w") as file:
+        for step in range(30):
+            folder.image("a", step).write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(200_000))
+            file.write(json.dumps({"kind": "image", "name": "a", "step": step, "width": 2, "height": 2}) + "\n")
+    report.write_report([folder], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    entries = embedded_values(text)["runs"][0]["media"]["entries"]
+    assert [each["step"] for each in entries] == list(range(15, 30)) and len(text) < 5 << 20
+    assert base64.b64decode(entries[0]["data"]).startswith(b"\x89PNG") and "img-src data:" in text

@@ -232,7 +232,8 @@ class Restorer:
             elif engine.config.init_from is not None:
                 self._initialize(engine.config.init_from)
         if folder is not None and engine.world.is_main:  # all records if there is no checkpoint
-            truncate_after(folder.metrics, engine.position.step)
+            for path in (folder.metrics, folder.media):
+                truncate_after(path, engine.position.step)
 
     def _initialize(self, source: str) -> None:
         """Load initial weights, and nothing else."""

@@ -101,7 +101,7 @@ class RunHandle:
         self.data: dict[str, Any] = {}  # settings that determine the samples of a step
         self.began_at = 0  # the first step of this call of train()
         self._contents: tuple[Config, Mapping[str, Derived]] | None = None  # of the folder, besides records and saves
-        self._sinks = Sinks()
+        self.sinks = Sinks()
 
     @property
     def checkpoints(self) -> Path | None:
@@ -134,20 +134,20 @@ class RunHandle:
 
     def open_sinks(self, config: Config) -> Sinks:
         """Open the destinations of this rank's records. A save flushes them first."""
-        self._sinks = factory.open_sinks(config, self.folder, self._world, self._recreate)
-        return self._sinks
+        self.sinks = factory.open_sinks(config, self.folder, self._world, self._recreate)
+        return self.sinks
 
     def before_save(self) -> None:
         """Whatever a resumed run continues from must be in the metrics file."""
         if self.folder is not None and self._contents is not None and not self.folder.config.exists():
             self._recreate()
-        self._sinks.flush()
+        self.sinks.flush()
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the metrics file has an evaluation after `step`. Collective."""
         folder, found = self.folder, True
         if folder is not None and self._world.is_main:
-            self._sinks.flush()
+            self.sinks.flush()
             found = any(record.get("evaluation") and record["step"] == step for record in jsonl.read(folder.metrics))
         return bool(collectives.broadcast_object(found))
 

@@ -87,22 +87,26 @@ class App {
     if (!this.view.shared) return;
     this.view.shared.smoothing = this.smoothing;
     this.view.shared.redraw();
-    for (const slider of this.body.querySelectorAll("input[type=range]")) slider.value = String(this.smoothing);
+    for (const slider of this.body.querySelectorAll('input[aria-label="smoothing"]')) slider.value = String(this.smoothing);
   }
 
   async start() {
-    if (this.source.values && this.source.values.sheet) return this.showSheet(this.source.values.sheet);
+    const { sheet, sweep } = this.source.values || {};
+    if (sheet) return this.showAlone(sheet.title, new SheetView(sheet));
+    if (sweep) return this.showAlone(sweep.title, new SweepView(null), sweep);
     await this.refreshRuns();
+    await this.refreshSweep();
     await this.route();
     if (this.source.live) this.poll();
   }
 
-  showSheet(sheet) {
-    document.title = `${sheet.title} – paceline`;
-    setText(this.title, sheet.title);
-    this.view = new SheetView(sheet);
-    fill(this.body, this.view.element);
-    this.view.update();
+  showAlone(title, view, values) {
+    document.title = `${title} – paceline`;
+    setText(this.title, title);
+    this.view = view;
+    fill(this.body, view.element);
+    if (values) view.set(values);
+    view.update();
   }
 
   async refreshRuns() {
@@ -115,6 +119,9 @@ class App {
     this.chosen = found.chosen || [];
   }
 
+  // Without Optuna, a study is a list of trials.
+  async refreshSweep() { this.sweep = this.source.live ? await this.source.sweep().catch(() => ({})) : {}; }
+
   // #run=ID, #compare=ID,ID or #list…
   async route() {
     const address = new URLSearchParams(location.hash.slice(1));
@@ -123,7 +130,10 @@ class App {
     if (!location.hash.slice(1) && this.chosen.length) ids = this.chosen;
     if (address.has("list")) this.listAddress = location.hash;
     this.view = null;
-    if (!ids.length) this.view = new ListView(this);
+    if (!ids.length && this.sweep.trials && !address.has("list")) {
+      this.view = new SweepView(this);
+      this.view.set(this.sweep);
+    } else if (!ids.length) this.view = new ListView(this);
     else {
       const runs = ids.map((id) => this.runOf(id));
       await Promise.all(runs.map((run) => this.refresh(run)));
@@ -131,10 +141,16 @@ class App {
     }
     this.shown = ids;
     fill(this.body, this.view.element);
-    fill(this.nav, this.source.live && ids.length > 0 && h("a", { href: this.listAddress }, "Runs"), [...this.body.querySelectorAll(".part")].map((part) => h("a", { href: location.hash, onclick: (event) => { event.preventDefault(); part.scrollIntoView({ behavior: "smooth" }); } }, part.querySelector("h2").textContent)));
+    this.showParts();
     this.show();
     scrollTo(0, 0);
     this.refreshRanks(this.view);
+  }
+
+  // Links to the parts of the page.
+  showParts() {
+    const isSweep = this.view instanceof SweepView;
+    fill(this.nav, this.sweep.trials && !isSweep && h("a", { href: "#sweep" }, "Sweep"), this.source.live && (this.shown.length > 0 || isSweep) && h("a", { href: this.listAddress }, "Runs"), [...this.body.querySelectorAll(".part")].map((part) => h("a", { href: location.hash, onclick: (event) => { event.preventDefault(); part.scrollIntoView({ behavior: "smooth" }); } }, part.querySelector("h2").textContent)));
   }
 
   runOf(id) {
@@ -165,9 +181,11 @@ class App {
     if (!(view instanceof RunView) || view.isAsking) return;
     view.isAsking = true;
     try {
-      const found = await this.source.ranks(view.run.id, view.run.ranks && view.run.ranks.version);
-      if (!found.rows) return; // nothing new
-      view.run.ranks = found;
+      const { id, ranks, media } = view.run;
+      const [newRanks, newMedia] = await Promise.all([this.source.ranks(id, ranks && ranks.version), this.source.media(id, media && media.version)]);
+      if (!newRanks.rows && !newMedia.entries) return;
+      if (newRanks.rows) view.run.ranks = newRanks;
+      if (newMedia.entries) view.run.media = newMedia;
       if (view === this.view) view.update();
     } catch { // the next question about the run says what is wrong
     } finally {
@@ -177,7 +195,7 @@ class App {
 
   show() {
     const heads = this.shown.map((id) => this.runOf(id).head);
-    setText(this.title, heads.length === 1 ? heads[0].name : heads.length ? `${heads.length} runs` : "");
+    setText(this.title, heads.length === 1 ? heads[0].name : heads.length ? `${heads.length} runs` : this.view instanceof SweepView ? this.sweep.title : "");
     fill(this.pill, heads.length === 1 ? statePill(heads[0]) : null);
     document.title = heads.length === 1 ? `${SIGNS[heads[0].state]} ${heads[0].name} – paceline` : heads.length ? `${heads.length} runs – paceline` : "paceline";
     const last = Math.max(...heads.map((head) => head.updated), 0);
@@ -197,6 +215,10 @@ class App {
         if (!shown.length) await this.refreshRuns();
         for (const id of shown) await this.refresh(this.runOf(id));
         if (shown !== this.shown) continue;
+        if (this.view instanceof SweepView && this.round % RANKS_EVERY === 0) {
+          await this.refreshSweep();
+          if (this.sweep.trials) this.view.set(this.sweep);
+        }
         this.show();
         if (this.round % RANKS_EVERY === 0) this.refreshRanks(this.view);
         if (this.round % 2 === 0 && this.view.log) this.view.log.follow();

@@ -1,8 +1,8 @@
 // A line chart on a canvas.
 
 class Chart {
-  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, note?, dots?, scattered?, dashed?, unnamed?,
-  // turn?}. `turn`: [number, count] of curves that lie over each other; each is drawn in dashes of its own.
+  // `unit`: a function that formats values. Series: {label, color, curve: {x, y, lo?, hi?}, note?, dots?, scattered?, dashed?, faint?,
+  // unnamed?, turn?}. `turn`: [number, count] of curves that lie over each other; each is drawn in dashes of its own.
   constructor(shared, { title, unit = format.number, smoothed = false, zero = false, wide = false, note = "" }) {
     Object.assign(this, { shared, title, unit, smoothed, zero, wide });
     this.series = [];
@@ -117,7 +117,8 @@ class Chart {
     context.beginPath();
     context.rect(LEFT, TOP - 4, width - LEFT - RIGHT, height - TOP - BOTTOM + 8);
     context.clip();
-    this.series.forEach((each, number) => this.line(context, each, number, ...visible[number], palette));
+    const order = this.series.map((_, number) => number).sort((a, b) => Boolean(this.series[b].faint) - Boolean(this.series[a].faint));
+    for (const number of order) this.line(context, this.series[number], number, ...visible[number], palette);
     context.restore();
     this.drawCursor();
   }
@@ -280,7 +281,7 @@ class Chart {
     context.setLineDash([]);
     for (const each of this.series) {
       const at = this.valueAt(each, cursor);
-      if (!at || at.y === null) continue;
+      if (!at || at.y === null || each.faint) continue;
       context.fillStyle = each.color;
       context.beginPath();
       context.arc(this.atX(at.x), this.atY(at.y), 3.5, 0, 7);
@@ -293,6 +294,7 @@ class Chart {
     this.tip.hidden = !this.hovered;
     if (!this.hovered) return;
     const rows = this.series.map((each) => {
+      if (each.faint) return null;
       const at = this.valueAt(each, cursor);
       if (!at) return null;
       const swatch = h("i", {});

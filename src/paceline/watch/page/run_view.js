@@ -73,7 +73,8 @@ class RunView {
     this.grids = { training: h("div", { class: "grid" }), speed: h("div", { class: "grid" }), ranks: h("div", { class: "grid" }), time: h("div", { class: "grid" }), about: h("div", { class: "grid" }), logs: h("div", { class: "grid" }) };
     const titles = { training: "Training", speed: "Speed", ranks: "Ranks", time: "Time", about: "Recipe and checkpoints", logs: "Logs" };
     this.sections = Object.entries(titles).map(([name, title]) => h("section", { id: name, class: "part" }, h("h2", {}, title), this.grids[name]));
-    this.element = h("main", {}, this.banner, this.tiles, this.progress, this.app.controls(this), this.sections);
+    this.media = new MediaView(app.source, run);
+    this.element = h("main", {}, this.banner, this.tiles, this.progress, this.app.controls(this), this.sections.slice(0, 1), this.media.element, this.sections.slice(1));
     this.log = new LogCard(app.source, run);
     fill(this.grids.ranks, this.layout = h("div", { class: "wide" }), this.heatmap.element);
     fill(this.grids.time, this.time = h("div", { class: "wide" }), this.eventLine.element);
@@ -96,6 +97,10 @@ class RunView {
       this.heatmap.set(ranks);
       this.histogram.set(ranks.step_times);
       this.log.setRanks(about ? about.logs : []);
+    }
+    if (this.run.media && this.run.media !== this.shownMedia) {
+      this.shownMedia = this.run.media;
+      if (this.media.set(this.run.media)) this.app.showParts();
     }
   }
 
@@ -195,7 +200,7 @@ class RunView {
 
   redraw() {
     this.shared.redraw();
-    for (const figure of [this.heatmap, this.histogram, this.eventLine]) figure.draw();
+    for (const figure of [this.heatmap, this.histogram, this.eventLine, this.media]) figure.draw();
   }
 
   // After a change of the theme.
