@@ -227,12 +227,10 @@ def _is_count(node: Any) -> bool:
         node = inner[0] if len(inner) == 1 else "several"
     if node is None:
         return True
-    return type(node).__name__ in ("SumBackward0", "MeanBackward0") and _is_recorded(node.next_functions[0][0])
-
-
-def _is_recorded(node: Any) -> bool:
-    """Whether this is where a `LossGraph` began."""
-    return type(node).__name__ == "AccumulateGrad" and hasattr(node.variable, _START)
+    if type(node).__name__ not in ("SumBackward0", "MeanBackward0"):
+        return False
+    inner = node.next_functions[0][0]
+    return type(inner).__name__ == "AccumulateGrad" and hasattr(inner.variable, _START)  # where a `LossGraph` began
 
 
 def _selects_before(node: Any) -> bool:
