@@ -278,9 +278,8 @@ def _check(request: ManifestOptions) -> None:
         _require("variable name", _VARIABLE, name, "use letters, digits and _")
         _require_text(f"variable {name}", value)
         if name == TOKEN or name.startswith("PET_"):
-            raise invalid(
-                f"{name} cannot be set in a manifest.", "the token is read from a Secret; the runtime sets PET_*"
-            )
+            fix = "the token is read from a Secret; the runtime sets PET_*"
+            raise invalid(f"{name} cannot be set in a manifest.", fix)
     for argument in request.arguments:
         _require_text("argument", argument)
     _check_numbers(request)
