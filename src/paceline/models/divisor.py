@@ -99,10 +99,9 @@ class Proportions:
         self._added += 1
         waits = isinstance(self._changed, Tensor) and self._changed.device.type != "cpu"  # for the device
         if self.is_listening and (not waits or self._added % _INTERVAL == 0) and self._changed:
-            self.say(
-                f"The loss adds up {len(divisors)} means, which were divided by {', '.join(map(_shown, divisors))}, in "
-                "another proportion than before."
-            )
+            shown = ", ".join(f"{float(divisor):g}" for divisor in divisors)
+            means_of_loss = f"{len(divisors)} means, which were divided by {shown}"
+            self.say(f"The loss adds up {means_of_loss}, in another proportion than before.")
 
     @property
     def is_listening(self) -> bool:
@@ -118,10 +117,6 @@ class Proportions:
         ).text()
         if self.warn is not None:
             self.warn(self.said)
-
-
-def _shown(number: Tensor | float) -> str:
-    return f"{float(number):g}"
 
 
 def weighted_mean(mean: Tensor, samples: int, *, divides: bool | None) -> tuple[Tensor, Tensor | float]:
