@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from paceline.doctor import limits
 from paceline.doctor.finding import ORDER, Finding, Status, graded
-from paceline.text import plural
+from paceline.text import plural, shorten
 
 _CHECK = "environment"
 _SHOWN = 100  # characters of a value
@@ -101,8 +101,7 @@ def _finding(rule: VariableRule, names: list[str], facts: VariableFacts) -> Find
 
 
 def _short(value: str) -> str:
-    text = value if value.isprintable() else repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return shorten(value if value.isprintable() else repr(value), _SHOWN)
 
 
 def _assess(rule: VariableRule, names: list[str], facts: VariableFacts) -> Assessment:
