@@ -144,8 +144,7 @@ def _partition(blocks: list[Named], sizes: list[int], devices: int, balance: lis
         )
     if balance is None:
         return balanced_partition(sizes, devices)
-    codes = ("no-such-layer", "split-balance")
-    return parse_balance(balance, [name for name, _ in blocks], devices, "split.balance", codes=codes)
+    return parse_balance(balance, [name for name, _ in blocks], devices, is_pipeline=False)
 
 
 def _colocate_tied(places: list[Place]) -> list[Place]:

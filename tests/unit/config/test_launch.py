@@ -46,7 +46,7 @@ def test_ranks_to_show() -> None:
 def test_what_to_do_about_a_hang() -> None:
     recipe = Config.from_dict({"launch": {"on_hang": "restart"}})
     assert LaunchSpec.resolve(recipe, {}).on_hang == "restart" and LaunchSpec().on_hang == "report"
-    assert LaunchSpec.from_json(LaunchSpec.resolve(recipe, {"on_hang": "stop"}).to_json()).on_hang == "stop"
+    assert LaunchSpec.from_json(asdict(LaunchSpec.resolve(recipe, {"on_hang": "stop"}))).on_hang == "stop"
     with pytest.raises(LaunchError, match=r"launch\.bad-options.*--on-hang 'ignore'"):
         LaunchSpec.resolve(None, {"on_hang": "ignore"})
     with pytest.raises(ConfigError, match="on_hang"):

@@ -134,8 +134,7 @@ def partition_model(model: nn.Module, settings: PipelineSection, ranks: int) -> 
     sequence, count = layer_sequence(model), ranks * stages_per_rank(settings)
     layers = sequence.layers(model, sequence.keys)
     if settings.balance is not None:
-        codes = ("balance", "balance")
-        lengths = parse_balance(settings.balance, sequence.names, count, "pipeline.balance", codes=codes)
+        lengths = parse_balance(settings.balance, sequence.names, count, is_pipeline=True)
         units = [1] * len(layers)
     else:
         units = _units(layers)
