@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 Stream = Literal["stdout", "stderr"]
@@ -40,6 +41,18 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         if self.on_warning is not None:
             self.on_warning(str(msg))
         super().warning(msg, *args, **{"stacklevel": 2, **kwargs})  # the record names our caller
+
+
+@contextmanager
+def at_level(name: str, level: int) -> Iterator[None]:
+    """Another level for the logger of that name."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def rank_log(rank: int, *, quiet: bool = False) -> Log:

@@ -67,6 +67,11 @@ def format_clock(seconds: int) -> str:
     return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
 
 
+def shorten(text: str, most: int) -> str:
+    """The beginning of a text that has more than so many characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def plural(number: int, thing: str) -> str:
     """`1 rank`, `2 ranks`"""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

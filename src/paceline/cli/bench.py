@@ -14,8 +14,8 @@ import secrets
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -245,7 +245,11 @@ def _measure_all(
 def _spec(config: Config, launch_options: Mapping[str, Any]) -> LaunchSpec:
     """Submits the whole command, if it is to run in a SLURM job."""
     spec = LaunchSpec.resolve(config, {**launch_options, "default_cpu_ranks": workloads.DEFAULT_CPU_RANKS})
-    submit_if_requested(spec)
+    if spec.slurm and read_allocation(os.environ) is None:  # the job runs the command, whose output is followed here
+        from paceline.launcher.dispatch import dispatch
+        from paceline.launcher.workload import Workload
+
+        raise SystemExit(dispatch(Workload(lambda: None), spec, sys.argv[1:]))
     return spec
 
 
@@ -318,7 +322,9 @@ def measure_recipe(config: Config, steps: int, spec: LaunchSpec, *, predicts: bo
     # One thread per rank, unless the user has chosen: the same on any number of them.
     env = {_THREADS: os.environ.get(_THREADS, "1"), **spec.env}
     try:
-        with _quiet(spec):
+        # On one node, hide how many ranks start: a benchmark says so itself.
+        here = not any((spec.hosts, spec.ray, spec.slurm, spec.nodes, spec.master))
+        with log.at_level("paceline", logging.WARNING) if here else nullcontext():
             status = dispatch(workload, replace(spec, run=None, env=env), sys.argv[1:])
         if status > 128:
             raise SystemExit(status)  # interrupted
@@ -334,25 +340,3 @@ def measure_recipe(config: Config, steps: int, spec: LaunchSpec, *, predicts: bo
         ) from None
     finally:
         result.unlink(missing_ok=True)
-
-
-def submit_if_requested(spec: LaunchSpec) -> None:
-    """A SLURM job that does not run yet runs the whole command, whose output is followed here."""
-    from paceline.launcher.dispatch import dispatch
-    from paceline.launcher.workload import Workload
-
-    if spec.slurm and read_allocation(os.environ) is None:
-        raise SystemExit(dispatch(Workload(lambda: None), spec, sys.argv[1:]))
-
-
-@contextmanager
-def _quiet(spec: LaunchSpec) -> Iterator[None]:
-    """On one node, hide how many ranks start: a benchmark says so itself."""
-    logger = logging.getLogger("paceline")
-    level = logger.level
-    if not any((spec.hosts, spec.ray, spec.slurm, spec.nodes, spec.master)):
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -15,7 +15,7 @@ import typer
 from paceline.cli.options import Json, examples
 from paceline.errors import CheckpointError
 from paceline.run.folder import BEST, ROOT, checkpoint_folders, short
-from paceline.text import columns, format_age, format_bytes, plural
+from paceline.text import columns, format_age, format_bytes, plural, shorten
 
 if TYPE_CHECKING:
     from paceline.checkpoint.directory import Found
@@ -80,7 +80,7 @@ def inspect(
         "metadata": json.dumps(manifest.metadata),
     }
     width = max(map(len, facts))
-    shown = facts if everything else {key: _clip(text, _COLUMNS - width - 2) for key, text in facts.items()}
+    shown = facts if everything else {key: shorten(text, _COLUMNS - width - 2) for key, text in facts.items()}
     print(columns(list(shown.items())), end="\n\n")
     if not everything:
         print(columns([("part", "tensors", "values", "dtype", "size"), *_groups(tensors)]))
@@ -251,11 +251,7 @@ def _group(name: str, entries: list[dict[str, Any]]) -> tuple[str, ...]:
     values = sum(prod(entry["shape"]) for entry in entries)
     dtypes = sorted({entry["dtype"] for entry in entries})
     size = format_bytes(sum(entry["bytes"] for entry in entries))
-    return (_clip(name, 36), str(len(entries)), f"{values:,}", _clip(", ".join(dtypes), 12), size)
-
-
-def _clip(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    return (shorten(name, 36), str(len(entries)), f"{values:,}", shorten(", ".join(dtypes), 12), size)
 
 
 def _reason(error: CheckpointError) -> str:

@@ -66,12 +66,9 @@ def _this_machine(config: Config | None, spec: LaunchSpec) -> list[Finding]:
     from paceline.doctor.machine import check_machine, check_training
 
     gpu_facts = gpus.read()
-    machine = check_machine(gpu_facts, ranks=spec.ranks, folder=_run_folder(config), port=spec.port)
+    folder = Path(config.run).parent if config is not None and isinstance(config.run, str) else Path("runs")
+    machine = check_machine(gpu_facts, ranks=spec.ranks, folder=folder, port=spec.port)
     return [*machine, *check_training(gpu_facts, config, spec.ranks)]
-
-
-def _run_folder(config: Config | None) -> Path:
-    return Path(config.run).parent if config is not None and isinstance(config.run, str) else Path("runs")
 
 
 def _several_nodes(config: Config | None, spec: LaunchSpec, *, json: bool) -> int:

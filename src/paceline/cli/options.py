@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.config.foreign_names import find_hint
-from paceline.config.launch import LaunchSpec, Option, options_of
+from paceline.config.launch import LaunchSpec, options_of
 from paceline.errors import LaunchError
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
@@ -71,24 +71,14 @@ def launch_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:
 
 
 def _parameters(without: Collection[str]) -> list[inspect.Parameter]:
-    return [
-        inspect.Parameter(
-            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_annotation(option, kind, without)
-        )
-        for name, (option, kind) in options_of(LaunchSpec).items()
-        if not set(option.flags) <= set(without)
-    ]
-
-
-def _annotation(option: Option, kind: Any, without: Collection[str]) -> Any:
-    made = typer.Option(
-        *(flag for flag in option.flags if flag not in without),
-        help=option.help,
-        metavar=option.metavar,
-        min=option.ge,
-        rich_help_panel=option.panel,
-    )
-    return Annotated[(str if option.parse else kind) | None, made]
+    found = []
+    for name, (option, kind) in options_of(LaunchSpec).items():
+        if flags := [flag for flag in option.flags if flag not in without]:
+            details: dict[str, Any] = {"metavar": option.metavar, "min": option.ge, "rich_help_panel": option.panel}
+            made = typer.Option(*flags, help=option.help, **details)
+            either, value = inspect.Parameter.POSITIONAL_OR_KEYWORD, str if option.parse else kind
+            found.append(inspect.Parameter(name, either, default=None, annotation=Annotated[value | None, made]))
+    return found
 
 
 Env = Annotated[

@@ -5,17 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from paceline.cli import options, workloads
 from paceline.config.launch import LaunchSpec
-
-if TYPE_CHECKING:
-    from paceline.config.recipe import Config
-    from paceline.config.sections import SweepSection
 
 _option = partial(typer.Option, rich_help_panel="Search")
 EXAMPLES = options.examples(
@@ -82,7 +78,7 @@ def run(
     plain, space = split_overrides(arguments or [])
     plain += [f"sweep.{key}={value}" for key, value in given.items() if value is not None]
     config, recipe = workloads.read_recipe(plain, launch_options["ranks"])
-    section = with_space(config, space)
+    section = config.sweep.model_copy(update={"space": {**config.sweep.space, **space}})
     spec = LaunchSpec.resolve(config, {**launch_options, "ranks": workloads.ranks_of(config) or 1})
     study = recipe_trials.open_recipe_study(config, section, name or f"{recipe}-sweep", spec.ranks or 1)
     status = recipe_trials.run_recipe_sweep(study, replace(spec, run=None, tee=()))
@@ -90,11 +86,6 @@ def run(
         raise SystemExit(status)
     _show(study, html=False)
     study.require_success()
-
-
-def with_space(config: Config, space: dict[str, str]) -> SweepSection:
-    """The search of a recipe, with keys from the command line in place of its own."""
-    return config.sweep.model_copy(update={"space": {**config.sweep.space, **space}})
 
 
 @app.command("show", epilog=options.examples("sweep show mlp-sweep", "sweep show runs/mlp-sweep --html"))

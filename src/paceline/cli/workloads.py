@@ -14,6 +14,7 @@ import typer
 from paceline import log
 from paceline.config.launch import LaunchSpec, options_of
 from paceline.errors import ConfigError, LaunchError
+from paceline.text import shorten
 
 if TYPE_CHECKING:
     from paceline.config.recipe import Config
@@ -241,10 +242,9 @@ def table(keys: list[RecipeKey]) -> str:
         if own != section:
             lines += ["", f"{own}:"] if own else []
             section = own
-        kind = key.kind if len(key.kind) <= _VALUES else f"{key.kind[: _VALUES - 1]}…"
         shown = f"{'  ' if own else ''}{name}"
         default = f" = {key.default}" if key.default and key.default != "null" else ""
-        lines += [f"{shown:<24} {kind}{default}", f"{'':<24}   {key.help}"]
+        lines += [f"{shown:<24} {shorten(key.kind, _VALUES)}{default}", f"{'':<24}   {key.help}"]
     return "\n".join(lines)
 
 

@@ -236,14 +236,11 @@ def inherited_options(
         now = merged.get(key)
         if not isinstance(before, Mapping) or not isinstance(now, Mapping) or before.get("name") == now.get("name"):
             continue
-        own = {each.split(".")[1] for each, place in origins.items() if _is_override(key, each, place)}
+        overridden = (each.split(".") for each, place in origins.items() if place.startswith("override "))
+        own = {parts[1] for parts in overridden if parts[0] == key and len(parts) > 1}
         if "name" in own:
             found[key] = [option for option in before if option in now and option not in own]
     return {key: options for key, options in found.items() if options}
-
-
-def _is_override(section: str, key: str, place: str) -> bool:
-    return key.startswith(f"{section}.") and place.startswith("override ")
 
 
 def parse_value(text: str, place: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
@@ -225,9 +225,6 @@ class LaunchSpec(LaunchOptions):
         parsers = {name: option.parse for name, (option, _) in options_of(LaunchSpec).items() if option.parse}
         parsed = {name: parsers[name](values[name]) for name in parsers if values.get(name) is not None}
         return cls(**{**values, **parsed})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def node_range(self) -> NodeRange:

@@ -87,17 +87,13 @@ Recompute = Annotated[str, AfterValidator(_known_recompute)]
 Env = dict[str, Annotated[str, BeforeValidator(_number_as_text)]]
 
 
-def _title(section: type) -> str:
-    """The title in the JSON schema: `Optimizer` for `OptimizerSection`."""
-    return section.__name__.removesuffix("Section")
-
-
 class Section(BaseModel):
     """Frozen, strict (strings are not converted to numbers) and closed (unknown keys are errors)."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, model_title_generator=_title
-    )
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False,
+        model_title_generator=lambda section: section.__name__.removesuffix("Section"),  # in the JSON schema
+    )  # fmt: skip
 
 
 class NamedSection(Section):

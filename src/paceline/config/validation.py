@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from paceline.config.foreign_names import find_hint, suggest, suggest_value
 from paceline.errors import ConfigError, did_you_mean
+from paceline.text import shorten
 
 KEYWORDS = "Trainer's keywords"  # the origin of settings that are not part of a recipe
 _SHOWN = 20  # findings
@@ -71,8 +72,7 @@ def _describe(finding: ErrorDetails, place: str, schema: type[BaseModel]) -> tup
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+    return shorten(repr(value), _WIDTH)
 
 
 def _is_key(part: Any, location: tuple[Any, ...]) -> TypeGuard[str]:

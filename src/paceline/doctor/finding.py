@@ -34,6 +34,11 @@ def graded(check: str, status: Status, what: str, why: str, fix: str) -> Finding
     return Finding(check, status, what) if status == "ok" else Finding(check, status, what, why, fix)
 
 
+def level_of(value: float, fail: float, warn: float) -> Status:
+    """Of a number that fails below `fail`, and is a warning below `warn`."""
+    return "fail" if value < fail else "warn" if value < warn else "ok"
+
+
 def worst(findings: Iterable[Finding]) -> Status:
     return max((finding.status for finding in findings), key=ORDER.index, default="ok")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.config.launch import DEFAULT_PORT
-from paceline.doctor.finding import Finding
+from paceline.doctor.finding import Finding, graded
 from paceline.doctor.limits import text_of
 from paceline.errors import LaunchError
 from paceline.runtime.network import LOOPBACK, address_of, interface_of, is_loopback, is_running, listen, mtu_of
@@ -130,22 +130,20 @@ def _listeners(root: Path) -> dict[int, str]:
 
 def check(facts: InterfaceFacts, *, port: int | None, several_hosts: bool) -> list[Finding]:
     """`port`: of the coordinator; None: the default."""
-    loopback = Finding("loopback", "ok", f"{LOOPBACK} accepts connections")
-    if facts.loopback_error:
-        why, fix = "ranks on this machine cannot connect to each other", "sudo ip link set lo up"
-        loopback = Finding("loopback", "fail", facts.loopback_error, why, fix)
+    what, why = facts.loopback_error, "ranks on this machine cannot connect to each other"
+    loopback = graded(
+        "loopback", "fail" if what else "ok", what or f"{LOOPBACK} accepts connections", why, "sudo ip link set lo up"
+    )
     low, high = facts.ephemeral
-    ephemeral = Finding("ephemeral ports", "ok", f"{low} to {high}")
-    if high - low + 1 < _FEW_PORTS:
-        why = "each connection between ranks takes one; without a free one, ranks cannot connect"
-        fix = "sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-        ephemeral = Finding("ephemeral ports", "warn", f"only {low} to {high}", why, fix)
+    are_few = high - low + 1 < _FEW_PORTS
+    why = "each connection between ranks takes one; without a free one, ranks cannot connect"
+    fix = "sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     return [
         loopback,
         _interface(facts) if several_hosts else Finding("network interface", "ok", "lo: ranks are on one machine"),
         _host_name(facts, several_hosts),
         _port(facts.listeners, port, several_hosts),
-        ephemeral,
+        graded("ephemeral ports", "warn" if are_few else "ok", f"{'only ' * are_few}{low} to {high}", why, fix),
     ]
 
 
@@ -259,8 +257,8 @@ def check_fabric(facts: FabricFacts, gpus: int, several_hosts: bool) -> list[Fin
     findings = [_states("InfiniBand" if infiniband else "RoCE", ports, active, several_hosts)]
     if gpus and active:
         why, fix = "data between nodes is copied through host memory", "sudo modprobe nvidia_peermem"
-        missing = Finding("GPUDirect RDMA", "warn", "not available: nvidia_peermem is not loaded", why, fix)
-        findings.append(Finding("GPUDirect RDMA", "ok", facts.peer_memory) if facts.peer_memory else missing)
+        what = facts.peer_memory or "not available: nvidia_peermem is not loaded"
+        findings.append(graded("GPUDirect RDMA", "ok" if facts.peer_memory else "warn", what, why, fix))
     return findings
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from paceline.doctor.finding import Finding, Status, graded
+from paceline.doctor.finding import Finding, graded, level_of
 from paceline.text import format_bytes, plural
 
 _MIB, _GIB = 2**20, 2**30
@@ -208,10 +208,6 @@ def _kernel_is_synchronized() -> bool | None:
     return None if answer < 0 else answer != _TIME_ERROR
 
 
-def _level(value: float, fail: float, warn: float) -> Status:
-    return "fail" if value < fail else "warn" if value < warn else "ok"
-
-
 def _size(size: float) -> str:
     return "unlimited" if size == math.inf else format_bytes(size)
 
@@ -228,7 +224,7 @@ def _judge_shared_memory(facts: LimitFacts) -> Finding:
     what = f"/dev/shm: {_size(size)}, {_size(free)} free"
     left_over = "when no job is running, delete what killed jobs left: rm /dev/shm/torch_* /dev/shm/nccl-*"
     fix = _SHM_FIX if size < _SHM_WARN else left_over
-    return graded("shared memory", _level(free, _SHM_FAIL + 1, _SHM_WARN), what, why, fix)
+    return graded("shared memory", level_of(free, _SHM_FAIL + 1, _SHM_WARN), what, why, fix)
 
 
 def _judge_open_files(facts: LimitFacts) -> Finding:
@@ -246,14 +242,14 @@ def _judge_locked_memory(facts: LimitFacts, has_infiniband: bool) -> Finding:
     if not has_infiniband:
         return Finding("locked memory", "ok", f"{what}; only InfiniBand needs more")
     why = 'NCCL cannot register its buffers with the InfiniBand adapter: "ibv_reg_mr failed: Cannot allocate memory"'
-    return graded("locked memory", _level(facts.locked_memory, _LOCKED, 0), what, why, _LOCKED_FIX)
+    return graded("locked memory", level_of(facts.locked_memory, _LOCKED, 0), what, why, _LOCKED_FIX)
 
 
 def _judge_threads(facts: LimitFacts, ranks: int) -> Finding:
     what = f"can still be started: {_count(facts.threads)}"
     why = f'{plural(ranks, "rank")} with loader workers may need {ranks * _THREADS_WARN}: "can\'t start new thread"'
     fix = "ulimit -u unlimited; docker run --pids-limit=-1; in Kubernetes, podPidsLimit of the kubelet"
-    return graded("threads", _level(facts.threads, ranks * _THREADS_FAIL, ranks * _THREADS_WARN), what, why, fix)
+    return graded("threads", level_of(facts.threads, ranks * _THREADS_FAIL, ranks * _THREADS_WARN), what, why, fix)
 
 
 def _judge_memory(facts: LimitFacts, ranks: int) -> Finding:
@@ -262,7 +258,7 @@ def _judge_memory(facts: LimitFacts, ranks: int) -> Finding:
     if facts.memory_limit < math.inf:
         what += f" (limit of the cgroup: {_size(facts.memory_limit)})"
         fix = "raise the limit: docker run --memory, resources.limits.memory in Kubernetes, sbatch --mem"
-    return graded("memory", _level(facts.memory, ranks * _MEMORY_FAIL, ranks * _MEMORY_WARN), what, why, fix)
+    return graded("memory", level_of(facts.memory, ranks * _MEMORY_FAIL, ranks * _MEMORY_WARN), what, why, fix)
 
 
 def _judge_cores(facts: LimitFacts, ranks: int) -> Finding:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline import __version__
 from paceline.doctor import gpus as nvidia
-from paceline.doctor.finding import Finding
+from paceline.doctor.finding import Finding, graded
 from paceline.doctor.gpus import Gpu
 from paceline.runtime.processes import call_in_child
 
@@ -99,10 +99,8 @@ def _first(pattern: str, text: str) -> str:
 
 def check(gpus: Sequence[Gpu], facts: SoftwareFacts | None = None) -> list[Finding]:
     facts = facts or read()
-    python = Finding("Python", "ok", facts.python)
-    if _version(facts.python) < _PYTHON:
-        fix = "create an environment with Python 3.11"
-        python = Finding("Python", "fail", facts.python, "paceline requires 3.11", fix)
+    fix, is_old = "create an environment with Python 3.11", _version(facts.python) < _PYTHON
+    python = graded("Python", "fail" if is_old else "ok", facts.python, "paceline requires 3.11", fix)
     findings = [python, Finding("paceline", "ok", __version__), _torch(facts, gpus)]
     if gpus or facts.driver or facts.nvml:
         findings.append(_driver(facts, gpus))

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.doctor.finding import Finding, Status, graded
+from paceline.doctor.finding import Finding, graded, level_of
 from paceline.text import format_bytes
 
 _GIB = 2**30
@@ -175,7 +175,7 @@ def _judge_filesystem(facts: StorageFacts) -> Finding:
 def _judge_space(facts: StorageFacts) -> Finding:
     why = "a run needs space for 3 checkpoints: the one being written, the newest and the best"
     fix = f"delete what is not needed (du -xsh {facts.home}/*), or {_ELSEWHERE}"
-    status: Status = "fail" if facts.free < _SPACE_FAIL else "warn" if facts.free < _SPACE_WARN else "ok"
+    status = level_of(facts.free, _SPACE_FAIL, _SPACE_WARN)
     return graded("disk space", status, f"{format_bytes(facts.free)} free", why, fix)
 
 
@@ -184,8 +184,7 @@ def _judge_inodes(facts: StorageFacts) -> Finding:
         return Finding("inodes", "ok", "no limit")
     why = 'a file needs one: "No space left on device", although df shows free space'
     fix = f"delete small files: du --inodes -x {facts.home} | sort -n | tail"
-    status: Status = "fail" if facts.inodes < _INODES_FAIL else "warn" if facts.inodes < _INODES_WARN else "ok"
-    return graded("inodes", status, f"{facts.inodes} free", why, fix)
+    return graded("inodes", level_of(facts.inodes, _INODES_FAIL, _INODES_WARN), f"{facts.inodes} free", why, fix)
 
 
 def _judge_speed(facts: StorageFacts) -> Finding:

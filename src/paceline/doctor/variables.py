@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.doctor import limits
-from paceline.doctor.finding import ORDER, Finding, Status
-from paceline.text import plural
+from paceline.doctor.finding import ORDER, Finding, Status, graded
+from paceline.text import plural, shorten
 
 _CHECK = "environment"
 _SHOWN = 100  # characters of a value
@@ -97,14 +97,11 @@ def _finding(rule: VariableRule, names: list[str], facts: VariableFacts) -> Find
     status, seen, why, fix = _assess(rule, names, facts)
     shown = names if rule.hidden else [f"{name}={_short(facts.environment[name])}" for name in names]
     what = f"{', '.join(shown)}: {seen or rule.does}"
-    if status == "ok":
-        return Finding(_CHECK, status, what)
-    return Finding(_CHECK, status, what, why or rule.why, (fix or rule.fix).replace("{names}", " ".join(names)))
+    return graded(_CHECK, status, what, why or rule.why, (fix or rule.fix).replace("{names}", " ".join(names)))
 
 
 def _short(value: str) -> str:
-    text = value if value.isprintable() else repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return shorten(value if value.isprintable() else repr(value), _SHOWN)
 
 
 def _assess(rule: VariableRule, names: list[str], facts: VariableFacts) -> Assessment:

@@ -110,7 +110,7 @@ def reject_launch_on_rank(what: str) -> None:
 
 def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) -> tuple[int, str]:
     """The number of ranks and the reason. `on_cpu` is the default without GPUs."""
-    gpus = _gpus(device)
+    gpus = usable_gpus(device)
     if asked is not None:
         if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
             raise LaunchError("bad-number", f"Invalid number of ranks: {asked!r}.", fix="use a positive integer")
@@ -129,7 +129,7 @@ def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) ->
     return on_cpu, where
 
 
-def _gpus(device: str | int | None) -> list[str]:
+def usable_gpus(device: str | int | None) -> list[str]:
     """The GPUs that ranks may use; none if the CPU was requested. Does not initialize CUDA."""
     if str(device) == "cpu":
         return []

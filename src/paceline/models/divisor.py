@@ -99,10 +99,9 @@ class Proportions:
         self._added += 1
         waits = isinstance(self._changed, Tensor) and self._changed.device.type != "cpu"  # for the device
         if self.is_listening and (not waits or self._added % _INTERVAL == 0) and self._changed:
-            self.say(
-                f"The loss adds up {len(divisors)} means, which were divided by {', '.join(map(_shown, divisors))}, in "
-                "another proportion than before."
-            )
+            shown = ", ".join(f"{float(divisor):g}" for divisor in divisors)
+            means_of_loss = f"{len(divisors)} means, which were divided by {shown}"
+            self.say(f"The loss adds up {means_of_loss}, in another proportion than before.")
 
     @property
     def is_listening(self) -> bool:
@@ -118,10 +117,6 @@ class Proportions:
         ).text()
         if self.warn is not None:
             self.warn(self.said)
-
-
-def _shown(number: Tensor | float) -> str:
-    return f"{float(number):g}"
 
 
 def weighted_mean(mean: Tensor, samples: int, *, divides: bool | None) -> tuple[Tensor, Tensor | float]:
@@ -227,12 +222,10 @@ def _is_count(node: Any) -> bool:
         node = inner[0] if len(inner) == 1 else "several"
     if node is None:
         return True
-    return type(node).__name__ in ("SumBackward0", "MeanBackward0") and _is_recorded(node.next_functions[0][0])
-
-
-def _is_recorded(node: Any) -> bool:
-    """Whether this is where a `LossGraph` began."""
-    return type(node).__name__ == "AccumulateGrad" and hasattr(node.variable, _START)
+    if type(node).__name__ not in ("SumBackward0", "MeanBackward0"):
+        return False
+    inner = node.next_functions[0][0]
+    return type(inner).__name__ == "AccumulateGrad" and hasattr(inner.variable, _START)  # where a `LossGraph` began
 
 
 def _selects_before(node: Any) -> bool:

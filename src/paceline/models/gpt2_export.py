@@ -81,14 +81,9 @@ def _renamed(name: str, tensor: Tensor, heads: int) -> tuple[str, Tensor]:
     if layer in _TOP:
         return f"transformer.{_TOP[layer]}.{kind}", tensor
     _, number, part = layer.split(".", 2)
-    if part == "attention.qkv":
-        tensor = _heads_apart(tensor, heads)
+    if part == "attention.qkv":  # from (query, key, value) per head to all queries, all keys, all values
+        each = tensor.view(heads, 3, tensor.shape[0] // (3 * heads), -1)
+        tensor = each.transpose(0, 1).reshape(tensor.shape)
     if part in _LINEAR and kind == "weight":
         tensor = tensor.t()
     return f"transformer.h.{number}.{(_LINEAR | _NORMS)[part]}.{kind}", tensor.contiguous()
-
-
-def _heads_apart(tensor: Tensor, heads: int) -> Tensor:
-    """Reorder from (query, key, value) per head to all queries, all keys, all values."""
-    each = tensor.view(heads, 3, tensor.shape[0] // (3 * heads), -1)
-    return each.transpose(0, 1).reshape(tensor.shape)

@@ -199,16 +199,14 @@ def average_gradients(module: nn.Module, device: torch.device, group: Group) -> 
             parameter.grad = torch.zeros_like(parameter)
     bucket: list[Tensor] = []
     for gradient in [p.grad for p in held if p.grad is not None]:
-        if bucket and (bucket[0].dtype != gradient.dtype or _bytes([*bucket, gradient]) > _BUCKET_BYTES):
+        if bucket and (
+            bucket[0].dtype != gradient.dtype or sum(each.nbytes for each in [*bucket, gradient]) > _BUCKET_BYTES
+        ):
             _average(bucket, group)
             bucket = []
         bucket.append(gradient)
     if bucket:
         _average(bucket, group)
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _average(bucket: list[Tensor], group: Group) -> None:

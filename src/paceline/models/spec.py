@@ -239,14 +239,13 @@ def _matches(name: str, pattern: str) -> bool:
 def _require_applicable(name: str, module: nn.Module, style: str) -> None:
     classes = _MODULES.get(style)
     if classes is None:
-        is_leaf = not any(True for child in module.children() for _ in child.parameters())
-        if is_leaf:
-            return
+        fits = not any(True for child in module.children() for _ in child.parameters())
         expected = "layers without submodules"
     else:
-        if isinstance(module, classes) and getattr(module, "max_norm", None) is None:
-            return
+        fits = isinstance(module, classes) and getattr(module, "max_norm", None) is None
         expected = " or ".join(f"nn.{each.__name__}" for each in classes)
+    if fits:
+        return
     raise LayoutError(
         "tensor-plan-kind",
         f"Tensor plan style {style!r} does not apply to {name}, a {type(module).__name__}.",

@@ -7,14 +7,14 @@ optimizer, moving averages) and runs on local shards instead, with fused kernels
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.log import at_level
 from paceline.models.weights import as_moved
 from paceline.parallel.same_call import meet
 from paceline.runtime import collectives
@@ -77,7 +77,8 @@ def gather_full_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, 
     is_primary = not any(mesh.coords_in_stage.values())
     own: dict[str, Tensor] = {}
     names: dict[int, str] = {}
-    with _without_gather_warning():
+    # Without the warning that gathering a tensor sharded along two axes takes two collectives: it has to.
+    with at_level("torch.distributed.tensor._redistribute", logging.ERROR):
         for name, tensor in tensors.items():
             first = names.setdefault(id(tensor), name)
             full = tensor.full_tensor() if isinstance(tensor, DTensor) and first == name else tensor
@@ -107,18 +108,6 @@ def _gather_stages(own: dict[str, Tensor], mesh: Mesh, is_primary: bool) -> dict
                 torch_dist.recv(as_moved(received), source)
                 own[name] = received.cpu()
     return own
-
-
-@contextmanager
-def _without_gather_warning() -> Iterator[None]:
-    """Silence the warning that gathering a tensor sharded along two axes takes two collectives: it has to."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def has_dtensors(parameters: Iterable[Tensor]) -> bool:

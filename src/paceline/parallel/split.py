@@ -126,7 +126,7 @@ def _sizes(before: list[Named], blocks: list[Named], after: list[Named]) -> list
 
     def size(layers: list[Named]) -> int:
         own = [p for _, layer in layers for p in layer.parameters() if id(p) not in seen and not seen.add(id(p))]  # type: ignore[func-returns-value]
-        return sum(parameter.numel() * parameter.element_size() for parameter in own)
+        return sum(parameter.nbytes for parameter in own)
 
     first = size(before)
     sizes = [size([block]) for block in blocks]
@@ -144,8 +144,7 @@ def _partition(blocks: list[Named], sizes: list[int], devices: int, balance: lis
         )
     if balance is None:
         return balanced_partition(sizes, devices)
-    codes = ("no-such-layer", "split-balance")
-    return parse_balance(balance, [name for name, _ in blocks], devices, "split.balance", codes=codes)
+    return parse_balance(balance, [name for name, _ in blocks], devices, is_pipeline=False)
 
 
 def _colocate_tied(places: list[Place]) -> list[Place]:
@@ -197,8 +196,7 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _bytes_on(places: list[Place], number: int) -> int:
-    own = {id(p): p.numel() * p.element_size() for (_, layer), of in places if of == number for p in layer.parameters()}
-    return sum(own.values())
+    return sum({id(p): p.nbytes for (_, layer), of in places if of == number for p in layer.parameters()}.values())
 
 
 def spans_devices(model: nn.Module) -> bool:

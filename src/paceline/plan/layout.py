@@ -135,21 +135,18 @@ def _along(name: str, axis: str, reason: str) -> Planner:
 
 
 def _hybrid(world: int, nodes: int) -> LayoutPlan:
-    if nodes > 1 and world % nodes == 0:
-        return LayoutPlan(
-            "hsdp", Degrees(replicate=nodes, shard=world // nodes), "sharded within a node, replicated across nodes"
-        )
-    if nodes > 1:
+    if nodes > 1 and world % nodes:
         raise LayoutError(
             "uneven-nodes",
             f'strategy="hsdp" requires the same number of ranks on every node, got {world} ranks on {nodes} nodes.',
             fix='launch the same number of ranks on every node, or use strategy="fsdp"',
         )
-    if world % 2 == 0 and world > 2:
-        return LayoutPlan(
-            "hsdp", Degrees(replicate=2, shard=world // 2), "one node: 2 replicas, each sharded across half the ranks"
-        )
-    return LayoutPlan("hsdp", Degrees(shard=world), f"one node: sharded across all {world} ranks")
+    replicas, reason = nodes, "sharded within a node, replicated across nodes"
+    if nodes == 1 and world % 2 == 0 and world > 2:
+        replicas, reason = 2, "one node: 2 replicas, each sharded across half the ranks"
+    elif nodes == 1:
+        reason = f"one node: sharded across all {world} ranks"
+    return LayoutPlan("hsdp", Degrees(replicate=replicas, shard=world // replicas), reason)
 
 
 STRATEGIES: Mapping[str, Planner] = {

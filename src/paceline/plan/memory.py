@@ -58,9 +58,7 @@ class BytesPerParam:
         return self.weight + self.gradient + self.optimizer + self.ema + self.outer
 
     def __str__(self) -> str:
-        parts = {"weight": self.weight, "gradient": self.gradient, "optimizer": self.optimizer, "ema": self.ema}
-        parts["outer"] = self.outer
-        return " + ".join(f"{name} {size}" for name, size in parts.items() if size)
+        return " + ".join(f"{name} {size}" for name, size in vars(self).items() if size)
 
 
 def bytes_per_param(config: Config) -> BytesPerParam:
@@ -88,12 +86,8 @@ def required_bytes(config: Config, size: ModelSize, degrees: Degrees) -> int:
         state = max(state, size.largest_block * each.total // degrees.parts("weights"))
     if degrees.shard == 1:
         return state
-    return state + _gathered(config, size, degrees.tensor)
-
-
-def _gathered(config: Config, size: ModelSize, tensor: int) -> int:
-    each = PRECISIONS.facts(config.precision).gather_bytes
-    return size.largest_block * (GATHERED_BLOCKS * each + each) // tensor
+    gathered = size.largest_block * (GATHERED_BLOCKS + 1) * PRECISIONS.facts(config.precision).gather_bytes
+    return state + gathered // degrees.tensor
 
 
 def choose_layout(config: Config, size: ModelSize, machine: MachineFacts) -> LayoutPlan:

@@ -38,12 +38,13 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def parse_balance(
-    balance: Sequence[int] | Sequence[str], names: Sequence[str], parts: int, key: str, *, codes: tuple[str, str]
+    balance: Sequence[int] | Sequence[str], names: Sequence[str], parts: int, *, is_pipeline: bool
 ) -> list[int]:
     """The lengths given by a recipe's `balance:`, as numbers of layers or as the names of the first layers of parts.
 
-    `codes` of errors: for a layer that does not exist, and for other parts than the requested number of non-empty ones.
+    The parts are stages of a pipeline, or else what the devices of a split hold.
     """
+    key = "pipeline.balance" if is_pipeline else "split.balance"
     limits = f"{len(names)} layers" + (f", from {names[0]} to {names[-1]}" if names else "")
     if all(isinstance(entry, int) for entry in balance):
         lengths = [int(entry) for entry in balance]
@@ -51,14 +52,14 @@ def parse_balance(
         for entry in balance:
             if entry not in names:
                 what = f"{key}: unknown layer {entry!r}; {did_you_mean(str(entry), names)}"
-                raise LayoutError(codes[0], what, fix=f"the model has {limits}")
+                raise LayoutError("balance" if is_pipeline else "no-such-layer", what, fix=f"the model has {limits}")
         begins = [names.index(str(entry)) for entry in balance]
         begins = begins if begins[:1] == [0] else [0, *begins]
         lengths = [end - start for start, end in zip(begins, [*begins[1:], len(names)], strict=True)]
     if len(lengths) != parts or sum(lengths) != len(names) or min(lengths) < 1:
         what = f"{key} is {list(balance)}: parts of {lengths} layers. Expected {parts} parts of {limits}."
         fix = f"set {parts} numbers that sum to {len(names)}, or the name of the first layer of each part, in order"
-        raise LayoutError(codes[1], what, fix=fix)
+        raise LayoutError("balance" if is_pipeline else "split-balance", what, fix=fix)
     return lengths
 
 

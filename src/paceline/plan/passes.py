@@ -61,6 +61,15 @@ def _splits(config: Config, degrees: Degrees) -> bool:
     return config.strategy == "split" and not is_sharded(config, degrees)
 
 
+def _is_divided(config: Config, degrees: Degrees) -> bool:
+    """Whether the model is sharded, or on several devices of one process."""
+    return is_sharded(config, degrees) or config.strategy in ("dp", "split")
+
+
+def _zero_bubble(config: Config, degrees: Degrees) -> bool:
+    return degrees.pipeline > 1 and config.pipeline.schedule == "zero-bubble"
+
+
 def _compresses(config: Config) -> bool:
     """Whether the gradients of every step are compressed; with `every`, it is what a round sends."""
     return config.sync is not None and config.sync.compress is not None and config.sync.every is None
@@ -80,12 +89,7 @@ PASSES = (
         "moves the full model to its device before it is wrapped",
         lambda config, degrees: not is_sharded(config, degrees) and config.strategy != "split",
     ),
-    Pass(
-        "split",
-        "model",
-        "moves layers to their devices before they are wrapped",
-        lambda config, degrees: _splits(config, degrees),
-    ),
+    Pass("split", "model", "moves layers to their devices before they are wrapped", _splits),
     Pass(
         "broadcast",
         "model",
@@ -216,18 +220,14 @@ INCOMPATIBLE = (
     Incompatible(
         "pipeline.schedule: zero-bubble with compile",
         "zero-bubble-and-compile",
-        lambda config, degrees: (
-            degrees.pipeline > 1 and config.pipeline.schedule == "zero-bubble" and bool(config.compile)
-        ),
+        lambda config, degrees: _zero_bubble(config, degrees) and bool(config.compile),
         "zero-bubble splits each backward in two, but a compiled backward cannot be split",
         "remove compile, or use pipeline.schedule: 1f1b",
     ),
     Incompatible(
         "pipeline.schedule: zero-bubble with recompute",
         "zero-bubble-and-recompute",
-        lambda config, degrees: (
-            degrees.pipeline > 1 and config.pipeline.schedule == "zero-bubble" and config.recompute != "off"
-        ),
+        lambda config, degrees: _zero_bubble(config, degrees) and config.recompute != "off",
         "zero-bubble splits each backward in two, and each half would recompute the block",
         'set recompute="off", or use pipeline.schedule: 1f1b',
     ),
@@ -255,9 +255,7 @@ INCOMPATIBLE = (
     Incompatible(
         "deterministic: everywhere with a sharded or split model",
         "everywhere-and-layout",
-        lambda config, degrees: (
-            config.fixed_order and (is_sharded(config, degrees) or config.strategy in ("dp", "split"))
-        ),
+        lambda config, degrees: config.fixed_order and _is_divided(config, degrees),
         "only where every rank holds the full model are all sums inside it computed in the same order",
         'use strategy="ddp", or deterministic: true, which gives the same bits on the same layout',
     ),
@@ -285,9 +283,7 @@ INCOMPATIBLE = (
     Incompatible(
         "sync.compress with a sharded or split model",
         "compress-and-layout",
-        lambda config, degrees: (
-            _compresses(config) and (is_sharded(config, degrees) or config.strategy in ("dp", "split"))
-        ),
+        lambda config, degrees: _compresses(config) and _is_divided(config, degrees),
         "only DDP, where every rank holds the full model, reduces gradients with a hook that can compress them",
         'use strategy="ddp"; or, with FSDP, remove sync.compress and set fsdp.reduce_dtype: bf16',
     ),
@@ -317,9 +313,7 @@ INCOMPATIBLE = (
     Incompatible(
         "graph with several ranks, with a sharded model or on several devices",
         "graph-and-layout",
-        lambda config, degrees: (
-            config.graph and (degrees.world > 1 or is_sharded(config, degrees) or config.strategy in ("dp", "split"))
-        ),
+        lambda config, degrees: config.graph and (degrees.world > 1 or _is_divided(config, degrees)),
         "only the step of a single GPU is captured, without communication and copies between devices",
         'remove graph, or train on one GPU with strategy="single"; compile works with every layout',
     ),

@@ -72,9 +72,9 @@ class Posted(NamedTuple):
 class _GroupCalls:
     """The calls that this rank has made in a group."""
 
-    def __init__(self, group: torch_dist.ProcessGroup, mode: str) -> None:
-        self.name = group.group_name
-        self._mode = mode
+    def __init__(self, group: torch_dist.ProcessGroup, patience: float | None) -> None:
+        self.name, self.patience = group.group_name, patience
+        self._mode = "all" if patience is None else "first"
         self.members = torch_dist.get_process_group_ranks(group)
         self.has_stopped = torch_dist.get_backend(group) in _SIMULATED  # checking
         self.errors = 0
@@ -104,35 +104,35 @@ class CallCheck:
         self._round = store.add(f"paceline/calls/rounds/{self.rank}", 1)  # a store may outlive a process group
         self._host = f"{socket.gethostname()} "
         store.set(self._key("process", self.rank), f"{self._host}{os.getpid()}")
-        self._groups: dict[str, _GroupCalls] = {}
+        self._groups: dict[tuple[str, bool], _GroupCalls] = {}  # by name, and whether all calls are checked
         self._background: set[str] = set()
         self._last = (CallPlace("", 0, "none", ""), [self.rank])  # call, and members of its group
         self._serial, self._failed = 0, False
         atexit.register(self._post_end)
 
-    def _calls_of(self, group: Group, mode: str) -> _GroupCalls:
+    def _calls_of(self, group: Group, patience: float | None) -> _GroupCalls:
         group = torch_dist.group.WORLD if group is None else group
         assert group is not None
-        name = group.group_name + mode
-        if name not in self._groups:
-            self._groups[name] = _GroupCalls(group, mode)
-        return self._groups[name]
+        key = group.group_name, patience is None
+        if key not in self._groups:
+            self._groups[key] = _GroupCalls(group, patience)
+        return self._groups[key]
 
     def check(self, call: str, group: Group, patience: float | None = None) -> None:
         """Raise unless all members of the group make this call. With patience, stop checking this group if they are
         later than that; otherwise wait as long as the collective would."""
-        calls = self._calls_of(group, "all" if patience is None else "first")
+        calls = self._calls_of(group, patience)
         if calls.has_stopped:
             return
         try:
-            self._check(call, calls, group, patience)
+            self._check(call, calls, group)
         except torch_dist.DistNetworkError:  # the process with the store has ended, and with it the run
             calls.has_stopped = True
             if patience is None:
                 where = CallPlace("", 0, call, running_line())
                 raise _error(f"Rank {self.rank} called {where}, but the rank with the store has ended.") from None
 
-    def _check(self, call: str, calls: _GroupCalls, group: Group, patience: float | None) -> None:
+    def _check(self, call: str, calls: _GroupCalls, group: Group) -> None:
         calls.number += 1
         place = CallPlace(calls.key, calls.number, call, running_line())
         if _is_in_background():
@@ -151,20 +151,14 @@ class CallCheck:
             if calls.number > 1:  # all members are here, so none waits for the previous one
                 self._store.delete_key(self._key(calls.key, "all", calls.number - 1))
         elif not self._wait(done, _FIRST_LOOK):
-            self._wait_long(done, calls, place, {first_rank: first}, patience, group)
+            timeout = process_group.timeout_of(group)
+            seconds = process_group.FIRST_STEP_SECONDS if timeout is None else timeout.total_seconds()
+            self._wait_long(calls, place, {first_rank: first}, seconds)
 
-    def _wait_long(
-        self,
-        done: str,
-        calls: _GroupCalls,
-        place: CallPlace,
-        known: dict[int, CallPlace],
-        patience: float | None,
-        group: Group,
-    ) -> None:
-        began, pause, timeout = time.monotonic(), _FIRST_LOOK, _timeout(group)
+    def _wait_long(self, calls: _GroupCalls, place: CallPlace, known: dict[int, CallPlace], timeout: float) -> None:
+        began, pause, patience = time.monotonic(), _FIRST_LOOK, calls.patience
         verdict = Verdict()
-        while not self._wait(done, pause):
+        while not self._wait(self._key(calls.key, "all", calls.number), pause):
             pause = min(pause * 1.5, _LONGEST_LOOK)
             waited = time.monotonic() - began
             self._post()
@@ -246,11 +240,8 @@ class CallCheck:
             self._post(ended=True)
 
     def _read_posts(self) -> dict[int, Posted]:
-        posts = {}
-        for rank in range(self.size):
-            if (text := self._read("at", rank)) is not None:
-                posts[rank] = Posted.from_json(json.loads(text))
-        return posts
+        texts = ((rank, self._read("at", rank)) for rank in range(self.size))
+        return {rank: Posted.from_json(json.loads(text)) for rank, text in texts if text is not None}
 
     def _read(self, *parts: object) -> str | None:
         key = self._key(*parts)
@@ -278,7 +269,8 @@ class Verdict:
                 self._changed[rank] = (post.serial, now)
         fresh = {rank: post for rank, post in posts.items() if post.ended or now - self._changed[rank][1] < _STALE}
         before, self._suspects = self._suspects, {rank: fresh[rank] for rank in find_stuck(fresh)}
-        if not _same_places(before, self._suspects):
+        moved = [rank for rank, post in self._suspects.items() if rank in before and before[rank].place != post.place]
+        if moved or before.keys() != self._suspects.keys():
             self._confirmed = 0
         elif all(post.ended or post.serial > before[rank].serial for rank, post in self._suspects.items()):
             self._confirmed += 1
@@ -304,10 +296,6 @@ def _awaited(post: Posted, posts: dict[int, Posted]) -> set[int]:
         for rank, other in others.items()
         if not other.has_made(post.place) and post.place.group not in other.background
     }
-
-
-def _same_places(before: dict[int, Posted], now: dict[int, Posted]) -> bool:
-    return before.keys() == now.keys() and all(before[rank].place == now[rank].place for rank in now)
 
 
 _check: CallCheck | None = None
@@ -347,9 +335,8 @@ def _stuck_error(posts: dict[int, Posted]) -> WorldError:
     texts = []
     for post in posts.values():
         group = post.place.group.rpartition(".")[0]
-        name = (
-            "" if group in ("", _DEFAULT_GROUP) else f", in group {group} of ranks {', '.join(map(str, post.members))}"
-        )
+        members = ", ".join(map(str, post.members))
+        name = "" if group in ("", _DEFAULT_GROUP) else f", in group {group} of ranks {members}"
         has_ended = post.ended and not post.failed
         texts.append(f"{'has ended; its last call was ' if has_ended else ''}{post.place}{name}")
     has_ended = any(post.ended and not post.failed for post in posts.values())
@@ -368,11 +355,3 @@ def _is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return not Path("/proc/self").exists()  # it can't be known without /proc
-
-
-def _timeout(group: Group) -> float:
-    group = torch_dist.group.WORLD if group is None else group
-    assert group is not None
-    device = torch.device("cuda" if torch_dist.get_backend(group) == "nccl" else "cpu")
-    options: Any = getattr(group._get_backend(device), "options", None)
-    return options._timeout.total_seconds() if options else process_group.FIRST_STEP_SECONDS

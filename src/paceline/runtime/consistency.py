@@ -23,41 +23,42 @@ Report = dict[str, Any]  # plain values; after a failure, the error under "error
 
 def require_same_recipe(recipes: Sequence[Mapping[str, Any]]) -> None:
     """`recipes`: the effective recipe of each rank."""
-    _require_same(
-        [flatten(recipe) for recipe in recipes],
-        "different-recipes",
-        "Ranks have different recipes",
-        why="ranks with different settings train different models, or deadlock",
-        fix="start every rank with the same recipe, overrides and code",
-    )
+    if table := _differences([flatten(recipe) for recipe in recipes]):
+        raise WorldError(
+            "different-recipes",
+            f"Ranks have different recipes {table}",
+            why="ranks with different settings train different models, or deadlock",
+            fix="start every rank with the same recipe, overrides and code",
+        )
 
 
 def require_same_versions(versions: Sequence[Mapping[str, str]]) -> None:
     """`versions`: the versions that each rank runs, by package."""
-    why, fix = "their results and messages may not be compatible", "install the same versions on every node"
-    _require_same(versions, "different-versions", "Ranks run different versions", why, fix)
+    if table := _differences(versions):
+        why, fix = "their results and messages may not be compatible", "install the same versions on every node"
+        raise WorldError("different-versions", f"Ranks run different versions {table}", why=why, fix=fix)
 
 
 def require_same_weights(checksums: Sequence[Mapping[str, int]]) -> None:
     """`checksums`: the checksum of every parameter on each rank."""
-    _require_same(
-        [{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums],
-        "different-weights",
-        "Replicas hold different weights",
-        why="replicas that start with different weights stay different: only their gradients are averaged",
-        fix="change weights before building the Trainer, or identically on every rank (trainer.load_checkpoint)",
-    )
+    if table := _differences([{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums]):
+        raise WorldError(
+            "different-weights",
+            f"Replicas hold different weights {table}",
+            why="replicas that start with different weights stay different: only their gradients are averaged",
+            fix="change weights before building the Trainer, or identically on every rank (trainer.load_checkpoint)",
+        )
 
 
-def _require_same(ranks: Sequence[Mapping[str, Any]], name: str, what: str, why: str, fix: str) -> None:
+def _differences(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """A table of what differs between ranks; empty if nothing does."""
     keys = sorted({key for values in ranks for key in values})
     differing = [key for key in keys if any(values.get(key) != ranks[0].get(key) for values in ranks)]
-    lines = [f"{what} ({plural(len(differing), 'difference')}):"]
+    lines = [f"({plural(len(differing), 'difference')}):"]
     for key in differing[:8]:
         values_by_rank = [repr(values.get(key, "(not set)")) for values in ranks]
         lines += [f"    {key}:", by_rank(values_by_rank, indent="      ")]
-    if differing:
-        raise WorldError(name, "\n".join(lines), why=why, fix=fix)
+    return "\n".join(lines) if differing else ""
 
 
 def capture_error(work: Callable[[], Report], wrap: Callable[[str], PacelineError]) -> Report:

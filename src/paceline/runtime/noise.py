@@ -155,11 +155,6 @@ class NoiseContext:
         """While the forwards of blocks are changed."""
         return nullcontext() if self.keys is None else self.keys.uninstalled()
 
-    def next_draw(self) -> int:
-        """A different number for each draw for the same samples."""
-        self.draws += 1
-        return self.draws - 1
-
     def seed_of(self, step: int, draw: int) -> int:
         return derive_seed(self._seed, step, draw)
 
@@ -241,7 +236,7 @@ def noise(like: Tensor) -> Tensor:
             why="noise is drawn per sample, so that it does not depend on the number of ranks",
             fix="draw with the samples as first dim, and reshape afterwards",
         )
-    number = context.next_draw()
+    number, context.draws = context.draws, context.draws + 1  # another one for each draw for the same samples
     known = None if context.captured is None else context.captured.get((samples.start, number))
     if known is not None:
         return known.rows.clone()  # code may change it, and a recomputed forward reads it again

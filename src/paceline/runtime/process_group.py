@@ -225,12 +225,18 @@ def shorten_timeout(seconds: float) -> None:
 def prepare_groups() -> None:
     """Give the timeout of the world's group to device meshes and `new_group`, which torch creates with its default."""
     keep_gloo_from_preempting()
-    world: Any = torch_dist.group.WORLD
-    device = torch.device("cuda" if torch_dist.get_backend() == "nccl" else "cpu")
-    options: Any = getattr(world._get_backend(device), "options", None)  # MPI has none, and no timeout
-    for group in torch_dist.distributed_c10d._world.pg_map if options else ():
-        if group.group_desc.startswith(("mesh_", _OWN)):
-            _set_timeout(options._timeout, group)
+    if (timeout := timeout_of(None)) is not None:
+        for group in torch_dist.distributed_c10d._world.pg_map:
+            if group.group_desc.startswith(("mesh_", _OWN)):
+                _set_timeout(timeout, group)
+
+
+def timeout_of(group: torch_dist.ProcessGroup | None) -> timedelta | None:
+    """The timeout of a group, by default of the world's; MPI has none."""
+    found: Any = torch_dist.group.WORLD if group is None else group
+    device = torch.device("cuda" if torch_dist.get_backend(found) == "nccl" else "cpu")
+    options: Any = getattr(found._get_backend(device), "options", None)
+    return options._timeout if options else None
 
 
 _OWN = "paceline_"

@@ -30,6 +30,7 @@ from paceline.config.launch import LaunchSpec, NodeRange
 from paceline.config.sections import SweepSection
 from paceline.errors import PacelineError, SearchError
 from paceline.launcher.backends.ssh import read_hosts
+from paceline.launcher.workload import usable_gpus
 from paceline.run import regular_files
 from paceline.runtime.processes import fork
 from paceline.runtime.scheduler_env import read_allocation
@@ -203,11 +204,7 @@ def _places(number: int) -> tuple[str, ...]:
 
 def _visible_gpus(device: Any, environment: Mapping[str, str]) -> list[str]:
     """As they are named in CUDA_VISIBLE_DEVICES. Does not initialize CUDA."""
-    if str(device) == "cpu":
-        return []
-    from paceline.runtime.device import gpu_names
-
-    number = len(gpu_names())
+    number = len(usable_gpus(device))
     named = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     return named[:number] if named else list(map(str, range(number)))
 

@@ -19,7 +19,6 @@ from paceline.launcher.workload import Workload
 from paceline.run.folder import RunFolder
 from paceline.run.study_folder import StudyFolder
 from paceline.runtime.processes import call_in_child
-from paceline.search import recipe_trials
 from paceline.search.placement import Pool, TrialSlot, open_pool
 from paceline.search.scheduler import Sweep
 from paceline.search.space import Parameter, grid_size, parse_space, set_key
@@ -139,18 +138,18 @@ def open_recipe_study(config: Config, section: SweepSection, name: str, ranks: i
     space = parse_space(section.space)
     if section.sampler == "grid":
         grid_size(space)
-    trials = RecipeTrials(recipe_trials.recipe_values(config), LaunchSpec())
+    trials = RecipeTrials(recipe_values(config), LaunchSpec())
     folder = StudyFolder.of(name)
     if space and not folder.exists:
         trials.check(space, section.metric, ranks)
-    return Study(folder, section, recipe_trials.recipe_values(config))
+    return Study(folder, section, recipe_values(config))
 
 
 def run_recipe_sweep(study: Study, spec: LaunchSpec, *, is_forkable: bool = True) -> int:
     """Run the trials that are left; returns the exit status. Not `is_forkable`: this process may have used torch, whose
     threads do not exist in a forked process, so trials use one thread per rank."""
     pool = open_pool(spec, study.section)
-    recipe_trials.preload()
+    preload()
     threads = _threads(pool) if is_forkable and pool.kind == "here" else 1
     return Sweep(study, pool, RecipeTrials(study.recipe, spec, threads)).run()
 

@@ -219,14 +219,12 @@ def train_on(
     ranks: int, settings: Sequence[Mapping[str, Any]], build: TrainerFactory, data: Any, val: Any, steps: int
 ) -> list[ParityRun | str]:
     """Train once per settings, with the same ranks; each result is a run or the text of a LayoutError."""
-    results = launch(_train_all, ranks=ranks, settings=settings, build=build, data=data, val=val, steps=steps)
+
+    def train_all() -> list[dict[str, Any] | str]:
+        return [_train(each, build, data, val, steps) for each in settings]
+
+    results = launch(train_all, ranks=ranks)
     return [result if isinstance(result, str) else ParityRun(**result) for result in results]
-
-
-def _train_all(
-    settings: Sequence[Mapping[str, Any]], build: TrainerFactory, data: Any, val: Any, steps: int
-) -> list[dict[str, Any] | str]:
-    return [_train(each, build, data, val, steps) for each in settings]
 
 
 def _train(settings: Mapping[str, Any], build: TrainerFactory, data: Any, val: Any, steps: int) -> dict[str, Any] | str:
@@ -312,9 +310,5 @@ def _cells(row: ParityRow) -> tuple[str, ...]:
         return row.layout, "", "", "", "", f"not supported: {row.refused}"
     agrees = "agrees" if row.bound else "equal to the bit"
     verdict = agrees if row.holds else "DIFFERS" + (f", first in {row.parameter}" if row.parameter else "")
-    numbers = (row.loss, row.norm, row.weights)
-    return (row.layout, *(f"{value:.0e}" for value in numbers), _evaluation(row), verdict)
-
-
-def _evaluation(row: ParityRow) -> str:
-    return "-" if row.evaluation is None else f"{row.evaluation:.0e}"
+    numbers = (row.loss, row.norm, row.weights, row.evaluation)
+    return (row.layout, *("-" if value is None else f"{value:.0e}" for value in numbers), verdict)

@@ -48,7 +48,10 @@ class Resources:
 
 
 def snapshot() -> Resources:
-    return Resources(_children(), _listening_ports(), _environment(), _group_open())
+    environment = sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED)
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and bool(distributed.is_initialized())
+    return Resources(_children(), _listening_ports(), tuple(environment), has_group)
 
 
 def find(before: Resources, timeout: float = 2.0) -> list[str]:
@@ -95,12 +98,3 @@ def _listening_ports() -> frozenset[int]:
         except OSError:  # it was closed meanwhile
             continue
     return frozenset(ports)
-
-
-def _environment() -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED))
-
-
-def _group_open() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_initialized())

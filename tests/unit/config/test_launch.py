@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_ranks_to_show() -> None:
 def test_what_to_do_about_a_hang() -> None:
     recipe = Config.from_dict({"launch": {"on_hang": "restart"}})
     assert LaunchSpec.resolve(recipe, {}).on_hang == "restart" and LaunchSpec().on_hang == "report"
-    assert LaunchSpec.from_json(LaunchSpec.resolve(recipe, {"on_hang": "stop"}).to_json()).on_hang == "stop"
+    assert LaunchSpec.from_json(asdict(LaunchSpec.resolve(recipe, {"on_hang": "stop"}))).on_hang == "stop"
     with pytest.raises(LaunchError, match=r"launch\.bad-options.*--on-hang 'ignore'"):
         LaunchSpec.resolve(None, {"on_hang": "ignore"})
     with pytest.raises(ConfigError, match="on_hang"):
@@ -74,6 +75,6 @@ def test_a_spec_survives_json() -> None:
     spec = LaunchSpec(
         ranks=2, nodes=NodeRange(1, 4), master=Endpoint("a", 7), tee=(0, 2), env={"A": "ä\n"}, device=1, grace=0.5
     )
-    found = LaunchSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    found = LaunchSpec.from_json(json.loads(json.dumps(asdict(spec))))
     assert found == spec
     assert isinstance(found.nodes, NodeRange) and isinstance(found.master, Endpoint) and isinstance(found.tee, tuple)

@@ -49,7 +49,7 @@ def test_parts_are_even_and_none_is_empty(sizes: list[int], parts: int, lengths:
 
 
 def parsed(balance: list[int] | list[str]) -> list[int]:
-    return parse_balance(balance, NAMES, 2, "split.balance", codes=("no-such-layer", "split-balance"))
+    return parse_balance(balance, NAMES, 2, is_pipeline=False)
 
 
 def test_a_balance_is_lengths_or_the_names_at_which_parts_begin() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +77,16 @@ def test_a_place_where_launchers_do_not_start_rests(tmp_path: Path, monkeypatch:
     study = sweep(tmp_path, trials, count=3, machines="ab")
     assert [each.state for each in study.trials()] == ["complete"] * 3
     assert [place for _, place in trials.starts()] == ["a", "b", "b", "b"]
+
+
+def test_under_nohup_a_hangup_does_not_stop_a_sweep(tmp_path: Path) -> None:
+    def hang_up(slot: TrialSlot, earlier: int) -> bool:
+        os.kill(os.getppid(), signal.SIGHUP)
+        return False
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        study = sweep(tmp_path, Trials(tmp_path / "notes", hang_up), count=2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert [each.state for each in study.trials()] == ["complete"] * 2

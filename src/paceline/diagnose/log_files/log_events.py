@@ -49,9 +49,8 @@ _VAGUE = re.compile(
 )
 _NOT_STARTED = re.compile(r"^(?:sbatch|salloc|srun|slurmstepd): (?:fatal: |error: execve\(\): )")
 _PACELINE = re.compile(r"^\[(?P<code>[a-z]+\.[a-z][a-z0-9-]+)\] ")
-_OF_WORKER = re.compile(
-    r"Caught \w+ in (?:DataLoader worker process|pin memory thread|replica) \d"
-)  # its traceback follows
+# Its traceback follows.
+_OF_WORKER = re.compile(r"Caught \w+ in (?:DataLoader worker process|pin memory thread|replica) \d")
 _SRUN_TASK = re.compile(r"^srun: error: \S+: task (?P<rank>\d+): (?!Terminated|Killed by)")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following")
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)|^rank (?P<rank>\d+) failed first")
@@ -190,9 +189,8 @@ class _Reader:
         if frame := _FRAME.match(text):
             stream.in_traceback, stream.strange = True, 0
             if not _LIBRARY.search(frame["file"]):
-                stream.place = f"{frame['file']}:{frame['line']}" + (
-                    f", in {frame['function']}" if frame["function"] else ""
-                )
+                inside = f", in {frame['function']}" if frame["function"] else ""
+                stream.place = f"{frame['file']}:{frame['line']}{inside}"
             return True
         if text.startswith((" ", "\t")) or not text.strip():
             return True

@@ -63,9 +63,8 @@ def log_files(path: Path) -> list[Path]:
     """The file itself, or the logs in a folder, those of low ranks first."""
     if not path.is_dir():
         return [path]
-    found = [
-        Path(folder, name) for folder, _, names in os.walk(path) for name in names if has_log_name(name)
-    ]  # os.walk skips folders that it can't read
+    # os.walk skips folders that it can't read.
+    found = [Path(folder, name) for folder, _, names in os.walk(path) for name in names if has_log_name(name)]
     ordered = sorted(found, key=lambda each: (rank_of_file(str(each)) or 0, str(each)))
     return ordered[:_MAX_FILES]
 

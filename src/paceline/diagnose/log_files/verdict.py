@@ -20,7 +20,7 @@ from paceline.diagnose.log_files import log_events, log_scan
 from paceline.diagnose.log_files.log_events import UNKNOWN, LogEvent, LogFacts
 from paceline.diagnose.log_files.log_scan import LogLine, parse
 from paceline.errors import PacelineError
-from paceline.text import rank_names
+from paceline.text import rank_names, shorten
 
 # That many lines about later steps mean that a rank survived an error.
 _SURVIVED_LINES, _SURVIVED_TRACEBACK_LINES = 3, 10
@@ -200,7 +200,7 @@ _WIDTH = 110
 def describe(verdict: LogVerdict) -> str:
     if verdict.line is None:
         return "No failure found."
-    lines = [_headline(verdict), textwrap.indent(_quote(verdict.line), "  | ")]
+    lines = [_headline(verdict), textwrap.indent(shorten(verdict.line.text.strip(), MAX_QUOTED), "  | ")]
     if verdict.place:
         lines.append(f"  at: {verdict.place}")
     if verdict.code == "unknown":
@@ -215,7 +215,9 @@ def describe(verdict: LogVerdict) -> str:
             if text
         ]
     if verdict.then:
-        lines.append("  then: " + "; ".join(_consequence(each.code, each.rank, each.line) for each in verdict.then))
+        ranks = ("" if each.rank is None else f" on rank {each.rank}" for each in verdict.then)
+        then = (f"{each.code}{rank} (line {each.line.number})" for each, rank in zip(verdict.then, ranks, strict=True))
+        lines.append(f"  then: {'; '.join(then)}")
     if verdict.code != "unknown":
         lines.append(f"\nThe whole page: paceline explain {verdict.code}")
     return "\n".join(lines)
@@ -233,12 +235,3 @@ def _headline(verdict: LogVerdict) -> str:
     others = [rank for rank in verdict.ranks if rank != verdict.rank]
     also = f" (also {rank_names(others)})" if others and who else ""
     return f"[{verdict.code}] {who}{also}{', ' if who else ''}{where}"
-
-
-def _quote(line: LogLine) -> str:
-    text = line.text.strip()
-    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 1]}…"
-
-
-def _consequence(code: str, rank: int | None, line: LogLine) -> str:
-    return f"{code}{'' if rank is None else f' on rank {rank}'} (line {line.number})"

@@ -261,26 +261,25 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def _check(request: ManifestOptions) -> None:
-    label = "use lower-case letters, digits and -, with a letter first"
+    label, names = (
+        "use lower-case letters, digits and -, with a letter first",
+        "use lower-case letters, digits, - and .",
+    )
     _require("name", _LABEL, request.name, f"{label}; at most {_MAX_NAME} characters", longest=_MAX_NAME)
     _require("image", _IMAGE, request.image, "pass e.g. ghcr.io/me/train:1")
-    if request.namespace is not None:
-        _require("namespace", _LABEL, request.namespace, label, longest=63)
-    if request.secret is not None:
-        _require("secret", _OBJECT, request.secret, "use lower-case letters, digits, - and .")
+    _require("namespace", _LABEL, request.namespace, label, longest=63)
+    _require("secret", _OBJECT, request.secret, names)
     for what, amount in (("cpu", request.cpu), ("memory", request.memory)):
-        if amount is not None:
-            _require(what, _QUANTITY, amount, "pass a quantity, e.g. 8, 500m or 64Gi")
+        _require(what, _QUANTITY, amount, "pass a quantity, e.g. 8, 500m or 64Gi")
     for claim, path in request.claims.items():
-        _require("volume claim", _OBJECT, claim, "use lower-case letters, digits, - and .")
+        _require("volume claim", _OBJECT, claim, names)
         _require("mount path", _MOUNT, path, "pass an absolute path without a colon")
     for name, value in request.env.items():
         _require("variable name", _VARIABLE, name, "use letters, digits and _")
         _require_text(f"variable {name}", value)
         if name == TOKEN or name.startswith("PET_"):
-            raise invalid(
-                f"{name} cannot be set in a manifest.", "the token is read from a Secret; the runtime sets PET_*"
-            )
+            fix = "the token is read from a Secret; the runtime sets PET_*"
+            raise invalid(f"{name} cannot be set in a manifest.", fix)
     for argument in request.arguments:
         _require_text("argument", argument)
     _check_numbers(request)
@@ -295,8 +294,8 @@ def _check_numbers(request: ManifestOptions) -> None:
         raise invalid(f"Too many arguments or variables for a TrainJob (limit: {_MAX_ITEMS}).", "use kind=jobset")
 
 
-def _require(what: str, pattern: re.Pattern[str], text: str, fix: str, *, longest: int = 4096) -> None:
-    if len(text) > longest or not pattern.fullmatch(text):
+def _require(what: str, pattern: re.Pattern[str], text: str | None, fix: str, *, longest: int = 4096) -> None:
+    if text is not None and (len(text) > longest or not pattern.fullmatch(text)):
         raise invalid(f"Invalid {what}: {text[:80]!a}.", fix)
 
 

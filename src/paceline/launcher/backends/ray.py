@@ -58,9 +58,8 @@ def launch(workload: Workload, spec: LaunchSpec, command: Sequence[str]) -> int:
         return 0
     backend = RayBackend(spec.ray or "auto", nodes.most, ranks, gpu=gpu, patience=spec.grace, wait=spec.wait)
     address = spec.address or backend.address()
-    return frontend.launch_on(
-        backend, workload, replace(spec, nodes=nodes), [ranks] * nodes.most, address=address
-    ).status
+    wanted = replace(spec, nodes=nodes)
+    return frontend.launch_on(backend, workload, wanted, [ranks] * nodes.most, address=address).status
 
 
 class RayBackend:

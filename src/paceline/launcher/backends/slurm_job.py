@@ -85,31 +85,26 @@ def job_info(job: str, patience: float = 0.0) -> dict[str, str]:
 
 def follow(job: str, log_file: Path) -> int:
     """Print state changes and the log of a job until it ends; returns its exit status. Ctrl-C leaves it running."""
-    try:
-        return _follow(job, log_file)
-    except KeyboardInterrupt:
-        log.info(f"\njob {job} keeps running (log: {log_file}); cancel it with `scancel {job}`")
-        return 130
-
-
-def _follow(job: str, log_file: Path) -> int:
     shown, reported = 0, ""
-    while True:
-        try:
-            info = job_info(job)
-        except LaunchError as error:
-            if "Invalid job id" in error.what:
-                raise
-            info = {}  # the controller is restarting; the job keeps running
-        shown = _show_from(log_file, shown)
-        state = _describe(info) if info else "SLURM is not reachable; retrying"
-        if state != reported:
-            log.info(f"job {job}: {state}")
-        reported = state
-        if info and info["JobState"] in _ENDED:
-            _show_from(log_file, shown)
-            return _status(info)
-        time.sleep(_POLL_SECONDS)
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                info = job_info(job)
+            except LaunchError as error:
+                if "Invalid job id" in error.what:
+                    raise
+                info = {}  # the controller is restarting; the job keeps running
+            shown = _show_from(log_file, shown)
+            state = _describe(info) if info else "SLURM is not reachable; retrying"
+            if state != reported:
+                log.info(f"job {job}: {state}")
+            reported = state
+            if info and info["JobState"] in _ENDED:
+                _show_from(log_file, shown)
+                return _status(info)
+            time.sleep(_POLL_SECONDS)
+    log.info(f"\njob {job} keeps running (log: {log_file}); cancel it with `scancel {job}`")
+    return 130
 
 
 def _describe(info: dict[str, str]) -> str:

@@ -231,9 +231,8 @@ def job_token() -> str:
     """The secret shared by the launchers of a job that are started by hand: PACELINE_TOKEN, which is removed from the
     environment of the ranks, else the content of ~/.paceline/token, which is created if it is missing."""
     if token := os.environ.pop(TOKEN, None):
-        return _checked(
-            token.strip(), TOKEN, f"export {TOKEN}=$(openssl rand -hex 32), and the same value on every node"
-        )
+        fix = f"export {TOKEN}=$(openssl rand -hex 32), and the same value on every node"
+        return _checked(token.strip(), TOKEN, fix)
     path = Path.home() / ".paceline" / "token"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not path.exists():
@@ -247,14 +246,10 @@ def job_token() -> str:
 
 
 def _read_token(path: Path) -> str:
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise LaunchError(
-            "open-token",
-            f"Other users can read {path}.",
-            why="anybody who has the token can start and stop your jobs",
-            fix=f"rm {path}: a new one is created when it is needed; copy it to the other machines again",
-        )
     fix = f"rm {path}: a new one is created when it is needed; copy it to the other machines again"
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        why = "anybody who has the token can start and stop your jobs"
+        raise LaunchError("open-token", f"Other users can read {path}.", why=why, fix=fix)
     return _checked(os.fsdecode(path.read_bytes()).strip(), str(path), fix)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.launcher.workload import Target
-from paceline.text import flatten
+from paceline.text import flatten, shorten
 
 Fingerprint = dict[str, dict[str, str]]  # by aspect ("version", "code", "recipe"): name and value
 
@@ -57,13 +57,8 @@ def _describe(aspect: str, name: str, left: str | None, right: str | None) -> st
     if aspect == "code":
         state = "is missing" if right is None else "is not on the first node" if left is None else "differs"
         return f"code: {name} {state}"
-    return f"{aspect}: {name} is {_short(left)} and {_short(right)}"
-
-
-def _short(text: str | None) -> str:
-    if text is None:
-        return "not set"
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+    values = ["not set" if value is None else shorten(value, _MAX_SHOWN) for value in (left, right)]
+    return f"{aspect}: {name} is {' and '.join(values)}"
 
 
 def _version(package: str) -> str:

@@ -143,22 +143,20 @@ class _OpenInquiry:
     def ranks(self) -> list[RankEvidence]:
         """The evidence of all ranks."""
         known = [each for ranks in self._evidence.values() for each in ranks]
-        unknown = [
-            RankEvidence(rank, node=member.node, missing=f"node {member.node} {_silence(member)}")
-            for member in self.missing
-            for rank in member.rank_range
-        ]
-        return sorted([*known, *unknown], key=lambda each: each.rank)
+        for member in self.missing:
+            silent = time.monotonic() - member.channel.last_received
+            why = (
+                f"has sent nothing for {silent:.1f} s"
+                if _is_silent(member)
+                else f"did not answer in {_ANSWER_SECONDS:g} s"
+            )
+            missing = f"node {member.node} {why}"
+            known += [RankEvidence(rank, node=member.node, missing=missing) for rank in member.rank_range]
+        return sorted(known, key=lambda each: each.rank)
 
 
 def _is_silent(member: NodeMember) -> bool:
     return time.monotonic() - member.channel.last_received > _SILENT_SECONDS
-
-
-def _silence(member: NodeMember) -> str:
-    if _is_silent(member):
-        return f"has sent nothing for {time.monotonic() - member.channel.last_received:.1f} s"
-    return f"did not answer in {_ANSWER_SECONDS:g} s"
 
 
 def _evidence(member: NodeMember, message: Message) -> list[RankEvidence]:

@@ -302,7 +302,10 @@ class Node(AgentObserver):
                 elif message["kind"] in ("hang", "continued"):
                     self._note_hang(message)
                 elif message["kind"] == "stop":
-                    return self._stop(int(message["signal"]))
+                    number = int(message["signal"])
+                    self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)
+                    self._is_ending = self._is_ending or self._was_stopped
+                    return number
         if self._lost_at is None:
             return None
         return signal.SIGKILL if time.monotonic() > self._lost_at + _LEAVE_SECONDS else signal.SIGTERM
@@ -327,11 +330,6 @@ class Node(AgentObserver):
             hang_detector.show(message, self._logs)
         if "record" in message and self._logs is not None:
             hang_detector.record(message, self._logs)
-
-    def _stop(self, number: int) -> int:
-        self._was_stopped = self._was_stopped or number not in (0, signal.SIGUSR1)
-        self._is_ending = self._is_ending or self._was_stopped
-        return number
 
     def _send(self, message: Message) -> None:
         try:

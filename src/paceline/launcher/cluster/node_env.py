@@ -125,26 +125,17 @@ def _multi_node_command(found: ExportedRank, ranks: int, command: Sequence[str])
 def _torchrun(environment: Mapping[str, str]) -> NodeEnvironment | None:
     if not any(environment.get(name) for name in _TORCHRUN):
         return None
-    nodes = _nodes(environment.get("PET_NNODES") or "1")
+    text = environment.get("PET_NNODES") or "1"
+    nodes, fix = NodeRange.match(text), "set a number, or MIN:MAX, e.g. 1:4"
+    if nodes is None:
+        raise WorldError("bad-environment", f"Invalid PET_NNODES: {text!r}.", fix=fix)
     host, port = environment.get("PET_MASTER_ADDR"), number(environment, "PET_MASTER_PORT", default=DEFAULT_PORT)
-    if endpoint := environment.get("PET_RDZV_ENDPOINT"):
-        host, port = _endpoint(endpoint)
+    if text := environment.get("PET_RDZV_ENDPOINT") or "":
+        if (endpoint := Endpoint.match(text)) is None:
+            raise WorldError("bad-environment", f"Invalid PET_RDZV_ENDPOINT: {text!r}.", fix="set HOST:PORT")
+        host, port = endpoint
     rank = number(environment, "PET_NODE_RANK") if environment.get("PET_NODE_RANK") else None
     return NodeEnvironment(nodes, rank, host, port, _ranks(environment), "PET_* variables")
-
-
-def _nodes(text: str) -> NodeRange:
-    found = NodeRange.match(text)
-    if found is None:
-        raise WorldError("bad-environment", f"Invalid PET_NNODES: {text!r}.", fix="set a number, or MIN:MAX, e.g. 1:4")
-    return found
-
-
-def _endpoint(text: str) -> Endpoint:
-    found = Endpoint.match(text)
-    if found is None:
-        raise WorldError("bad-environment", f"Invalid PET_RDZV_ENDPOINT: {text!r}.", fix="set HOST:PORT")
-    return found
 
 
 def _ranks(environment: Mapping[str, str]) -> int | None:

@@ -9,7 +9,7 @@ A stage has consecutive layers of the model, including its code before the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from paceline.config.sections import PipelineSection as Settings
 from paceline.errors import LayoutError
 from paceline.models.weights import PowerIterations
 from paceline.parallel.fsdp import reshard_all
-from paceline.parallel.pipeline.stage_partition import LayerSequence, StagePartition, TiedParameter
+from paceline.parallel.pipeline.stage_partition import LayerSequence, StagePartition
 from paceline.parallel.shards import local_shard
 from paceline.runtime import noise
 from paceline.runtime.mesh import Mesh
@@ -265,8 +265,7 @@ class PipelineRunner:
     @torch.no_grad()
     def broadcast_tied(self, tensors: Callable[[str], Tensor | None]) -> None:
         """Copy the original of each tied parameter to its copies. `tensors` looks tensors up by name."""
-        for tied, own in self._held(tensors):
-            first, *others = tied.holders
+        for own, first, others in self._held(tensors):
             if self.rank == first:
                 for rank in others:
                     torch_dist.send(own, group=self._group, group_dst=rank)
@@ -276,8 +275,7 @@ class PipelineRunner:
     @torch.no_grad()
     def reduce_tied(self, tensors: Callable[[str], Tensor | None]) -> None:
         """All-reduce (sum) over the copies of each tied parameter: used for their gradients."""
-        for tied, own in self._held(tensors):
-            first, *others = tied.holders
+        for own, first, others in self._held(tensors):
             if self.rank == first:
                 for rank in others:
                     received = torch.empty_like(own)
@@ -287,14 +285,13 @@ class PipelineRunner:
                 torch_dist.send(own, group=self._group, group_dst=first)
         self.broadcast_tied(tensors)
 
-    def _held(self, tensors: Callable[[str], Tensor | None]) -> list[tuple[TiedParameter, Tensor]]:
-        held = []
+    def _held(self, tensors: Callable[[str], Tensor | None]) -> Iterator[tuple[Tensor, int, list[int]]]:
+        """This rank's copies of tied parameters, each with the rank of the original and those of all other copies."""
         for tied in self.tied:
             name = tied.holders.get(self.rank)
-            tensor = None if name is None else tensors(name)
-            if tensor is not None:
-                held.append((tied, local_shard(tensor)))
-        return held
+            if name is not None and (tensor := tensors(name)) is not None:
+                first, *others = tied.holders
+                yield local_shard(tensor), first, others
 
 
 def _pad(inputs: Tensor, rows: int) -> Tensor:

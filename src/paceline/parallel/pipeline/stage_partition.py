@@ -28,18 +28,12 @@ class LayerSequence:
     container: str  # name of the module that contains the layers; "" is the model itself
     keys: tuple[str, ...]  # their names in the container
     spec: PipelineSpec | None
+    first_modules: tuple[str, ...] = ()
+    last_modules: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         return [f"{self.container}.{key}" if self.container else key for key in self.keys]
-
-    @property
-    def first_modules(self) -> tuple[str, ...]:
-        return self.spec.first_modules if self.spec else ()
-
-    @property
-    def last_modules(self) -> tuple[str, ...]:
-        return self.spec.last_modules if self.spec else ()
 
     def layers(self, model: nn.Module, keys: Sequence[str]) -> list[nn.Module]:
         modules = model.get_submodule(self.container)._modules
@@ -95,7 +89,8 @@ def layer_sequence(model: nn.Module) -> LayerSequence:
     """The model as a sequence of layers. Raises LayoutError if it is not one."""
     spec = spec_of(model).pipeline
     if spec is not None:
-        found = LayerSequence(spec.blocks, tuple(model.get_submodule(spec.blocks)._modules), spec)
+        keys = tuple(model.get_submodule(spec.blocks)._modules)
+        found = LayerSequence(spec.blocks, keys, spec, spec.first_modules, spec.last_modules)
         _require_all_named(model, found)
     elif isinstance(model, nn.Sequential):
         found = LayerSequence("", tuple(model._modules), None)
@@ -139,8 +134,7 @@ def partition_model(model: nn.Module, settings: PipelineSection, ranks: int) -> 
     sequence, count = layer_sequence(model), ranks * stages_per_rank(settings)
     layers = sequence.layers(model, sequence.keys)
     if settings.balance is not None:
-        codes = ("balance", "balance")
-        lengths = parse_balance(settings.balance, sequence.names, count, "pipeline.balance", codes=codes)
+        lengths = parse_balance(settings.balance, sequence.names, count, is_pipeline=True)
         units = [1] * len(layers)
     else:
         units = _units(layers)
