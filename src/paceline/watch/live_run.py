@@ -24,7 +24,6 @@ from paceline.watch.run_facts import RunFacts, file_stamp, read_other_facts
 _SECONDS_BETWEEN = 0.3  # several pages may ask at the same time
 _LARGE = 4 << 20  # smaller metrics files are parsed in less than 0.2 s
 
-_ABOUT = ("ledger", "checkpoints", "latest", "config", "environment", "logs")
 Value = TypeVar("Value")
 
 
@@ -76,7 +75,8 @@ class LiveRun:
     def kept(self, name: str, make: Callable[[], Value]) -> Value:
         """A value that is made again when the ledger, the checkpoints, the state or the files of ranks have changed."""
         with self.lock:
-            files = [getattr(self.folder, name) for name in _ABOUT]
+            folder = self.folder
+            files = (folder.ledger, folder.checkpoints, folder.latest, folder.config, folder.environment, folder.logs)
             key = (self.facts.state, self.facts.problems, *map(file_stamp, files))
             if name not in self._kept or self._kept[name][0] != key:
                 self._kept[name] = (key, make())
