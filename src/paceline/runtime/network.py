@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from contextlib import suppress
@@ -37,6 +38,22 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def require_known(host: str) -> None:
+    """Raise if no address is known for a name. A pod of Kubernetes begins before the names of others are known, and an
+    answer of a name server may be late."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:  # UnicodeError: an empty or a long label
+        late = error.args[0] == socket.EAI_AGAIN or "KUBERNETES_SERVICE_HOST" in os.environ
+        if isinstance(error, UnicodeError) or not late:
+            raise LaunchError(
+                "unknown-host",
+                f"The name {host} of --master does not resolve: {error.args[-1]}.",
+                why="it is misspelled, or neither in DNS nor in /etc/hosts of this machine",
+                fix="pass an address of the first node, which prints them with hostname -I",
+            ) from None
 
 
 def own_addresses_of(host: str) -> list[str]:

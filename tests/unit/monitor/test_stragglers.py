@@ -92,7 +92,8 @@ def test_a_slow_rank_is_named_once_until_it_recovers_and_in_the_end() -> None:
     )
     assert recovered == "rank 1 is as fast as the others again (step 70)"
     assert verdict == (
-        "rank 1 was slower than the others in 40 of 80 steps, computing: 15% of the time of all ranks (1.8 s) was lost to it"
+        "rank 1 was slower than the others in 40 of 80 steps, computing: 15% of the time of all ranks (1.8 s) was lost "
+        "to it"
     )
 
 
