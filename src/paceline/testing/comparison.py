@@ -31,7 +31,7 @@ from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
 from paceline.plan.layout import AXIS_NAMES, STRATEGIES
-from paceline.text import parse_pairs
+from paceline.text import format_value, parse_pairs
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 BITS_LAYOUTS = ("ddp:2", "ddp:3", "ddp:4")
@@ -128,8 +128,8 @@ class ParityReport:
         head = ("layout", "loss", "gradient norm", "weights", "evaluation", "")
         lines = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        first, last = self.reference.losses[0], self.reference.losses[-1]
-        text = [f"one process: {len(self.reference.losses)} steps, loss {first:.4f} → {last:.4f}, {self.precision}"]
+        loss = " → ".join(format_value(self.reference.losses[number]) for number in (0, -1))
+        text = [f"one process: {len(self.reference.losses)} steps, loss {loss}, {self.precision}"]
         text += ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join(line.rstrip() for line in text)
 

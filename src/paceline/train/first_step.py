@@ -62,7 +62,7 @@ def choose(engine: Engine, micro: MicroBatch) -> None:
     else:
         seconds = _measure(engine, replicas, micro, sizes)
         choice = collectives.broadcast_object(select(seconds))
-        reason = ", ".join(f"{size:g} MB {1000 * each:.1f} ms" for size, each in seconds.items())
+        reason = ", ".join(f"{size:g} MB {1000 * each:.3g} ms" for size, each in seconds.items())
     _use(engine, replicas, choice)
     engine.draw.begin(micro)
     with replicas.without_hook():

@@ -91,11 +91,11 @@ class LearningRate:
             return
         low, high = sorted((last, peak * factor(step - 1)))
         if high > JUMP * low and high > SMALL * peak:
+            over = f" over {steps} steps" if steps else ""
             error = TrainError(
                 "lr-jumps",
                 f"The learning rate jumps from {last:.3g} in step {step} to {peak * factor(step):.3g} in the next one.",
-                why=f"the schedule is now {self._config.schedule.name}{f' over {steps} steps' * bool(steps)}; the steps "
-                "before followed another one",
+                why=f"the schedule is now {self._config.schedule.name}{over}; the steps before followed another one",
                 fix="set schedule.steps to those of the schedule before to keep its final rate; for runs that may be "
                 "extended, wsd, before its decay begins, or schedule.steps of the whole run from its beginning",
             )

@@ -125,7 +125,7 @@ def test_a_stall_of_one_step_changes_no_number_much(monkeypatch: pytest.MonkeyPa
 
 
 class Slowness:
-    """One rank takes four times the time of the other in each step: FSDP computes too, above all on a busy machine."""
+    """One rank takes much more time than the other in each step: FSDP computes too, above all on a busy machine."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.kind = kind if dist.rank() == rank else ""
@@ -147,7 +147,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self.slowness.kind == "data":
-            time.sleep(0.06)
+            time.sleep(0.1)
         return torch.ones(4), torch.ones(1)
 
 
@@ -157,7 +157,7 @@ class Model(nn.Module):
         self.layer, self.slowness = nn.Linear(4, 1), slowness
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.slowness.compute(0.020 if self.slowness.kind == "compute" else 0.005)
+        self.slowness.compute(0.060 if self.slowness.kind == "compute" else 0.005)
         outputs: Tensor = self.layer(inputs)
         return outputs
 
@@ -174,7 +174,7 @@ def train(strategy: str, run: str) -> list[list[str]]:
         run += kind
         settings: dict[str, Any] = {"batch": 4, "run": run, "quiet": True, "preflight": False}
         trainer = Trainer(Model(slowness), "sgd", criterion=nn.MSELoss(), device="cpu", strategy=strategy, **settings)
-        trainer.train(Samples(slowness), max_steps=20)
+        trainer.train(Samples(slowness), max_steps=RECENT)
         found.append([text for text in said if "slower" in text])
         said.clear()
     return found
@@ -186,12 +186,12 @@ def test_a_rank_that_computes_or_reads_slowly_is_named_and_a_healthy_run_is_sile
 ) -> None:
     healthy, compute, data = paceline.launch(train, ranks=2, strategy=strategy, run=str(tmp_path / "run"))
     assert healthy == []
-    assert compute == []  # it cost a third of a second: the metrics have it
+    assert compute == []  # it cost half a second: the metrics have it
     assert data[0].startswith("rank 0 has been ") and "since step 1: reading data takes" in data[0]
-    assert "in 20 of 20 steps, reading data" in data[1] and len(data) == 2
+    assert "in 10 of 10 steps, reading data" in data[1] and len(data) == 2
     run = RunFolder(tmp_path / "runcompute")
     last = [json.loads(run.rank_stats(rank).read_text().splitlines()[-1]) for rank in range(2)]
     assert last[1]["slowdown"] > 1.5 and "slowdown" not in last[0]
-    assert last[1]["own_time"] >= 0.020 > last[0]["own_time"]
+    assert last[1]["own_time"] >= 0.060 > last[0]["own_time"]
     metrics = json.loads((tmp_path / "runcompute" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["straggler"] == 1 and metrics["slowdown"] > 1.5

@@ -36,7 +36,7 @@ from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
 # Keys that do not affect training.
-_NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers", "code", "init_from"}
+_NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers", "code", "init_from", "train.pause_at"}
 
 
 @dataclass(frozen=True)
