@@ -48,10 +48,7 @@ _CAUSES = (
     "gathers those of all ranks by paceline.dist.all_gather_rows. If output and target have different shapes, they "
     "broadcast: make them equal. If the first dim of the batch is not its samples, change the collate function"
 )
-GATHERS = (
-    "the loss gathers what other ranks compute, so it is not compared with that of slices; paceline parity compares it "
-    "with one process"
-)
+GATHERS = "the loss gathers what other ranks compute: its slices are not compared, but paceline parity compares it"
 _IN_TRAINING = (
     "In eval mode it does not: if the model couples samples in training, it does so per micro-batch. If the first dim "
     "of a dropout is a multiple of the samples, but not the samples (as tokens may be), put the samples first"
@@ -83,15 +80,37 @@ def compare(
     `keeps_state`: whether a forward in training mode depends on the one before; `several`: of micro-batches a step."""
     text = error = None
     if not keeps_state:
-        text, error, judged = _compare(trial, replicated, partner, several, training=True)
+        text, error, judged = _compare(trial, replicated, partner, training=True)
         if text is None and judged:
             return None
-    found, failed, _ = _compare(trial, replicated, partner, several, training=False)
-    return found or text or error or failed
+    found, failed, _ = _compare(trial, replicated, partner, training=False)
+    found = found or text
+    if found and found.startswith("[train.loss-of-slices]") and replicated and not several and _gathers(trial):
+        return GATHERS
+    return found or error or failed
+
+
+def _gathers(trial: LossTrial) -> bool:
+    """Whether the loss of rank 0 has a gradient on other ranks, because it gathers what they compute. In eval mode, as
+    batch norm gathers statistics. Collective."""
+    found: list[bool] = []
+
+    def run(batch: Any) -> Any:
+        result = trial.run(batch)
+        trained = [each for each in trial.module.parameters() if each.requires_grad]
+        value = read_loss(result)[0]
+        first = torch.full_like(value, collectives.rank() == 0)
+        gradients = torch.autograd.grad(value, trained, first, retain_graph=True, allow_unused=True)
+        found.append(collectives.rank() > 0 and any(each is not None and bool(each.any()) for each in gradients))
+        return result
+
+    with snapshot.preserved(trial.module.model, *trial.user_code), _trial_mode(trial.module, True, training=False):
+        _loss(trial._replace(run=run), [], None, None)
+    return any(any(each) for each in collectives.all_gather_object(found))
 
 
 def _compare(
-    trial: LossTrial, replicated: bool, partner: MicroBatch | None, several: bool, *, training: bool
+    trial: LossTrial, replicated: bool, partner: MicroBatch | None, *, training: bool
 ) -> tuple[str | None, str | None, bool]:
     """A difference, an error, and whether the loss was computed and is not random."""
     module, micro = trial.module, trial.micro
@@ -123,16 +142,14 @@ def _compare(
             for norm in norms:
                 norm.eval()  # what they couple is synchronized
 
-        before = begin if training else None
-        one = partial(_loss, trial, failed, before)
+        one = partial(_loss, trial, failed, begin if training else None)
         batch, *parts = (one(span) for span in spans)
         differs = mixed.found is not None or (judges and not _adds_up(batch, parts, tolerance))
         text = not_checked("whether the loss depends on how a batch is sliced", failed[0]) if failed else None
-        ranks, is_random, gathers = collectives.all_gather_object((differs, text)), False, False
+        ranks, is_random = collectives.all_gather_object((differs, text)), False
         if any(rank[0] for rank in ranks):
             again = one(spans[0], torch.initial_seed() ^ 1)
             is_random = again is None or not _adds_up(batch, [again], tolerance)
-            gathers = replicated and collectives.world() > 1 and _reaches_others(trial, spans[0], before)
     half = parts[0]
     if batch and half and len(batch.counts) == len(half.counts):
         module.proportions.over_samples = [a > b for a, b in zip(batch.counts, half.counts, strict=True)]
@@ -147,30 +164,12 @@ def _compare(
             "loss-of-slices",
             f"The loss of {samples} samples is {batch.value / batch.weight:.6g}, but {total / sum(weights):.6g} from "
             f"its slices, of weights {' and '.join(f'{each:g}' for each in weights)}.",
-            why=f"so it depends on the number of {'' if gathers else 'ranks and '}micro-batches",
+            why="so it depends on the number of ranks and micro-batches",
             fix=_IN_TRAINING if training else _CAUSES,
         ).text()
-        found = GATHERS if gathers and not several else found
     ranks = collectives.all_gather_object((found, is_random))
     judged = error is None and not any(rank[1] for rank in ranks)
     return next((text for text, _ in ranks if text), None), error, judged
-
-
-def _reaches_others(trial: LossTrial, span: tuple[int, int] | None, begin: Callable[[], None] | None) -> bool:
-    """Whether the loss of rank 0 has a gradient on other ranks, because it gathers what they compute. Collective."""
-    found = []
-
-    def run(batch: Any) -> Any:
-        result = trial.run(batch)
-        value = read_loss(result)[0]
-        trained = [each for each in trial.module.parameters() if each.requires_grad]
-        ours = torch.full_like(value, collectives.rank() == 0)
-        gradients = torch.autograd.grad(value, trained, ours, retain_graph=True, allow_unused=True)
-        found.append(any(each is not None and bool(each.any()) for each in gradients))
-        return result
-
-    _loss(trial._replace(run=run), [], begin, span)
-    return any(any(each) for each in collectives.all_gather_object(found)[1:])
 
 
 def joined(micro: MicroBatch, partner: MicroBatch | None) -> MicroBatch:

@@ -195,9 +195,7 @@ def _facts(point: LogPoint) -> dict[str, str]:
     if point.slow:
         facts["slow"] = point.slow
     if point.tflops is not None:
-        facts["flops"] = (
-            f"{format_rate(point.tflops * 1e12)}FLOP/s" if point.mfu is None else f"MFU {100 * point.mfu:.3g}%"
-        )
+        facts["flops"] = f"{format_rate(point.tflops * 1e12)}FLOP/s" if point.mfu is None else f"MFU {point.mfu:.1%}"
     if point.sent_mb is not None:
         facts["sent"] = f"sent {format_sent(point.sent_mb * 1e6)}/step"
     if point.memory is not None:

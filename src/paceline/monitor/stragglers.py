@@ -34,8 +34,7 @@ _CALM = 1.25  # below, a slow rank has recovered
 _LEAST = 5e-4  # seconds per step
 _NOTICEABLE = 0.05  # share of a step
 _RECOVERED = 2  # log points
-LOST = 1.0  # seconds that all ranks have waited for a slow one, below which it is not worth a warning …
-SHARE = 0.01  # … and at the end of training, also of its time
+LOST, SHARE = 1.0, 0.01  # least seconds that are worth a warning; at the end of training, also least share of its time
 NUMBERS = 3  # that a rank sends
 
 Kind = Literal["compute", "data"]

@@ -41,13 +41,11 @@ def is_loopback(address: str) -> bool:
 
 
 def require_known(host: str) -> None:
-    """Raise if no address is known for a name. A pod of Kubernetes begins before the names of others are known, and an
-    answer of a name server may be late."""
+    """Raise if a name does not resolve. In Kubernetes it may later, and a name server that is late is waited for."""
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:  # UnicodeError: an empty or a long label
-        late = error.args[0] == socket.EAI_AGAIN or "KUBERNETES_SERVICE_HOST" in os.environ
-        if isinstance(error, UnicodeError) or not late:
+        if error.args[0] != socket.EAI_AGAIN and "KUBERNETES_SERVICE_HOST" not in os.environ:
             raise LaunchError(
                 "unknown-host",
                 f"The name {host} of --master does not resolve: {error.args[-1]}.",

@@ -38,13 +38,7 @@ BITS_LAYOUTS = ("ddp:2", "ddp:3", "ddp:4")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
 _EVERYWHERE = {"deterministic": "everywhere"}
 _ROUNDING = 1e-12  # of evaluations: each rank adds its own in float64
-_UNUSED = (
-    "layout",
-    "resume",
-    "save_every",
-    "save_minutes",
-    "save_best",
-)  # settings of a recipe: there is no run folder
+_UNUSED = {"layout", "resume", "save_every", "save_minutes", "save_best"}  # of a recipe: there is no run folder
 EVALUATION_SAMPLES = 37  # not divisible by the degrees of a layout
 
 # Builds a Trainer from settings: the top-level keys of a recipe.
@@ -185,15 +179,16 @@ def parity(
             "contradiction", f"bits requires equal results, but the bound is {bound:g}.", fix="set only one of them"
         )
     fixed = {**recipe_settings, "precision": precision, "device": "cpu"} | (_EVERYWHERE if bits else {})
-    said: list[str] = []
-    reference = train_on(1, [{**fixed, "strategy": "single"}], build, data, val, steps, said)[0]
+    said = dict[str, float]()
+    given = {"build": build, "data": data, "val": val, "steps": steps}
+    reference = train_on(1, [{**fixed, "strategy": "single"}], said, **given)[0]
     if isinstance(reference, str):
         raise ConfigError("bad-layout", f"Training in a single process failed:\n{reference}")
     bound = 0.0 if bits else PRECISIONS.facts(precision).parity_bound if bound is None else bound
     rows: dict[str, ParityRow] = {}
     for ranks in sorted({layout.ranks for layout in wanted}):
         same = [layout for layout in wanted if layout.ranks == ranks]
-        runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], build, data, val, steps, said)
+        runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], said, **given)
         for layout, run in zip(same, runs, strict=True):
             rows[layout.text] = compare(layout.text, reference, run, bound)
     return ParityReport([rows[layout.text] for layout in wanted], reference, precision)
@@ -225,28 +220,18 @@ def _from_recipe(**settings: Any) -> Any:
 
 
 def train_on(
-    ranks: int,
-    settings: Sequence[Mapping[str, Any]],
-    build: TrainerFactory,
-    data: Any,
-    val: Any,
-    steps: int,
-    said: list[str] | None = None,
+    ranks: int, settings: Sequence[Mapping[str, Any]], said: dict[str, float], **given: Any
 ) -> list[ParityRun | str]:
-    """Train once per settings, with the same ranks; each result is a run or the text of a LayoutError. What these ranks
-    log is added to `said`, and what is in it is not logged again."""
-    said = [] if said is None else said
-    given = {"settings": settings, "build": build, "data": data, "val": val, "steps": steps, "said": said}
-    results, said[:] = launch(_train_all, ranks=ranks, **given)
+    """Train once per settings, with the same ranks; each result is a run or the text of a LayoutError. What
+    was `said` is not logged again."""
+    results, new = launch(_train_all, ranks=ranks, settings=settings, said=said, **given)
+    said |= new
     return [result if isinstance(result, str) else ParityRun(**result) for result in results]
 
 
-def _train_all(settings: Sequence[Mapping[str, Any]], said: list[str], **given: Any) -> list[list[Any]]:
-    def is_new(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        return said.index(said[-1]) == len(said) - 1
-
-    logging.getLogger("paceline").addFilter(is_new)  # of this child process
+def _train_all(settings: Sequence[Mapping[str, Any]], said: dict[str, float], **given: Any) -> list[Any]:
+    log = logging.getLogger("paceline")  # of this child process
+    log.addFilter(lambda record: said.setdefault(record.getMessage(), record.created) == record.created)
     return [[_train(each, **given) for each in settings], said]
 
 

@@ -277,8 +277,7 @@ class LaterChecks:
         self._floors = dict(micro.with_floors().floors or {})
         self.next = self._began = engine.position.step
         self._engine, self._before, self._warned = engine, micro, False
-        replicated = engine.mesh.degrees.is_replicated
-        self._how = {"replicated": replicated, "keeps_state": keeps_state, "several": groups > 1}
+        self._how = {"replicated": engine.mesh.degrees.is_replicated, "keeps_state": keeps_state, "several": groups > 1}
         self.failed: str | None = None  # of a check: reported if the next step does not fail itself
         self._checked, self._since = self._began, perf_counter()
 

@@ -57,8 +57,7 @@ class LearningRate:
     def begin(
         self, plan: SchedulePlan, step: int, epochs: int | None, warn: Callable[[str], None]
     ) -> dict[str, Derived]:
-        """Prepare a `train()` call after `step` and return the rows to print. `epochs`: of the run, if it ends after
-        some."""
+        """Prepare a `train()` call after `step`, and return the rows to print. `epochs`: after which the run ends."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
         own = self._config.optimizer
         reason = FROM_SETTINGS if "name" in own.model_fields_set else "default"
@@ -91,13 +90,11 @@ class LearningRate:
             return
         low, high = sorted((last, peak * factor(step - 1)))
         if high > JUMP * low and high > SMALL * peak:
-            over = f" over {steps} steps" if steps else ""
             error = TrainError(
                 "lr-jumps",
                 f"The learning rate jumps from {last:.3g} in step {step} to {peak * factor(step):.3g} in the next one.",
-                why=f"the schedule is now {self._config.schedule.name}{over}; the steps before followed another one",
-                fix="set schedule.steps to those of the schedule before to keep its final rate; for runs that may be "
-                "extended, wsd, before its decay begins, or schedule.steps of the whole run from its beginning",
+                why=f"the steps before followed another schedule than {self._config.schedule.name} over {steps} steps",
+                fix="set schedule.steps as before to keep its final rate, or extend wsd before its decay begins",
             )
             warn(str(error))
 

@@ -357,7 +357,7 @@ def test_an_output_and_a_target_that_broadcast_are_named_with_their_shapes(capsy
     assert "paceline.Loss" not in found
 
 
-def gathered(model: Any, batch: Any) -> Tensor:
+def over_all_ranks(model: Any, batch: Any) -> Tensor:
     z = functional.normalize(dist.all_gather_rows(model(batch[0])), dim=1)
     return functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
 
@@ -391,15 +391,13 @@ def test_a_loss_over_the_samples_of_all_ranks_depends_on_micro_batches_only() ->
         trainer.train([batch()] * 4, max_steps=2)
         return [each for each in said if "slices" in each[1]]
 
-    whole, accumulated = trained(gathered), trained(gathered, accumulate=2)
+    whole, accumulated = trained(over_all_ranks), trained(over_all_ranks, accumulate=2)
     others = [trained(loss_fn) for loss_fn in (gathered_without_gradients, with_a_number_of_all_ranks)]
     if dist.rank() == 0:
         assert whole == [("INFO", loss_halves.GATHERS)]
         assert [level for level, _ in accumulated] == ["WARNING"]
-        assert "so it depends on the number of micro-batches" in accumulated[0][1]
         for found in others:
             assert [level for level, _ in found] == ["WARNING"]
-            assert "so it depends on the number of ranks and micro-batches" in found[0][1]
 
 
 def test_a_forward_that_fails_when_it_is_repeated_is_named_on_one_rank(capsys: Any) -> None:
