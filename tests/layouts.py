@@ -115,7 +115,7 @@ def _train(
             own["preflight"] = False  # or replicas would be found to differ before anything is compared
         return tiny.trainer_of(own)
 
-    return comparison.train_on(ranks, settings, make, None, None, steps)
+    return comparison.train_on(ranks, settings, {}, build=make, data=None, val=None, steps=steps)
 
 
 def _one(model: str, variant: Variant) -> dict[str, Any]:

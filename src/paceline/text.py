@@ -12,8 +12,11 @@ _NOT_FINITE = "×"
 
 
 def format_bytes(size: float) -> str:
-    """`1.5 GiB`, `20.0 MiB`"""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    """`1.5 GiB`, `20.0 MiB`, `1.6 KiB`, `12 B`"""
+    for unit, factor, least in (("GiB", 2**30, 2**30), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**7)):
+        if size >= least:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} B"
 
 
 def format_sent(size: float) -> str:
@@ -33,11 +36,11 @@ def format_count(number: int) -> str:
 
 
 def format_rate(value: float) -> str:
-    """`12.3k`, `123`, `4.5`"""
+    """`12.3k`, `123`, `4.5`, `0.032`"""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def format_value(value: float) -> str:
@@ -46,7 +49,9 @@ def format_value(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`4.2 s`, `3 min 20 s`, `2 h 5 min`"""
+    """`4.2 s`, `12 ms`, `3 min 20 s`, `2 h 5 min`"""
+    if 0 < seconds < 0.05:
+        return f"{seconds * 1e3:.2g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

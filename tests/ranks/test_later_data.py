@@ -109,4 +109,4 @@ def test_a_schedule_with_another_horizon_is_named(caplog: pytest.LogCaptureFixtu
     trainer = trainer_of_one_weight(batch=12, schedule={"name": "cosine"})
     for epochs in (1, 2):
         trainer.train(Remembered(36), epochs=epochs)
-    assert "had a horizon of 3 steps in the last call of train(), and has one of 6 now" in caplog.text
+    assert "[train.lr-jumps] The learning rate jumps from" in caplog.text and "cosine over 6 steps" in caplog.text

@@ -263,6 +263,9 @@ def test_every_exit_of_a_rank_has_its_status_and_message(tmp_path: Path, body: s
         assert "launcher/" not in done.stderr
 
 
+SECOND_NODE = ("launch", "--nodes", "2", "--node-rank", "1", "-n", "1", "--master")
+
+
 @pytest.mark.parametrize(
     ("args", "code"),
     [
@@ -270,6 +273,11 @@ def test_every_exit_of_a_rank_has_its_status_and_message(tmp_path: Path, body: s
         (["launch", "-n", "0", "x.py"], "launch.bad-number"),
         (["launch", "-n", "1", "--port", "99999", "x.py"], "launch.bad-number"),
         (["launch", "-n", "1", "--node-rank", "1", "x.py"], "launch.bad-number"),
+        (
+            [*SECOND_NODE, "[1:2]:29500", "x.py"],
+            "launch.unknown-host",
+        ),  # no name server is asked for a name with a colon
+        ([*SECOND_NODE, "a" * 64, "x.py"], "launch.unknown-host"),
         (["train", "empty.yaml"], "config.missing-section"),
         (["train", "model.layer=3", "-n", "1"], "model.unknown-option"),
         (["train", "micro_batch=3", "accumulate=7", "-n", "1"], "config.contradiction"),

@@ -11,7 +11,8 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [(0, "0.0 MiB"), (20 * 2**20, "20.0 MiB"), (GIB, "1.0 GiB"), (1.54 * GIB, "1.5 GiB")]
+    ("size", "expected"),
+    [(0, "0 B"), (12, "12 B"), (1640, "1.6 KiB"), (20 * 2**20, "20.0 MiB"), (GIB, "1.0 GiB"), (1.54 * GIB, "1.5 GiB")],
 )
 def test_bytes(size: float, expected: str) -> None:
     assert text.format_bytes(size) == expected
@@ -25,14 +26,16 @@ def test_counts(number: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(4.52, "4.5"), (123.4, "123"), (12345, "12.3k"), (1.25e6, "1.2M"), (3e9, "3.0G")]
+    ("value", "expected"),
+    [(0.032, "0.032"), (4.52, "4.5"), (123.4, "123"), (12345, "12.3k"), (1.25e6, "1.2M"), (3e9, "3.0G")],
 )
 def test_rates(value: float, expected: str) -> None:
     assert text.format_rate(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"), [(4.24, "4.2 s"), (59.96, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+    ("seconds", "expected"),
+    [(0, "0.0 s"), (0.0123, "12 ms"), (4.24, "4.2 s"), (59.96, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
 )
 def test_durations(seconds: float, expected: str) -> None:
     assert text.format_duration(seconds) == expected

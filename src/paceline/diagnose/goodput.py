@@ -46,7 +46,8 @@ class Goodput:
         return self.training / self.total if self.total else 0.0
 
     def line(self) -> str:
-        return f"time in training steps: {self.effective:.1%} of {format_duration(self.total)}".replace("%", " %")
+        digits = ".1g" if 0 < self.effective < 0.0005 else ".1f"
+        return f"time in training steps: {100 * self.effective:{digits}} % of {format_duration(self.total)}"
 
     def table(self) -> str:
         """The line, followed by the rest of the time; activities shorter than 0.05 s are omitted."""

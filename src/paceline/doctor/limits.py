@@ -285,7 +285,8 @@ def _judge_clock(facts: LimitFacts) -> Finding:
 
 def _judge_synchronization(facts: LimitFacts, several_hosts: bool) -> Finding:
     states = {True: "synchronized", False: "not synchronized", None: "unknown"}
-    what = states[facts.is_synchronized]
+    is_unused = not several_hosts and not facts.is_synchronized
+    what = states[facts.is_synchronized] + "; only logs of several hosts are ordered by it" * is_unused
     why = "logs and events of different hosts are ordered by their clocks, which drift apart"
     is_wrong = several_hosts and facts.is_synchronized is False
     return graded("clock synchronization", "warn" if is_wrong else "ok", what, why, _CLOCK_FIX)

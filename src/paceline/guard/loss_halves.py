@@ -44,10 +44,11 @@ _JOINED = 4  # samples, if micro-batches have fewer
 
 _CAUSES = (
     "if it is a mean over something other than samples, or a sum, return paceline.Loss(sum, weight). If it couples "
-    "samples (a contrastive loss, statistics of the batch), it is computed for each micro-batch separately. If output "
-    "and target have different shapes, they broadcast: make them equal. If the first dim of the batch is not its "
-    "samples, change the collate function"
+    "samples (a contrastive loss, statistics of the batch), it is computed for each micro-batch separately, unless it "
+    "gathers those of all ranks by paceline.dist.all_gather_rows. If output and target have different shapes, they "
+    "broadcast: make them equal. If the first dim of the batch is not its samples, change the collate function"
 )
+GATHERS = "the loss gathers what other ranks compute: its slices are not compared, but paceline parity compares it"
 _IN_TRAINING = (
     "In eval mode it does not: if the model couples samples in training, it does so per micro-batch. If the first dim "
     "of a dropout is a multiple of the samples, but not the samples (as tokens may be), put the samples first"
@@ -72,16 +73,40 @@ class LossTrial(NamedTuple):
     user_code: Sequence[Any]
 
 
-def compare(trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, keeps_state: bool) -> str | None:
-    """Return a warning, or None. Collective. `partner`: another micro-batch, to be joined to this one.
-    `keeps_state`: whether a forward in training mode depends on the one before."""
+def compare(
+    trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, keeps_state: bool, several: bool
+) -> str | None:
+    """Return a warning, `GATHERS`, or None. Collective. `partner`: another micro-batch, to be joined to this one.
+    `keeps_state`: whether a forward in training mode depends on the one before; `several`: of micro-batches a step."""
     text = error = None
     if not keeps_state:
         text, error, judged = _compare(trial, replicated, partner, training=True)
         if text is None and judged:
             return None
     found, failed, _ = _compare(trial, replicated, partner, training=False)
-    return found or text or error or failed
+    found = found or text
+    if found and found.startswith("[train.loss-of-slices]") and replicated and not several and _gathers(trial):
+        return GATHERS
+    return found or error or failed
+
+
+def _gathers(trial: LossTrial) -> bool:
+    """Whether the loss of rank 0 has a gradient on other ranks, because it gathers what they compute. In eval mode, as
+    batch norm gathers statistics. Collective."""
+    found: list[bool] = []
+
+    def run(batch: Any) -> Any:
+        result = trial.run(batch)
+        trained = [each for each in trial.module.parameters() if each.requires_grad]
+        value = read_loss(result)[0]
+        first = torch.full_like(value, collectives.rank() == 0)
+        gradients = torch.autograd.grad(value, trained, first, retain_graph=True, allow_unused=True)
+        found.append(collectives.rank() > 0 and any(each is not None and bool(each.any()) for each in gradients))
+        return result
+
+    with snapshot.preserved(trial.module.model, *trial.user_code), _trial_mode(trial.module, True, training=False):
+        _loss(trial._replace(run=run), [], None, None)
+    return any(any(each) for each in collectives.all_gather_object(found))
 
 
 def _compare(

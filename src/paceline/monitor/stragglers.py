@@ -34,6 +34,7 @@ _CALM = 1.25  # below, a slow rank has recovered
 _LEAST = 5e-4  # seconds per step
 _NOTICEABLE = 0.05  # share of a step
 _RECOVERED = 2  # log points
+LOST, SHARE = 1.0, 0.01  # least seconds that are worth a warning; at the end of training, also least share of its time
 NUMBERS = 3  # that a rank sends
 
 Kind = Literal["compute", "data"]
@@ -137,6 +138,7 @@ class _Straggler:
     calm: int = 0  # log points at which it was as fast as the others
     steps: int = 0
     lost: float = 0.0  # seconds that others waited
+    named: bool = False  # in a warning
 
 
 @dataclass
@@ -158,29 +160,32 @@ class Stragglers:
         own = [numbers[rank * NUMBERS : (rank + 1) * NUMBERS] for rank in range(self.ranks)]
         still = compare(own, seconds / steps, self.stages, _CALM)
         for rank, found in compare(own, seconds / steps, self.stages).items():
-            if rank not in self.current:
-                self._begin(rank, found, max(1, step - RECENT + 1))
+            self.current.setdefault(rank, _Straggler(max(1, step - RECENT + 1), found.kind))
         for rank, straggler in list(self.current.items()):
             if rank in still:
                 straggler.calm, straggler.times = 0, still[rank].times
                 straggler.steps += min(steps, step - straggler.since + 1)
                 straggler.lost += still[rank].seconds * min(steps, step - straggler.since + 1)
+                self._name(rank, straggler, still[rank])
             else:
                 straggler.calm += 1
                 if straggler.calm == _RECOVERED:
                     self._end(rank, step)
 
-    def _begin(self, rank: int, found: Slow, since: int) -> None:
-        self.current[rank] = _Straggler(since, found.kind)
-        self.warn(
-            f"rank {rank} has been {found.times:.1f} × slower than the others since step {since}: {_DOES[found.kind]} "
-            f"takes it {found.seconds * 1e3:.3g} ms longer in each step, and all ranks wait for it"
-        )
+    def _name(self, rank: int, straggler: _Straggler, found: Slow) -> None:
+        if not straggler.named and straggler.lost >= LOST:
+            straggler.named = True
+            self.warn(
+                f"rank {rank} has been {found.times:.1f} × slower than the others since step {straggler.since}: "
+                f"{_DOES[straggler.kind]} takes it {found.seconds * 1e3:.3g} ms longer in each step, and all ranks "
+                f"have waited {straggler.lost:.1f} s for it"
+            )
 
     def _end(self, rank: int, step: int) -> None:
         straggler = self.current.pop(rank)
         self._past.append((rank, straggler))
-        self.warn(f"rank {rank} is as fast as the others again (step {step})")
+        if straggler.named:
+            self.warn(f"rank {rank} is as fast as the others again (step {step})")
 
     def shown(self) -> str:
         """For the progress bar."""
@@ -199,8 +204,10 @@ class Stragglers:
             by_rank.setdefault(rank, []).append(straggler)
         for rank, times in sorted(by_rank.items()):
             steps, lost = sum(each.steps for each in times), sum(each.lost for each in times)
+            if lost < max(LOST, SHARE * self._seconds):
+                continue
             kinds = " and ".join(sorted({_DOES[each.kind] for each in times}))
             self.warn(
                 f"rank {rank} was slower than the others in {steps} of {plural(self._steps, 'step')}, {kinds}: "
-                f"{lost / max(self._seconds, 1e-9):.0%} of the time of all ranks ({lost:.1f} s) was lost to it"
+                f"{lost / self._seconds:.0%} of the time of all ranks ({lost:.1f} s) was lost to it"
             )

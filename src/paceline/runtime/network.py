@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 import sys
@@ -38,6 +39,20 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def require_known(host: str) -> None:
+    """Raise if a name does not resolve. In Kubernetes it may later, and a name server that is late is waited for."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:  # UnicodeError: an empty or a long label
+        if error.args[0] != socket.EAI_AGAIN and "KUBERNETES_SERVICE_HOST" not in os.environ:
+            raise LaunchError(
+                "unknown-host",
+                f"The name {host} of --master does not resolve: {error.args[-1]}.",
+                why="it is misspelled, or neither in DNS nor in /etc/hosts of this machine",
+                fix="pass an address of the first node, which prints them with hostname -I",
+            ) from None
 
 
 def own_addresses_of(host: str) -> list[str]:

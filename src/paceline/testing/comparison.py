@@ -15,6 +15,7 @@ must be equal to the bit, in float32 by default.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan, prod
@@ -30,13 +31,14 @@ from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
 from paceline.plan.layout import AXIS_NAMES, STRATEGIES
-from paceline.text import parse_pairs
+from paceline.text import format_value, parse_pairs
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 BITS_LAYOUTS = ("ddp:2", "ddp:3", "ddp:4")
 SETS = ("precision", "clip_norm", "device", "run", "quiet")
 _EVERYWHERE = {"deterministic": "everywhere"}
 _ROUNDING = 1e-12  # of evaluations: each rank adds its own in float64
+_UNUSED = {"layout", "resume", "save_every", "save_minutes", "save_best"}  # of a recipe: there is no run folder
 EVALUATION_SAMPLES = 37  # not divisible by the degrees of a layout
 
 # Builds a Trainer from settings: the top-level keys of a recipe.
@@ -120,8 +122,8 @@ class ParityReport:
         head = ("layout", "loss", "gradient norm", "weights", "evaluation", "")
         lines = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        first, last = self.reference.losses[0], self.reference.losses[-1]
-        text = [f"one process: {len(self.reference.losses)} steps, loss {first:.4f} → {last:.4f}, {self.precision}"]
+        loss = " → ".join(format_value(self.reference.losses[number]) for number in (0, -1))
+        text = [f"one process: {len(self.reference.losses)} steps, loss {loss}, {self.precision}"]
         text += ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join(line.rstrip() for line in text)
 
@@ -177,14 +179,16 @@ def parity(
             "contradiction", f"bits requires equal results, but the bound is {bound:g}.", fix="set only one of them"
         )
     fixed = {**recipe_settings, "precision": precision, "device": "cpu"} | (_EVERYWHERE if bits else {})
-    reference = train_on(1, [{**fixed, "strategy": "single"}], build, data, val, steps)[0]
+    said = dict[str, float]()
+    given = {"build": build, "data": data, "val": val, "steps": steps}
+    reference = train_on(1, [{**fixed, "strategy": "single"}], said, **given)[0]
     if isinstance(reference, str):
         raise ConfigError("bad-layout", f"Training in a single process failed:\n{reference}")
     bound = 0.0 if bits else PRECISIONS.facts(precision).parity_bound if bound is None else bound
     rows: dict[str, ParityRow] = {}
     for ranks in sorted({layout.ranks for layout in wanted}):
         same = [layout for layout in wanted if layout.ranks == ranks]
-        runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], build, data, val, steps)
+        runs = train_on(ranks, [{**fixed, **layout.settings} for layout in same], said, **given)
         for layout, run in zip(same, runs, strict=True):
             rows[layout.text] = compare(layout.text, reference, run, bound)
     return ParityReport([rows[layout.text] for layout in wanted], reference, precision)
@@ -199,7 +203,7 @@ def _factory_for(what: Any) -> tuple[TrainerFactory, dict[str, Any]]:
     if not isinstance(what, Config):
         what = Config.from_dict(what) if isinstance(what, Mapping) else Config.from_file(what)
     what = settle(what)[0]
-    return _from_recipe, {key: value for key, value in what.to_dict().items() if key != "layout"}
+    return _from_recipe, {key: value for key, value in what.to_dict().items() if key not in _UNUSED}
 
 
 def _limit(val: Any) -> Any:
@@ -216,15 +220,19 @@ def _from_recipe(**settings: Any) -> Any:
 
 
 def train_on(
-    ranks: int, settings: Sequence[Mapping[str, Any]], build: TrainerFactory, data: Any, val: Any, steps: int
+    ranks: int, settings: Sequence[Mapping[str, Any]], said: dict[str, float], **given: Any
 ) -> list[ParityRun | str]:
-    """Train once per settings, with the same ranks; each result is a run or the text of a LayoutError."""
-
-    def train_all() -> list[dict[str, Any] | str]:
-        return [_train(each, build, data, val, steps) for each in settings]
-
-    results = launch(train_all, ranks=ranks)
+    """Train once per settings, with the same ranks; each result is a run or the text of a LayoutError. What
+    was `said` is not logged again."""
+    results, new = launch(_train_all, ranks=ranks, settings=settings, said=said, **given)
+    said |= new
     return [result if isinstance(result, str) else ParityRun(**result) for result in results]
+
+
+def _train_all(settings: Sequence[Mapping[str, Any]], said: dict[str, float], **given: Any) -> list[Any]:
+    log = logging.getLogger("paceline")  # of this child process
+    log.addFilter(lambda record: said.setdefault(record.getMessage(), record.created) == record.created)
+    return [[_train(each, **given) for each in settings], said]
 
 
 def _train(settings: Mapping[str, Any], build: TrainerFactory, data: Any, val: Any, steps: int) -> dict[str, Any] | str:

@@ -82,7 +82,7 @@ def open_custom_loop(
         ends = (config.train.epochs, config.train.max_steps)
         plan = derive_schedule(engine.config, loaders.batch, steps_per_epoch, *ends, endless=True)
         rows = dict(loaders.plan.rows()) if loaders.plan else {}
-        rows |= rates.begin(plan, config.train.epochs, engine.log.warning)
+        rows |= rates.begin(plan, position.step, config.train.epochs, engine.log.warning)
         rows |= dropout_rows(engine.config, engine.model, engine.draw)
         if run.folder is not None:
             run.create(engine.config, rows)

@@ -62,7 +62,7 @@ def choose(engine: Engine, micro: MicroBatch) -> None:
     else:
         seconds = _measure(engine, replicas, micro, sizes)
         choice = collectives.broadcast_object(select(seconds))
-        reason = ", ".join(f"{size:g} MB {1000 * each:.1f} ms" for size, each in seconds.items())
+        reason = ", ".join(f"{size:g} MB {1000 * each:.3g} ms" for size, each in seconds.items())
     _use(engine, replicas, choice)
     engine.draw.begin(micro)
     with replicas.without_hook():
@@ -277,7 +277,7 @@ class LaterChecks:
         self._floors = dict(micro.with_floors().floors or {})
         self.next = self._began = engine.position.step
         self._engine, self._before, self._warned = engine, micro, False
-        self._keeps_state = keeps_state
+        self._how = {"replicated": engine.mesh.degrees.is_replicated, "keeps_state": keeps_state, "several": groups > 1}
         self.failed: str | None = None  # of a check: reported if the next step does not fail itself
         self._checked, self._since = self._began, perf_counter()
 
@@ -296,8 +296,7 @@ class LaterChecks:
         engine, other = self._engine, self._before
         step, began = engine.position.step, perf_counter()
         partner = None if other is micro else other
-        replicated, trial = engine.mesh.degrees.is_replicated, _trial(engine, micro)
-        found = loss_halves.compare(trial, replicated=replicated, partner=partner, keeps_state=self._keeps_state)
+        found = loss_halves.compare(_trial(engine, micro), partner=partner, **self._how)
         said = collectives.all_gather_object(engine.module.proportions.said)
         found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
         if found is not None:
@@ -305,7 +304,7 @@ class LaterChecks:
             if loss_halves.is_failure(found):
                 self.failed = self.failed or found
             else:
-                engine.log.warning(found)
+                (engine.log.info if found == loss_halves.GATHERS else engine.log.warning)(found)
         now, steps = perf_counter(), step - self._began
         pause = _SHARE * (now - began) / max(now - self._since, 1e-9) * (step - self._checked)
         self.next = step + max(steps, 1, 0 if steps < _FIRST else collectives.broadcast_object(ceil(pause)))
@@ -377,8 +376,10 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
     def check(*arguments: Any) -> None:
         hook.remove()
         if groups == 1 and forward_changes.attributes(engine.model, engine.module.loss_state) != before:
-            own, counted, _ = forward_changes.find(*_trial(engine, micro))
+            own, counted, failed = forward_changes.find(*_trial(engine, micro))
             engine.module.unsaved = forward_changes.not_saved(engine.module, [*own, *counted])
+            if failed is not None:
+                engine.log.warning(failed)
         _name_draws(engine, micro, engine.log.info)
         unused = preflight.without_gradient(engine.model)
         if unused and config.unused_parameters == "error":

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from paceline.config.components import SCHEDULES
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.guard.unsupported import interval_problem
@@ -20,6 +19,8 @@ from paceline.optim.schedules import Plateau, from_plan
 from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.plan.schedule import SchedulePlan
 from paceline.train.optimizer_step import Updater
+
+JUMP, SMALL = 2.0, 0.01  # a change by this factor is a jump, unless both rates are below this share of the highest
 
 
 class LearningRate:
@@ -30,7 +31,6 @@ class LearningRate:
         self.scheduler = scheduler
         settings = config.schedule
         self.plateau: Plateau | None = None
-        self._horizon: int | None = None  # in the last call of train()
         if settings.name == "plateau":
             self.plateau = Plateau(
                 settings.factor, settings.patience, settings.threshold, settings.mode, settings.floor, settings.metric
@@ -54,8 +54,10 @@ class LearningRate:
                 fix="create the scheduler with the optimizer that is passed to the Trainer",
             )
 
-    def begin(self, plan: SchedulePlan, epochs: int | None, warn: Callable[[str], None]) -> dict[str, Derived]:
-        """Prepare a `train()` call and return the rows to print. `epochs`: of the run, if it ends after some."""
+    def begin(
+        self, plan: SchedulePlan, step: int, epochs: int | None, warn: Callable[[str], None]
+    ) -> dict[str, Derived]:
+        """Prepare a `train()` call after `step`, and return the rows to print. `epochs`: after which the run ends."""
         optimizer, settings = self._updater.optimizer, self._config.schedule
         own = self._config.optimizer
         reason = FROM_SETTINGS if "name" in own.model_fields_set else "default"
@@ -65,27 +67,36 @@ class LearningRate:
             rows["optimizer"] = Derived(type(optimizer).__name__, "passed to the Trainer")
             group = optimizer.param_groups[0]  # a scheduler that warms up has set the lr of the first step
             rows["learning rate"] = Derived(float(group.get("initial_lr", group["lr"])), "from the optimizer")
-        self._warn_of_horizon(int(plan.steps.value), warn)
         if self.scheduler is not None:
             rows["scheduler"] = Derived(type(self.scheduler).__name__, f"steps {self.interval}")
             self._updater.scheduler = self.scheduler if self.interval == "once per optimizer step" else None
             self._warn_of_interval(epochs, int(plan.steps.value) or None, warn)
             return rows
+        last = {key: float(optimizer.param_groups[0].get(key, 0.0)) for key in ("lr", "initial_lr")}
         for group in optimizer.param_groups:
             if self._owns_optimizer:
                 group["initial_lr"] = float(plan.lr.value)
             group.setdefault("initial_lr", group["lr"])
         if self._owns_optimizer or settings.name != "constant" or settings.warmup:
             self._follow(plan)
+        if step and last["initial_lr"] == optimizer.param_groups[0]["initial_lr"]:  # it is not changed on purpose
+            self._warn_of_jump(last["initial_lr"], last["lr"], step, int(plan.steps.value), warn)
         return rows
 
-    def _warn_of_horizon(self, steps: int, warn: Callable[[str], None]) -> None:
-        before, self._horizon, name = self._horizon, steps, self._config.schedule.name
-        if SCHEDULES.facts(name).needs_horizon and before not in (None, steps):
-            warn(
-                f"the schedule ({name}) had a horizon of {before} steps in the last call of train(), and has one of "
-                f"{steps} now, so the learning rate jumps; set schedule.steps to the steps of all calls together"
+    def _warn_of_jump(self, peak: float, last: float, step: int, steps: int, warn: Callable[[str], None]) -> None:
+        """Compare the rate of the last step with that of this schedule, which may be stretched by another horizon."""
+        factor = self._updater.learning_rate
+        if factor is None or self.plateau is not None:
+            return
+        low, high = sorted((last, peak * factor(step - 1)))
+        if high > JUMP * low and high > SMALL * peak:
+            error = TrainError(
+                "lr-jumps",
+                f"The learning rate jumps from {last:.3g} in step {step} to {peak * factor(step):.3g} in the next one.",
+                why=f"the steps before followed another schedule than {self._config.schedule.name} over {steps} steps",
+                fix="set schedule.steps as before to keep its final rate, or extend wsd before its decay begins",
             )
+            warn(str(error))
 
     def _warn_of_interval(self, epochs: int | None, steps: int | None, warn: Callable[[str], None]) -> None:
         if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -249,5 +249,5 @@ class RankPoll:
         self._saver.finish()
         self._engine.log.warning(
             f"step {step} is not saved: the last save took {cost.seconds['all'] if cost else 0:.1f} s, but only "
-            f"{left or 0:.1f} s are left (checkpoint.grace)"
+            f"{max(left or 0, 0):.1f} s are left (checkpoint.grace)"
         )

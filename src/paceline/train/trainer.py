@@ -254,7 +254,7 @@ class Trainer(TrainerMethods, MethodHints):
         loader = self._loaders.placed(loader)
         per_epoch, in_epochs = loader.lengths.per_epoch, loader.lengths.before(epochs)
         schedule = derive_schedule(self.config, batch.size, per_epoch, epochs, max_steps, in_epochs=in_epochs)
-        rows = {**batch.rows(), **self._rates.begin(schedule, epochs, self._engine.log.warning)}
+        rows = {**batch.rows(), **self._rates.begin(schedule, self.step_count, epochs, self._engine.log.warning)}
         rows |= dropout_rows(self.config, self.model, self._engine.draw)
         chosen, best = self.config.save_best, self._policy.best
         metric, mode = ("loss", "min") if chosen is None or best is None else (chosen.metric, best.mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paceline
+from paceline import dist
+from paceline.guard import loss_halves
+from worlds import ranks
 
 
 class Two(nn.Module):
@@ -351,3 +355,66 @@ def test_an_output_and_a_target_that_broadcast_are_named_with_their_shapes(capsy
     assert "targets.unsqueeze(-1)" in found
     assert "test_loss_halves.py" in found
     assert "paceline.Loss" not in found
+
+
+def over_all_ranks(model: Any, batch: Any) -> Tensor:
+    z = functional.normalize(dist.all_gather_rows(model(batch[0])), dim=1)
+    return functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def gathered_without_gradients(model: Any, batch: Any) -> Tensor:
+    own = model(batch[0])
+    rows = list(dist.all_gather_rows(own.detach()).split(len(own)))
+    rows[dist.rank()] = own  # the others are constants, so gradients are too small by the number of ranks
+    z = functional.normalize(torch.cat(rows), dim=1)
+    return functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def with_a_number_of_all_ranks(model: Any, batch: Any) -> Tensor:
+    outputs = model(batch[0])
+    dist.all_reduce(outputs.detach().mean())  # to be logged
+    loss: Tensor = outputs.pow(2).sum()
+    return loss
+
+
+@ranks(2)
+def test_a_loss_over_the_samples_of_all_ranks_depends_on_micro_batches_only() -> None:
+    said: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+
+    def trained(loss_fn: Callable[[Any, Any], Any], **settings: Any) -> list[tuple[str, str]]:
+        said.clear()
+        torch.manual_seed(0)
+        trainer = paceline.Trainer(Two(), {"name": "sgd"}, loss_fn=loss_fn, run=False, device="cpu", **settings)
+        trainer.train([batch()] * 4, max_steps=2)
+        return [each for each in said if "slices" in each[1]]
+
+    whole, accumulated = trained(over_all_ranks), trained(over_all_ranks, accumulate=2)
+    others = [trained(loss_fn) for loss_fn in (gathered_without_gradients, with_a_number_of_all_ranks)]
+    if dist.rank() == 0:
+        assert whole == [("INFO", loss_halves.GATHERS)]
+        assert [level for level, _ in accumulated] == ["WARNING"]
+        for found in others:
+            assert [level for level, _ in found] == ["WARNING"]
+
+
+def test_a_forward_that_fails_when_it_is_repeated_is_named_on_one_rank(capsys: Any) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen = nn.Linear(6, 4), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = float(x.sum())
+            if total == self.seen:
+                raise ValueError("these samples came before")
+            self.seen = total
+            return self.layer(x)
+
+    torch.manual_seed(0)
+    trainer = paceline.Trainer(Once(), {"name": "sgd"}, criterion=nn.MSELoss(), run=False, device="cpu")
+    trainer.train([(torch.randn(4, 6), torch.randn(4, 4)) for _ in range(3)], max_steps=3)
+    found = capsys.readouterr().out
+    assert "train.not-checked" in found and "ValueError: these samples came before" in found

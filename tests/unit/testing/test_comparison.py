@@ -46,6 +46,19 @@ def test_a_recipe_with_a_strategy_of_its_own_is_compared_under_the_layouts_that_
     assert report.holds and [row.refused for row in report.rows] == [None, None]
 
 
+def build_half_trained(**settings: Any) -> paceline.Trainer:
+    model = RankNoise()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    return paceline.Trainer(model, optimizer, criterion=nn.CrossEntropyLoss(), batch=10, **settings)
+
+
+def test_a_warning_appears_once_for_all_layouts_and_none_is_about_the_run_folder(capfd: Any) -> None:
+    parity(tiny.recipe("mlp", save_best="loss", save_every=1, resume="auto"), layouts=["ddp:2"], steps=1)
+    assert "warning" not in "".join(capfd.readouterr())
+    parity(build_half_trained, tiny.blobs(), layouts=["ddp:2", "ddp:3", "fsdp:2"], steps=1)
+    assert "".join(capfd.readouterr()).count("warning: ") == 1
+
+
 @pytest.mark.parametrize("text", ["fspd:2", "shards=2", "ddp:two", ""])
 def test_a_layout_that_does_not_exist_is_an_error_not_a_refusal(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

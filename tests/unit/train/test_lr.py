@@ -99,3 +99,31 @@ def test_a_torch_plateau_scheduler_looks_at_the_named_metric() -> None:
     trainer = tiny.classifier_trainer(model, optimizer=optimizer, scheduler=scheduler, clip_norm=1e-3, **settings)
     trainer.train(tiny.blobs(), tiny.blobs(), epochs=3)
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+STEPS = [
+    {"name": "cosine"},
+    {"name": "cosine", "steps": 6},
+    {"name": "step", "every": 6, "unit": "steps", "factor": 0.1},
+]
+
+
+@pytest.mark.parametrize("schedule", STEPS, ids=["stretched", "ended", "cut"])
+def test_a_resumed_run_says_if_its_learning_rate_jumps(schedule: Any, tmp_path: Path, caplog: Any) -> None:
+    def train(epochs: int, **settings: Any) -> list[float]:
+        run = {"run": str(tmp_path / "run"), "resume": "auto", "schedule": schedule, **settings}
+        history = tiny.classifier_trainer(**{"optimizer": {"name": "sgd", "lr": 0.5}, **run}).train(
+            tiny.blobs(), epochs=epochs
+        )
+        return [record["lr"] for record in history.steps]
+
+    before = train(2)
+    assert len(before) == 6 and "jumps" not in caplog.text
+    after = train(4)
+    jumps = (
+        f"[train.lr-jumps] The learning rate jumps from {before[-1]:.3g} in step 6 to {after[0]:.3g} in the next one."
+    )
+    assert (jumps in caplog.text, "jumps" in caplog.text) == ((True, True) if schedule is STEPS[0] else (False, False))
+    caplog.clear()
+    assert len(train(5, schedule={"name": "constant"}, optimizer={"name": "sgd", "lr": 0.1})) == 3
+    assert "jumps" not in caplog.text  # asked for

@@ -121,19 +121,20 @@ def test_ready_batches_know_their_size_before_training_begins(capsys: pytest.Cap
 
 
 def test_two_trainers_under_one_launcher_do_not_share_a_folder(
-    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     given = in_folder / "runs" / "script"
     (given / "logs").mkdir(parents=True)
     monkeypatch.setenv("PACELINE_RUN", str(given))
 
     def run(name: str | None) -> str | None:
-        trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, quiet=True, run=name)
+        trainer = paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8, run=name)
         return trainer.train(points(), max_steps=1).run
 
     assert run("mine") == str(in_folder / "runs" / "mine")
     assert run(None) == str(given)
     assert run(None) == str(in_folder / "runs" / "linear")
+    assert "run folder:" not in capsys.readouterr().out  # the launcher has named its own
 
 
 def test_a_nan_loss_is_null_in_the_file_and_never_the_best(tmp_path: Path) -> None:
@@ -323,9 +324,10 @@ def test_device_takes_every_form(device: Any) -> None:
     assert paceline.Trainer(linear(), device=device, run=False).world.device == torch.device("cpu")
 
 
-def test_in_plain_python_it_says_how_to_start_more(capsys: pytest.CaptureFixture[str]) -> None:
-    paceline.Trainer(linear(), criterion=nn.MSELoss(), run=False, batch=8).train(points(), max_steps=1)
+def test_in_plain_python_it_says_how_to_start_more_and_where_its_folder_is(in_folder: Path, capsys: Any) -> None:
+    paceline.Trainer(linear(), criterion=nn.MSELoss(), batch=8).train(points(), max_steps=1)
     said = capsys.readouterr().out
+    assert "\nrun folder: runs/linear\n" in said
     assert "paceline launch -n 2" in said
     assert "criterion(model(input), target)" in said
     assert "requested" in said

@@ -32,7 +32,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "first 2, last 0.2, best 0.2 (step 10)" in text and "█" in text
     assert "first 0.5, last 0.4, best 0.5 (step 5)" in text and "validation accuracy" in text
     assert "last 1.0k samples/s, median 750" in text and text.count("warning: slow") == 1
-    assert "step-000010  10    0.0 MiB  latest" in text
+    assert "step-000010  10    0 B   latest" in text
     assert "time in training steps:" in text and f"logs: {folder.logs} (1 rank)" in text
     assert len(text.splitlines()) <= 24
 

@@ -31,7 +31,7 @@ from paceline.launcher.cluster.node import Node
 from paceline.launcher.local.single_node import launch_single_node
 from paceline.launcher.local.start import prepare_environment
 from paceline.launcher.workload import Workload, choose_ranks
-from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of
+from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of, require_known
 from paceline.runtime.processes import fork, set_title
 from paceline.text import plural
 
@@ -84,6 +84,7 @@ def launch_manual(workload: Workload, spec: LaunchSpec) -> int:
         at = ":".join(map(str, spec.master))
         print(f"would start {ranks} ranks ({reason}) as {node} of {spec.nodes}, with the coordinator at {at}")  # noqa: T201
         return 0
+    require_known(spec.master.host)
     log.info(f"ranks: {ranks} on this node ({reason})")
     token = job_token()
     listener = _listen(spec.master, spec.node_rank, token)

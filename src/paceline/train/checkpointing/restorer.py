@@ -36,7 +36,9 @@ from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 
 # Keys that do not affect training.
-_NOT_TRAINING = {"resume", "run", "quiet", "port", "device", "workers", "code", "init_from", "report", "tags"}
+_NOT_TRAINING = {
+    "resume", "run", "quiet", "port", "device", "workers", "code", "init_from", "report", "tags", "train.pause_at",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

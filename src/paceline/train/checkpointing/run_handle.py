@@ -117,6 +117,8 @@ class RunHandle:
                 if self._world.is_main:
                     Filesystem().sync_folder(created.path.parent)
                 self.take(created, config)
+                if environment.run_folder() is None:  # else the launcher has said it
+                    self._log.info(f"run folder: {created.short}")
             if rows is not None and self._world.size == 1 and not environment.was_launched():
                 if ignored := environment.incomplete_rank():
                     self._log.warning(
