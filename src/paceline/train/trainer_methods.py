@@ -231,14 +231,14 @@ class TrainerMethods(CustomLoopMethods):
         return values
 
     def _evaluation(self, sets: Mapping[str, Any], reading: Reading) -> Evaluation:
-        return evaluate.joined({prefix: self._measured(data, reading) for prefix, data in sets.items()})
-
-    def _measured(self, data: Any, reading: Reading) -> Evaluation:
-        engine, loader = self._engine, self._loaders.evaluation(data)
-        micros = reading(engine.ready(loader.micros(0, 1)))
-        metrics = (engine.task.metrics, loader.samples, self._warn_once)
-        with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights.shown():
-            return evaluate.evaluate(engine.module, micros, engine.mesh, engine.config.seed, *metrics)
+        engine, found = self._engine, dict[str, Evaluation]()
+        for prefix, data in sets.items():
+            loader = self._loaders.evaluation(data)
+            micros = reading(engine.ready(loader.micros(0, 1)))
+            metrics = (engine.task.metrics, loader.samples, self._warn_once)
+            with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights.shown():
+                found[prefix] = evaluate.evaluate(engine.module, micros, engine.mesh, engine.config.seed, *metrics)
+        return evaluate.joined(found)
 
     def predict(self, data: Any) -> Any:
         """Return the outputs for all samples, in order, on the CPU. Collective: must be called on every rank.
