@@ -58,6 +58,7 @@ def launch(
         {
             **launch_options,
             "run": run or name or Path(target.name).stem,
+            "is_named": bool(run),
             "device": "cpu" if cpu else None,
             "port": port,
             "fresh": fresh,

@@ -4,8 +4,8 @@
     folder.metrics               # runs/gpt/metrics.jsonl
     folder.rank_log(3)           # runs/gpt/logs/rank-3.log
 
-The first run named `gpt` is `runs/gpt`; the next ones are `runs/gpt-2`, `runs/gpt-3`, … A launch without a run folder
-keeps its logs in a temporary folder of the same layout.
+The first run named `gpt` is `runs/gpt`; the next ones are `runs/gpt-2`, `runs/gpt-3`, … A start that failed before its
+first step uses up no name. A launch without a run folder keeps its logs in a temporary folder of the same layout.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from paceline.errors import CheckpointError, LaunchError, did_you_mean
 ROOT = Path("runs")
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # also named in messages
 LATEST, BEST = "latest", "best"  # in any folder of checkpoints
+_PART = "trainer-"
 _CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD = "checkpoints", "logs", "events", "profile", "tensorboard"
 
 
@@ -105,6 +106,25 @@ class RunFolder:
         return str(self.path)
 
     @property
+    def current(self) -> RunFolder:
+        """Where this folder is now, if a Trainer has given it another name (launch_folder.py)."""
+        return RunFolder(Path(os.path.realpath(self.path))) if self.path.is_symlink() else self
+
+    def part(self, number: int) -> RunFolder:
+        """The folder in it of another Trainer of the same script, by its number among them."""
+        return RunFolder(self.path / f"{_PART}{number}")
+
+    @property
+    def parts(self) -> list[RunFolder]:
+        """Those that exist."""
+        return sorted(map(RunFolder, self.path.glob(f"{_PART}*")), key=lambda each: (len(each.path.name), each.path))
+
+    @property
+    def whole(self) -> RunFolder:
+        """The run that this folder is a part of, or itself."""
+        return RunFolder(self.path.parent) if re.fullmatch(rf"{_PART}\d+", self.path.name) else self
+
+    @property
     def folders(self) -> list[Path]:
         """The folders in it that a run writes to."""
         return [self.path / name for name in (_CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD)]
@@ -125,7 +145,7 @@ class RunFolder:
     @property
     def short(self) -> str:
         """The path for display, relative to the working directory."""
-        return short(self.path)
+        return short(self.current.path)
 
     @property
     def requested_name(self) -> str:
@@ -143,6 +163,8 @@ class RunFolder:
     @classmethod
     def create(cls, name: str) -> RunFolder:
         """Create a new run folder: `name` under runs/, or a path. An existing run is never written to."""
+        from paceline.run import failed_start  # which knows this module
+
         wanted = path_of(name)
         try:
             wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -150,10 +172,10 @@ class RunFolder:
                 raise not_usable(wanted, "a file of that name exists")
             for number in count(1):
                 path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+                folder = cls(path)
                 # An empty folder was created for this run; creating a new one claims it.
-                if _is_empty_folder(path) or _created_now(path):
-                    folder = cls(path)
-                    folder.logs.mkdir()
+                if _is_empty_folder(path) or _created_now(path) or failed_start.cleared(folder):
+                    folder.logs.mkdir(exist_ok=True)
                     return folder
         except OSError as error:
             raise not_usable(wanted, error.strerror or str(error)) from None
@@ -179,7 +201,9 @@ class RunFolder:
 
 def existing_runs(name: str) -> list[RunFolder]:
     """The folders that `create(name)` created and in which a run has started, newest first."""
-    return [folder for folder in _created(name) if folder.has_run]
+    from paceline.run.failed_start import is_failed_start
+
+    return [folder for folder in _created(name) if folder.has_run and not is_failed_start(folder)]
 
 
 def require_exists(path: str, problem: str = "Nothing to resume") -> None:
