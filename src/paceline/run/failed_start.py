@@ -1,7 +1,7 @@
 """Starts that failed before their first step. The folder of one says why, until the next start of that name clears it.
 
-A folder is worth keeping if it holds a step, a checkpoint, or anything that is not ours. So is the output of a script
-without a Trainer that ran for a while: what it did is not known.
+A folder is kept if it holds a step, a checkpoint, or anything that is not ours; or the output of a script without a
+Trainer that ran for a while, of which nothing else is known.
 """
 
 from __future__ import annotations
@@ -17,15 +17,8 @@ _PROGRESS = {"first-step", "stepped", "saved", "finished"}
 _LONG_SECONDS = 300.0
 
 
-def is_failed_start(folder: RunFolder) -> bool:
-    """Whether all starts in this folder have ended before a first step."""
-    try:
-        return _has_failed(folder) and not (folder.lock.exists() and lock.look(folder)[0])
-    except OSError:
-        return False
-
-
-def _has_failed(folder: RunFolder) -> bool:
+def is_failed_start(folder: RunFolder, *, is_locked: bool = False) -> bool:
+    """Whether all starts in this folder have ended before a first step. `is_locked`: by the caller."""
     events = ledger.events(folder)
     names = [each["event"] for each in events]
     if "launched" not in names or _PROGRESS.intersection(names) or _holds_more(folder):
@@ -36,28 +29,26 @@ def _has_failed(folder: RunFolder) -> bool:
         return False
     # Our launcher, which has logs, may be about to restart its ranks.
     is_launched, last = any(folder.logs.iterdir()), names[::-1][: names[::-1].index("launched")]
-    return "ended" in last if is_launched else "opened" in last
+    is_free = is_locked or not folder.lock.exists() or not lock.look(folder)[0]
+    return is_free and ("ended" if is_launched else "opened") in last
 
 
 def _holds_more(folder: RunFolder) -> bool:
     ours = {path.name for path in (*folder.files(), *folder.folders)}
-    has_steps = any(beat.step for beat in heartbeat.read(folder).values())
+    kept = [*folder.checkpoints.glob("*"), *(each for each in folder.path.iterdir() if each.name not in ours)]
     has_records = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
-    has_checkpoints = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
-    return has_steps or has_records or has_checkpoints or any(each.name not in ours for each in folder.path.iterdir())
+    return bool(kept) or has_records or any(beat.step for beat in heartbeat.read(folder).values())
 
 
 def cleared(folder: RunFolder) -> bool:
     """Empty the folder of a failed start, for the next one; False if it is something else."""
-    held = lock.RunLock(folder)  # only one of several starts gets it
+    held, is_mine = lock.RunLock(folder), False  # only one of several starts gets it
     with suppress(CheckpointError, OSError):
         if is_failed_start(folder):
             held.take()
-            if _has_failed(folder):
+            if is_mine := is_failed_start(folder, is_locked=True):
                 for path in sorted(folder.path.iterdir(), key=folder.lock.__eq__):  # the lock last
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
                 folder.logs.mkdir()
-                held.release()
-                return True
     held.release()
-    return False
+    return is_mine

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, LaunchError, did_you_mean
+from paceline.run import regular_files
 
 ROOT = Path("runs")
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # also named in messages
@@ -106,18 +107,32 @@ class RunFolder:
         return str(self.path)
 
     @property
+    def is_unclaimed(self) -> bool:
+        """Whether it is that of a launch in which no Trainer has opened a run yet."""
+        is_here = self.logs.is_dir() and not self.path.is_symlink()
+        return is_here and {each.name for each in self.path.iterdir()} <= {_LOGS, self.ledger.name}
+
+    def move_to(self, run: RunFolder) -> None:
+        """Move logs and ledger of a launch to its run, whose name came later. Launchers and ranks, also those of other
+        nodes, know this path: it is a link until the launch ends. Does nothing if the run is on another disk."""
+        if run.path.stat().st_dev == self.path.stat().st_dev:
+            if run.logs.is_dir() and any(run.logs.iterdir()):  # of an earlier start
+                numbers = count(1)
+                run.logs.rename(next(path for n in numbers if not (path := run.path / f"{_LOGS}-{n}").exists()))
+            self.logs.rename(run.logs)
+            regular_files.append(run.ledger, regular_files.read_bytes(self.ledger))
+            self.ledger.unlink()
+            self.path.rmdir()
+            self.path.symlink_to(run.path)
+
+    @property
     def current(self) -> RunFolder:
-        """Where this folder is now, if a Trainer has given it another name (launch_folder.py)."""
+        """Where this folder is now, if `move_to` has moved it."""
         return RunFolder(Path(os.path.realpath(self.path))) if self.path.is_symlink() else self
 
     def part(self, number: int) -> RunFolder:
         """The folder in it of another Trainer of the same script, by its number among them."""
         return RunFolder(self.path / f"{_PART}{number}")
-
-    @property
-    def parts(self) -> list[RunFolder]:
-        """Those that exist."""
-        return sorted(map(RunFolder, self.path.glob(f"{_PART}*")), key=lambda each: (len(each.path.name), each.path))
 
     @property
     def whole(self) -> RunFolder:
@@ -203,7 +218,7 @@ def existing_runs(name: str) -> list[RunFolder]:
     """The folders that `create(name)` created and in which a run has started, newest first."""
     from paceline.run.failed_start import is_failed_start
 
-    return [folder for folder in _created(name) if folder.has_run and not is_failed_start(folder)]
+    return [each for each in _created(name) if each.has_run and not is_failed_start(each)]
 
 
 def require_exists(path: str, problem: str = "Nothing to resume") -> None:

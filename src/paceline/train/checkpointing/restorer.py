@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from paceline.run.jsonl import truncate_after
 from paceline.runtime import collectives
 from paceline.runtime.consistency import run_on_all_ranks
 from paceline.text import flatten
-from paceline.train.checkpointing.common_save import common_names
 from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.run_handle import SETUP, TOGETHER, RunHandle, checkpoint_to_resume, open_runs
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
@@ -252,9 +250,7 @@ class Restorer:
         if not collectives.broadcast_object(bool(directory.candidates(run.checkpoints))):
             engine.log.info(f"{prefix}{run.short} has no checkpoint yet; starting from step 0")
             return False
-        reached = {each.folder.path: each.progress.step for each in open_runs() if each.folder not in (None, run)}
-        find = partial(common_names, run, reached)
-        common = collectives.broadcast_object(run_on_all_ranks(find if engine.world.is_main else list, "Resuming"))
+        common = collectives.broadcast_object(run_on_all_ranks(lambda: self._common(run), "Resuming"))
         if common == []:
             engine.log.warning(f"{prefix}not all Trainers of {run.whole.short} have saved yet; starting from step 0")
             return False
@@ -263,6 +259,12 @@ class Restorer:
         note = "" if common is None else ", the last step at which all Trainers of the script have saved"
         engine.log.info(f"{prefix}resuming {run.short} from {name} (step {engine.position.step}{note})")
         return True
+
+    def _common(self, run: RunFolder) -> list[str] | None:
+        from paceline.train.checkpointing.common_save import common_names  # seldom needed
+
+        reached = {each.folder.path: each.progress.step for each in open_runs() if each.folder not in (None, run)}
+        return common_names(run, reached) if self._engine.world.is_main else None
 
     def _newest(
         self, folder: Path, weights_only: bool = False, names: list[str] | None = None

@@ -14,8 +14,9 @@ import os
 import shlex
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -32,7 +33,7 @@ from paceline.errors import CheckpointError
 from paceline.guard import run_setup
 from paceline.log import Log
 from paceline.plan.layout import Derived, table
-from paceline.run import jsonl, launch_folder, ledger, regular_files
+from paceline.run import jsonl, ledger, regular_files
 from paceline.run.folder import RunFolder, not_usable
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
@@ -49,7 +50,8 @@ _Opened = Callable[[RunFolder, str], None]
 
 
 _START = Place(0, 0)
-_CREATED, _BEGUN = count(1), count()  # runs of this process: when they were created, and when they began to train
+_BEGUN = count()  # runs of this process, in the order in which they began to train
+_CREATED = Counter[int]()  # how many were created, by process: a forked rank begins anew
 
 
 @dataclass
@@ -102,7 +104,9 @@ class RunHandle:
         self._world, self._log, self._name, self._opened = world, log, name, opened
         self._lock: RunLock | None = None
         self.progress = progress
-        self._number = next(_CREATED)
+        self._process = os.getpid()
+        _CREATED[self._process] += 1
+        self._number = _CREATED[self._process]
         self._begun: int | None = None
         self.folder: RunFolder | None = None
         self.log_prefix = ""  # "start 2: " after a restart
@@ -143,9 +147,8 @@ class RunHandle:
 
     def _new_folder(self, name: str | None) -> RunFolder:
         """Equal on every rank: that of the launch, a part of a run that this script has opened, or a new one."""
-        created = None
-        if self._world.is_main:
-            created = self._choose_folder(name)
+        created = self._choose_folder(name) if self._world.is_main else None
+        if created is not None:
             created.logs.mkdir(parents=True, exist_ok=True)
             Filesystem().sync_folder(created.path.parent)
         return RunFolder(Path(collectives.broadcast_object(str(created))))
@@ -165,12 +168,12 @@ class RunHandle:
 
     def place_in(self, run: RunFolder) -> RunFolder | None:
         """The folder of this Trainer in a run that is resumed; None if it does not have one yet."""
-        own, taken = run.part(self._number), [each.folder for each in open_runs()]
-        if own.path.is_dir() or run not in taken:
-            return own if own.path.is_dir() else run
-        # A notebook has created other Trainers since then.
-        parts = run.parts if run_setup.main_script() is None else []
-        return next((part for part in parts if part not in taken), None)
+        if (own := run.part(self._number)).path.is_dir():
+            return own
+        taken = [each.folder for each in open_runs()]  # a notebook numbers its Trainers anew
+        parts = [RunFolder(path) for path in sorted(run.path.glob(run.part(0).path.name.replace("0", "*")))]
+        places = [run, *(parts if run_setup.main_script() is None else [])]
+        return next((place for place in places if place not in taken), None)
 
     def together(self) -> dict[str, Any]:
         """For a checkpoint: the steps of Trainers of this process that train at the same time, by the relative paths of
@@ -231,8 +234,9 @@ class RunHandle:
         self.folder = folder
         _OPEN.add(self)
         launched = environment.run_folder()
-        if launched is not None and launched.path != folder.path:
-            self._move_launch(launched, folder)
+        if self._world.is_main and launched is not None and launched != folder and launched.is_unclaimed:
+            with suppress(OSError):
+                launched.move_to(folder)
         self._opened(folder, _default_of(config, self._name))
         if launched is not None and launched.current.path != folder.path:
             self._log.info(f"training in {folder.short}; the logs of its ranks are in {launched.short}")
@@ -247,14 +251,6 @@ class RunHandle:
             )
         if self.without_access:
             self._log.warning(f"{named} can't access {folder}: rank 0 writes their shards")
-
-    def _move_launch(self, launch: RunFolder, folder: RunFolder) -> None:
-        """Rank 0 first: another node may have the same disk."""
-        info = self._world.rank_info
-        for is_mine in (self._world.is_main, info.local_rank == 0 and not self._world.is_main):
-            if is_mine and launch_folder.is_unclaimed(launch):
-                launch_folder.move(launch, folder)
-            collectives.barrier()
 
     def _take_lock(self, folder: RunFolder) -> None:
         """Held until this call of train() ends or the trainer is garbage-collected."""
@@ -278,7 +274,8 @@ _OPEN: weakref.WeakSet[RunHandle] = weakref.WeakSet()
 
 def open_runs() -> list[RunHandle]:
     """The runs that Trainers of this process train, in the order in which they were created."""
-    return sorted((run for run in _OPEN if run._lock is not None), key=lambda run: run._number)
+    mine = (run for run in _OPEN if run._lock is not None and run._process == os.getpid())
+    return sorted(mine, key=lambda run: run._number)
 
 
 def open(
