@@ -9,6 +9,7 @@ import pytest
 import forked
 from paceline.run import ledger
 from paceline.run.folder import RunFolder
+from paceline.run.lock import RunLock
 
 SCRIPT = """
 import os, sys, torch, paceline
@@ -92,6 +93,52 @@ def test_a_failed_start_does_not_hide_the_run_before_it(script: Path) -> None:
     done = forked.paceline("checkpoint", "export", "runs/a-2", "--to", "torch", "-o", "x.pt", cwd=script)
     assert done.returncode and "pass runs/a, which has one" in done.stderr
     assert "began at 2" in launched(script, "mine.py", "run=a", "resume=auto", "steps=3")
+
+
+DIES = """
+import os, sys, torch, paceline
+data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+trainer = paceline.Trainer(torch.nn.Linear(2, 1), criterion=torch.nn.MSELoss(), batch=8, save_every=1, run=sys.argv[1])
+print("began at", trainer.step_count)
+trainer.train(data, max_steps=2)
+if not int(os.environ["TORCHELASTIC_RESTART_COUNT"]): os._exit(9)
+"""
+
+
+def test_a_restart_continues_under_the_name_of_the_script(script: Path) -> None:
+    (script / "dies.py").write_text(DIES)
+    said = launched(script, "--max-restarts", "1", "dies.py", "a", ranks=2)
+    assert runs_in(script) == ["a"] and "start 2: resuming runs/a from step-000002" in said
+    names = [event["event"] for event in ledger.events(RunFolder(script / "runs" / "a"))]
+    assert names.count("launched") == 2 and names[-1] == "ended"
+
+
+def failed(folder: Path) -> RunFolder:
+    forked.script(Path("mine.py"), "run=a", "fails=", cwd=folder)
+    return RunFolder(folder / "runs" / "a")
+
+
+def test_a_failed_start_that_holds_more_is_kept(script: Path) -> None:
+    folder = failed(script)
+    before = folder.ledger.read_text()
+    for path in (folder.path / "notes.txt", folder.metrics, folder.checkpoints / "step-000001"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("1")
+        assert RunFolder.create(str(folder)).path.name == "a-2" and folder.ledger.read_text() == before
+        path.unlink()
+        (script / "runs" / "a-2" / "logs").rmdir()
+    lock = RunLock(folder)
+    lock.take()  # by a start that has not ended
+    assert RunFolder.create(str(folder)).path.name == "a-2"
+    lock.release()
+    assert RunFolder.create(str(folder)) == folder and [path.name for path in folder.path.iterdir()] == ["logs"]
+
+
+def test_what_a_script_without_a_trainer_did_is_kept(script: Path) -> None:
+    (script / "plain.py").write_text("import sys\nsys.exit(int(sys.argv[1]))")
+    for status, expected in ((0, ["plain"]), (1, ["plain", "plain-2"]), (1, ["plain", "plain-2"])):
+        launched(script, "plain.py", str(status))
+        assert runs_in(script) == expected
 
 
 PAIR = """

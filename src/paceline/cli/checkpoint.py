@@ -156,7 +156,7 @@ def _chosen(path: Path, best: bool) -> Path:
         places = [folder / BEST for folder in checkpoint_folders(path)]
         return directory.follow_pointer(next((place for place in places if place.is_file()), places[1]))
     found = _found(path) or [_nothing(path)]
-    found = [each for each in found if each.folder.parent == path / "checkpoints"] or found  # not of a part of the run
+    found = [each for each in found if each.folder.parent == RunFolder(path).checkpoints] or found  # not of a part
     for each in found:
         if each.problem is not None and len(found) > 1:
             print(f"{each.problem.what} Skipping it.", file=sys.stderr)
