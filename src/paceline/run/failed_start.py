@@ -28,7 +28,7 @@ def is_failed_start(folder: RunFolder, *, is_locked: bool = False) -> bool:
     if "joined" not in names and events[-1]["time"] - events[0]["time"] > _LONG_SECONDS:
         return False
     # Our launcher, which has logs, may be about to restart its ranks.
-    is_launched, last = any(folder.logs.iterdir()), names[::-1][: names[::-1].index("launched")]
+    is_launched, last = any(folder.logs.glob("*")), names[::-1][: names[::-1].index("launched")]
     is_free = is_locked or not folder.lock.exists() or not lock.look(folder)[0]
     return is_free and ("ended" if is_launched else "opened") in last
 
