@@ -14,7 +14,7 @@ import typer
 
 from paceline.cli.options import Json, examples
 from paceline.errors import CheckpointError
-from paceline.run.folder import BEST, ROOT, checkpoint_folders, short
+from paceline.run.folder import BEST, ROOT, RunFolder, checkpoint_folders, existing_runs, short
 from paceline.text import columns, format_age, format_bytes, plural, shorten
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def _chosen(path: Path, best: bool) -> Path:
         places = [folder / BEST for folder in checkpoint_folders(path)]
         return directory.follow_pointer(next((place for place in places if place.is_file()), places[1]))
     found = _found(path) or [_nothing(path)]
+    found = [each for each in found if each.folder.parent == RunFolder(path).checkpoints] or found  # not of a part
     for each in found:
         if each.problem is not None and len(found) > 1:
             print(f"{each.problem.what} Skipping it.", file=sys.stderr)
@@ -162,10 +163,11 @@ def _chosen(path: Path, best: bool) -> Path:
 
 
 def _nothing(path: Path) -> Found:
+    others = existing_runs(RunFolder(path.absolute()).requested_name)
+    saved = [each.short for each in others if any(each.checkpoints.glob("step-*"))]
+    instead = f"{saved[0]}, which has one" if saved else "the folder of a run or a checkpoint"
     raise CheckpointError(
-        "missing",
-        f"No checkpoint found in {path}.",
-        fix="pass the folder of a run or a checkpoint; run paceline checkpoint ls to list them",
+        "missing", f"No checkpoint found in {path}.", fix=f"pass {instead}; run paceline checkpoint ls to list them"
     )
 
 

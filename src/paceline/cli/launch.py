@@ -41,7 +41,8 @@ def launch(
     ] = False,
     port: Annotated[int | None, typer.Option("--port", help="rendezvous port; default: a free port")] = None,
     run: Annotated[
-        str | None, typer.Option("--run", help="name of the run folder; default: the name of the script")
+        str | None,
+        typer.Option("--run", help="name of the run folder; default: run= of the Trainer, or the script's name"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="resume the newest run of that name")] = False,
     env: options.Env = None,
@@ -52,17 +53,17 @@ def launch(
 
     target = _target(command, module, no_python, local_rank)
     workloads.warn_misplaced_options(target)
-    name, resumed = (None, None) if run or resume else workloads.planned_run(target)
     spec = LaunchSpec.resolve(
         None,
         {
             **launch_options,
-            "run": run or name or Path(target.name).stem,
+            "run": run or Path(target.name).stem,
+            "is_named": bool(run),
             "device": "cpu" if cpu else None,
             "port": port,
             "fresh": fresh,
             "env": {**options.read_env(env), **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})},
-            "resume": "auto" if resume else resumed,
+            "resume": "auto" if resume else None,
             "prior_starts": int(resume),
         },
     )

@@ -122,40 +122,6 @@ def require_script(target: Target) -> None:
         raise LaunchError("no-script", f"{path} is a folder without a __main__.py.", fix="pass a script in it")
 
 
-def planned_run(target: Target) -> tuple[str | None, str | None]:
-    """The run folder that a script names as it calls the Trainer (`run="x"`, `resume="auto"`), and the path of the run
-    that it resumes. The logs of its ranks then go to the same folder. None if it does not, or not in plain words."""
-    from paceline.guard import run_setup
-    from paceline.run.folder import RunFolder
-
-    if target.kind != "script":
-        return None, None
-    said = _trainer_keywords(Path(target.name))
-    name = said.get("run")
-    resumed = None
-    if said.get("resume") == "auto":
-        script = Path(target.name).absolute()
-        found = RunFolder.newest(name) if name else run_setup.find(Path(target.name).stem, script)[0]
-        resumed = None if found is None else str(found)
-    return name, resumed
-
-
-def _trainer_keywords(script: Path) -> dict[str, str]:
-    """Keywords with literal values that all Trainers of a script agree on."""
-    calls = [each for each in ast.walk(_parsed(script)) if isinstance(each, ast.Call)]
-    named = [(getattr(call.func, "attr", None) or getattr(call.func, "id", None), call) for call in calls]
-    trainers = [call for name, call in named if name == "Trainer"]
-    said: dict[str, set[str | None]] = {"run": set(), "resume": set()}
-    for call in trainers:
-        given = {keyword.arg: keyword.value for keyword in call.keywords}
-        for key, values in said.items():
-            value = given.get(key)
-            text = value.value if isinstance(value, ast.Constant) else None
-            values.add(text if isinstance(text, str) else None)
-    agreed = {key: values.pop() for key, values in said.items() if len(values) == 1}
-    return {key: text for key, text in agreed.items() if text is not None}
-
-
 def _parsed(script: Path) -> ast.Module:
     try:
         return ast.parse(script.read_bytes())

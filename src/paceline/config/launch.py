@@ -200,6 +200,7 @@ class LaunchSpec(LaunchOptions):
     )
     # fmt: on
     run: str | None = None  # name of the run folder; None: no files are written
+    is_named: bool = False  # by --run
     resume: str | None = None  # auto: the newest run of that name; or the path of a run or a checkpoint
     device: str | int | None = None
     port: int | None = None

@@ -4,8 +4,8 @@
     folder.metrics               # runs/gpt/metrics.jsonl
     folder.rank_log(3)           # runs/gpt/logs/rank-3.log
 
-The first run named `gpt` is `runs/gpt`; the next ones are `runs/gpt-2`, `runs/gpt-3`, … A launch without a run folder
-keeps its logs in a temporary folder of the same layout.
+The first run named `gpt` is `runs/gpt`; the next ones are `runs/gpt-2`, `runs/gpt-3`, … A start that failed before its
+first step uses up no name. A launch without a run folder keeps its logs in a temporary folder of the same layout.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, LaunchError, did_you_mean
+from paceline.run import regular_files
 
 ROOT = Path("runs")
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # also named in messages
 LATEST, BEST = "latest", "best"  # in any folder of checkpoints
+_PART = "trainer-"
 _CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD = "checkpoints", "logs", "events", "profile", "tensorboard"
 _IMAGES = "images"
 
@@ -109,6 +111,39 @@ class RunFolder:
         return str(self.path)
 
     @property
+    def is_unclaimed(self) -> bool:
+        """Whether it is that of a launch in which no Trainer has opened a run yet."""
+        is_here = self.logs.is_dir() and not self.path.is_symlink()
+        return is_here and {each.name for each in self.path.iterdir()} <= {_LOGS, self.ledger.name}
+
+    def move_to(self, run: RunFolder) -> None:
+        """Move logs and ledger of a launch to its run, whose name came later. Launchers and ranks, also those of other
+        nodes, know this path: it is a link until the launch ends. Does nothing if the run is on another disk."""
+        if run.path.stat().st_dev == self.path.stat().st_dev:
+            if run.logs.is_dir() and any(run.logs.iterdir()):  # of an earlier start
+                numbers = count(1)
+                run.logs.rename(next(path for n in numbers if not (path := run.path / f"{_LOGS}-{n}").exists()))
+            self.logs.rename(run.logs)
+            regular_files.append(run.ledger, regular_files.read_bytes(self.ledger))
+            self.ledger.unlink()
+            self.path.rmdir()
+            self.path.symlink_to(run.path)
+
+    @property
+    def current(self) -> RunFolder:
+        """Where this folder is now, if `move_to` has moved it."""
+        return RunFolder(Path(os.path.realpath(self.path))) if self.path.is_symlink() else self
+
+    def part(self, number: int) -> RunFolder:
+        """The folder in it of another Trainer of the same script, by its number among them."""
+        return RunFolder(self.path / f"{_PART}{number}")
+
+    @property
+    def whole(self) -> RunFolder:
+        """The run that this folder is a part of, or itself."""
+        return RunFolder(self.path.parent) if re.fullmatch(rf"{_PART}\d+", self.path.name) else self
+
+    @property
     def folders(self) -> list[Path]:
         """The folders in it that a run writes to."""
         return [self.path / name for name in (_CHECKPOINTS, _LOGS, _EVENTS, _PROFILE, _TENSORBOARD, _IMAGES)]
@@ -137,7 +172,7 @@ class RunFolder:
     @property
     def short(self) -> str:
         """The path for display, relative to the working directory."""
-        return short(self.path)
+        return short(self.current.path)
 
     @property
     def requested_name(self) -> str:
@@ -155,6 +190,8 @@ class RunFolder:
     @classmethod
     def create(cls, name: str) -> RunFolder:
         """Create a new run folder: `name` under runs/, or a path. An existing run is never written to."""
+        from paceline.run import failed_start  # which knows this module
+
         wanted = path_of(name)
         try:
             wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -162,10 +199,10 @@ class RunFolder:
                 raise not_usable(wanted, "a file of that name exists")
             for number in count(1):
                 path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+                folder = cls(path)
                 # An empty folder was created for this run; creating a new one claims it.
-                if _is_empty_folder(path) or _created_now(path):
-                    folder = cls(path)
-                    folder.logs.mkdir()
+                if _is_empty_folder(path) or _created_now(path) or failed_start.cleared(folder):
+                    folder.logs.mkdir(exist_ok=True)
                     return folder
         except OSError as error:
             raise not_usable(wanted, error.strerror or str(error)) from None
@@ -191,7 +228,9 @@ class RunFolder:
 
 def existing_runs(name: str) -> list[RunFolder]:
     """The folders that `create(name)` created and in which a run has started, newest first."""
-    return [folder for folder in _created(name) if folder.has_run]
+    from paceline.run.failed_start import is_failed_start
+
+    return [each for each in _created(name) if each.has_run and not is_failed_start(each)]
 
 
 def require_exists(path: str, problem: str = "Nothing to resume") -> None:

@@ -18,6 +18,7 @@ from paceline.runtime.network import LOOPBACK
 from paceline.runtime.scheduler_env import number, read_task
 
 RUN_FOLDER = "PACELINE_RUN"  # set if the launch has a run folder
+RUN_NAMED = "PACELINE_RUN_NAMED"  # set if the command line names it
 LOG_FOLDER = "PACELINE_PROGRESS"  # that folder, or a temporary one with its layout: heartbeats and logs of this node
 SUSPECT_STEP = "PACELINE_SUSPECT_STEP"  # the step whose samples ranks record, counted from 1
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
@@ -148,6 +149,11 @@ def variables(info: RankInfo) -> dict[str, str]:
 def run_folder(environment: Mapping[str, str] = os.environ) -> RunFolder | None:
     """The run folder that the launcher created or resumed, if any."""
     return _folder(environment, RUN_FOLDER)
+
+
+def is_run_named(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the command line names the run, whatever the script says."""
+    return RUN_NAMED in environment
 
 
 def log_folder(environment: Mapping[str, str] = os.environ) -> RunFolder | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ from paceline.run.folder import RunFolder
 from paceline.run.history import require_free_names
 from paceline.run.jsonl import JsonlWriter
 from paceline.run.user_frame import find_user_frame
-from paceline.runtime import collectives, environment
+from paceline.runtime import environment
 from paceline.runtime.device import choose_device, memory_of
 from paceline.runtime.process_group import World
 from paceline.runtime.processes import call_in_child
@@ -279,26 +278,6 @@ def tokens_per_sample(batch: Any) -> int | None:
     """Sequence length of a batch of token ids; None for other batches."""
     first = next(tensors_in(batch), None)
     return None if first is None or first.dim() != 2 or first.is_floating_point() else first.shape[1]
-
-
-def open_run(config: Config, default_name: str, is_main: bool) -> RunFolder | None:
-    """The run folder, equal on every rank: the launcher's, or a new one created by rank 0."""
-    if config.run is False:
-        return None
-    path = None
-    if is_main:
-        name = config.run if isinstance(config.run, str) else None
-        path = str(_launch_folder(name) or RunFolder.create(name or default_name))
-    path = collectives.broadcast_object(path)
-    return RunFolder(Path(path))
-
-
-def _launch_folder(name: str | None) -> RunFolder | None:
-    """The launcher's folder: for the first Trainer of a launch, unless it sets another name."""
-    launched = environment.run_folder()
-    if launched is None or launched.config.exists() or not (name is None or launched.is_run_of(name)):
-        return None
-    return launched
 
 
 def write_run(run: RunFolder, config: Config, rows: Mapping[str, Derived]) -> None:

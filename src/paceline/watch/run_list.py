@@ -171,6 +171,7 @@ def trial_paths(study: Path) -> list[Path]:
 
 def _entries(folder: Path) -> list[Path]:
     try:
-        return sorted(folder.iterdir())
+        known = {path.resolve() for path in folder.iterdir() if not path.is_symlink()}
+        return sorted(path for path in folder.iterdir() if not path.is_symlink() or path.resolve() not in known)
     except OSError:  # it is not a folder, or can't be read
         return []

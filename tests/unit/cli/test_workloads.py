@@ -11,11 +11,10 @@ import pytest
 
 import forked
 from paceline.cli import workloads
-from paceline.cli.workloads import planned_run, read_recipe, require_script, warn_misplaced_options
+from paceline.cli.workloads import read_recipe, require_script, warn_misplaced_options
 from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.workload import Target
-from paceline.run.folder import RunFolder
 
 SCRIPT = """
 import torch, paceline
@@ -25,32 +24,6 @@ batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(2)]
 trainer = paceline.Trainer(nn.Linear(3, 1), criterion=nn.MSELoss(), run="mine", resume="auto", device="cpu")
 trainer.train(batches, max_steps=trainer.step_count + 1)
 """
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ('paceline.Trainer(model, run="x")', "x"),
-        ('from paceline import Trainer\nTrainer(model, batch=3, run="x")', "x"),
-        ("paceline.Trainer(model)", None),
-        ("paceline.Trainer(model, run=args.name)", None),
-        ("paceline.Trainer(model, run=False)", None),
-        ('paceline.Trainer(a, run="x")\npaceline.Trainer(b, run="y")', None),
-        ("not python", None),
-    ],
-)
-def test_the_name_of_a_run_is_read_from_the_script(text: str, name: str | None, in_folder: Path) -> None:
-    Path("train.py").write_text(text)
-    assert planned_run(Target("script", "train.py")) == (name, None)
-
-
-def test_the_run_to_resume_is_read_from_the_script(in_folder: Path) -> None:
-    for name, text in (("x", 'Trainer(model, run="x", resume="auto")'), (None, 'Trainer(model, resume="auto")')):
-        Path("train.py").write_text(text)
-        assert planned_run(Target("script", "train.py")) == (name, None)
-        folder = RunFolder.create(name or "train")
-        folder.config.touch()
-        assert planned_run(Target("script", "train.py")) == (name, str(folder))
 
 
 def test_a_launch_and_a_plain_process_train_in_one_folder(in_folder: Path) -> None:

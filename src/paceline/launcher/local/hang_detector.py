@@ -284,7 +284,7 @@ def _continued_message(seconds: float, reported: Standstill) -> Message:
 def show(message: Message, logs: RankLogs | None) -> None:
     """On a line of its own: a progress bar may be on the last one."""
     if message["kind"] == "hang":
-        where = f"\n  stacks of all ranks: {short(logs.folder.hang)}" if logs is not None and logs.run else ""
+        where = f"\n  stacks of all ranks: {short(logs.folder.current.hang)}" if logs is not None and logs.run else ""
         log.warning(f"\n{message['text']}{where}")
     else:
         log.info(f"\n{message['text']}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.evidence import Hang, RankEvidence
 from paceline.diagnose.patience import Standstill
@@ -39,7 +40,7 @@ class RankLogs:
 
     def of_rank(self, rank: int) -> str:
         """The path of a rank's log for display; empty if the log is temporary."""
-        return "" if self.run is None else folder.short(self.folder.rank_log(rank))
+        return "" if self.run is None else folder.short(self.folder.current.rank_log(rank))
 
 
 class NodeAssignment(NamedTuple):
@@ -116,6 +117,7 @@ def rank_environment(start: LocalStart, rendezvous: Endpoint, error_folder: str)
     common = {
         environment.LAUNCHED: "1",
         **start.logs.environment,
+        **({environment.RUN_NAMED: "1"} if spec.is_named else {}),
         **start.env,
         "GROUP_RANK": str(node.number),
         "GROUP_WORLD_SIZE": str(node.nodes),
@@ -158,15 +160,18 @@ def open_logs(spec: LaunchSpec) -> Iterator[RankLogs]:
     if resumed is not None:
         require_free(resumed)  # another job may be writing to its logs
         resumed.logs.mkdir(exist_ok=True)
-        yield RankLogs(resumed, resumed)
-        return
-    created = RunFolder.create(run)
+    opened = resumed or RunFolder.create(run)
+    is_link = opened.path.is_symlink()
     try:
-        yield RankLogs(created, created)
+        yield RankLogs(opened, opened)
     except PacelineError:
-        if _is_unused(created):  # no rank was started
-            shutil.rmtree(created.path)
+        if resumed is None and _is_unused(opened):  # no rank was started
+            shutil.rmtree(opened.path)
         raise
+    finally:
+        if opened.path.is_symlink() and not is_link:  # a Trainer has given it another name
+            log.info(f"run folder: {opened.short}")
+            opened.path.unlink()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from paceline.runtime import collectives
 from paceline.runtime.consistency import run_on_all_ranks
 from paceline.text import flatten, plural
 from paceline.train.checkpointing.model_state import require_same_names
-from paceline.train.checkpointing.run_handle import SETUP, RunHandle, checkpoint_to_resume
+from paceline.train.checkpointing.run_handle import SETUP, TOGETHER, RunHandle, checkpoint_to_resume, open_runs
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
 from paceline.train.checkpointing.sync_state import report_other_replicas
 from paceline.train.engine import Engine
@@ -116,7 +116,7 @@ class Restorer:
         """Discard the state of saves before the load."""
         self._saver.reset()
         self._run.parent, self._position = parent, dict(position)
-        self._run.data = {key: value for key, value in position.items() if key != SETUP}
+        self._run.data = {key: value for key, value in position.items() if key not in (SETUP, TOGETHER)}
         self._engine.setup.keep_data(position.get(SETUP, {}))
         self._engine.updater.lr = 0.0  # none was used yet
         if self._engine.watch is not None:
@@ -253,13 +253,26 @@ class Restorer:
         if not collectives.broadcast_object(bool(directory.candidates(run.checkpoints))):
             engine.log.info(f"{prefix}{run.short} has no checkpoint yet; starting from step 0")
             return False
+        common = collectives.broadcast_object(run_on_all_ranks(lambda: self._common(run), "Resuming"))
+        if common == []:
+            engine.log.warning(f"{prefix}not all Trainers of {run.whole.short} have saved yet; starting from step 0")
+            return False
         with engine.telemetry.loading(engine.position):
-            name, _ = self._newest(run.checkpoints)
-        engine.log.info(f"{prefix}resuming {run.short} from {name} (step {engine.position.step})")
+            name, _ = self._newest(run.checkpoints, names=common)
+        note = "" if common is None else ", the last step at which all Trainers of the script have saved"
+        engine.log.info(f"{prefix}resuming {run.short} from {name} (step {engine.position.step}{note})")
         return True
 
-    def _newest(self, folder: Path, weights_only: bool = False) -> tuple[str, dict[str, Any]]:
-        """Load the newest intact checkpoint. Corrupted ones are skipped with a warning."""
+    def _common(self, run: RunFolder) -> list[str] | None:
+        from paceline.train.checkpointing.common_save import common_names  # seldom needed
+
+        reached = {each.folder.path: each.progress.step for each in open_runs() if each.folder not in (None, run)}
+        return common_names(run, reached) if self._engine.world.is_main else None
+
+    def _newest(
+        self, folder: Path, weights_only: bool = False, names: list[str] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Load the newest intact checkpoint, or the first one of `names`. Corrupted ones are skipped with a warning."""
         found = directory.candidates(folder) if self._engine.world.is_main else []
         # Those without optimizer state come last, because a resumed run would differ; and those of a rank that survived
         # others, whose records it does not have, if a scheduled one is near.
@@ -269,7 +282,7 @@ class Restorer:
         found.sort(key=lambda each: (own := each.manifest) is not None and _is_unrecorded(own) and own.step <= redone)
         found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
         skipped = []
-        for name in collectives.broadcast_object([each.folder.name for each in found]):
+        for name in names or collectives.broadcast_object([each.folder.name for each in found]):
             try:
                 metadata = self._load(folder / name, weights_only)
             except CheckpointError as error:

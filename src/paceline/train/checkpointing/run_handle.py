@@ -2,17 +2,23 @@
 
 After a restart by the launcher, ranks resume in the folder they had before, from its newest intact checkpoint,
 regardless of `resume`. The ledger of the launch has the name of that folder.
+
+A Trainer that asks for no other run than the one that another Trainer of its script has opened is a part of that run,
+with a folder in that of the run.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +45,13 @@ from paceline.train.recorder import Sinks
 from paceline.watch import report
 
 SETUP = "setup"  # in the data of a manifest: what guard/run_setup.py compares
+TOGETHER = "together"  # also there: Trainers that train at the same time
 _Opened = Callable[[RunFolder, str], None]
 
 
 _START = Place(0, 0)
+_BEGUN = count()  # runs of this process, in the order in which they began to train
+_CREATED = Counter[int]()  # how many were created, by process: a forked rank begins anew
 
 
 @dataclass
@@ -91,9 +100,14 @@ class TrainProgress:
 class RunHandle:
     """The run, as seen by saver, restorer and poll. `opened` is called with the folder and the requested name."""
 
-    def __init__(self, world: World, log: Log, name: str, opened: _Opened) -> None:
+    def __init__(self, world: World, log: Log, name: str, progress: TrainProgress, opened: _Opened) -> None:
         self._world, self._log, self._name, self._opened = world, log, name, opened
         self._lock: RunLock | None = None
+        self.progress = progress
+        self._process = os.getpid()
+        _CREATED[self._process] += 1
+        self._number = _CREATED[self._process]
+        self._begun: int | None = None
         self.folder: RunFolder | None = None
         self.log_prefix = ""  # "start 2: " after a restart
         self.without_access: list[int] = []  # ranks without access to the folder
@@ -111,14 +125,13 @@ class RunHandle:
         """Create the folder if there is none, lock it, and write the recipe and `rows`. Returns its path."""
         if rows is not None:
             self._log.info(table(rows))
+        if self._begun is None and rows is not None:
+            self._begun = next(_BEGUN)
         if self.folder is None:
-            created = factory.open_run(config, self._name, self._world.is_main)
-            if created is not None:
-                if self._world.is_main:
-                    Filesystem().sync_folder(created.path.parent)
-                self.take(created, config)
+            if config.run is not False:
+                self.take(self._new_folder(requested_name(config)), config)
                 if environment.run_folder() is None:  # else the launcher has said it
-                    self._log.info(f"run folder: {created.short}")
+                    self._log.info(f"run folder: {self.folder.short}")
             if rows is not None and self._world.size == 1 and not environment.was_launched():
                 if ignored := environment.incomplete_rank():
                     self._log.warning(
@@ -133,6 +146,45 @@ class RunHandle:
             self._contents = (config, rows)
             factory.write_run(self.folder, config, rows)
         return str(self.folder) if self.folder else None
+
+    def _new_folder(self, name: str | None) -> RunFolder:
+        """Equal on every rank: that of the launch, a part of a run that this script has opened, or a new one."""
+        created = self._choose_folder(name) if self._world.is_main else None
+        if created is not None:
+            created.logs.mkdir(parents=True, exist_ok=True)
+            Filesystem().sync_folder(created.path.parent)
+        return RunFolder(Path(collectives.broadcast_object(str(created))))
+
+    def _choose_folder(self, name: str | None) -> RunFolder:
+        if len(open_runs()) > 1:
+            gc.collect()  # Trainers that nobody holds any more
+        runs = [run.folder.whole for run in open_runs() if run.folder is not None]
+        if (launch := environment.run_folder()) is not None:
+            here = launch.current
+            if here not in runs and not here.has_run and (name is None or here.is_run_of(name)):
+                return here
+            runs.append(here)
+        if whole := next((run for run in runs if name is None or run.is_run_of(name)), None):
+            return whole.part(self._number)
+        return RunFolder.create(name or self._name)
+
+    def place_in(self, run: RunFolder) -> RunFolder | None:
+        """The folder of this Trainer in a run that is resumed; None if it does not have one yet."""
+        if (own := run.part(self._number)).path.is_dir():
+            return own
+        taken = [each.folder for each in open_runs()]  # a notebook numbers its Trainers anew
+        parts = [RunFolder(path) for path in sorted(run.path.glob(run.part(0).path.name.replace("0", "*")))]
+        places = [run, *(parts if run_setup.main_script() is None else [])]
+        return next((place for place in places if place not in taken), None)
+
+    def together(self) -> dict[str, Any]:
+        """For a checkpoint: the steps of Trainers of this process that train at the same time, by the relative paths of
+        their folders; and whether this one takes its steps after all of theirs."""
+        others = [run for run in open_runs() if run is not self and run._begun is not None]
+        if not others or self.folder is None or self._begun is None:
+            return {}
+        steps = {os.path.relpath(str(run.folder), self.folder.path): run.progress.step for run in others}
+        return {TOGETHER: {"last": all((run._begun or 0) < self._begun for run in others), "steps": steps}}
 
     def open_sinks(self, config: Config) -> Sinks:
         """Open the destinations of this rank's records. A save flushes them first."""
@@ -179,12 +231,16 @@ class RunHandle:
             self._lock.take()
 
     def take(self, folder: RunFolder, config: Config) -> None:
-        """Lock a folder and find the ranks without access to it. Collective."""
+        """Lock a folder, which becomes that of the launch, and find the ranks without access to it. Collective."""
         self._take_lock(folder)
         self.folder = folder
-        self._opened(folder, _requested_name(config, self._name))
+        _OPEN.add(self)
         launched = environment.run_folder()
-        if launched is not None and launched.path != folder.path:
+        if self._world.is_main and launched is not None and launched != folder and launched.is_unclaimed:
+            with suppress(OSError):
+                launched.move_to(folder)
+        self._opened(folder, _default_of(config, self._name))
+        if launched is not None and launched.current.path != folder.path:
             self._log.info(f"training in {folder.short}; the logs of its ranks are in {launched.short}")
         self.without_access = ranks_without_access(folder.path)
         named = numbered("rank", self.without_access)
@@ -215,10 +271,23 @@ class RunHandle:
             report.write_in_folder(self.folder)
 
 
-def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Opened) -> RunHandle:
+_OPEN: weakref.WeakSet[RunHandle] = weakref.WeakSet()
+
+
+def open_runs() -> list[RunHandle]:
+    """The runs that Trainers of this process train, in the order in which they were created."""
+    mine = (run for run in _OPEN if run._lock is not None and run._process == os.getpid())
+    return sorted(mine, key=lambda run: run._number)
+
+
+def open(
+    config: Config, world: World, log: Log, model: nn.Module, progress: TrainProgress, opened: _Opened
+) -> RunHandle:
     """The run to resume, after a restart or because of `resume`; or a new run, without a folder yet. Collective."""
     default_name = run_setup.default_name(type(model).__name__.lower())
-    run = RunHandle(world, log, default_name, opened)
+    run = RunHandle(world, log, default_name, progress, opened)
+    if isinstance(config.run, str) and environment.is_run_named():
+        log.info(f"--run names the run, not run={config.run!r} of the script")
     folder = _restarted(config, world, default_name)
     if folder is not None:
         run.log_prefix = f"start {environment.restart_count() + 1}: "
@@ -232,6 +301,8 @@ def open(config: Config, world: World, log: Log, model: nn.Module, opened: _Open
                 f"Can't resume: {Path(config.resume).absolute()} is neither a run nor a checkpoint.",
                 fix="run paceline checkpoint ls to list them",
             )
+    if folder is not None:
+        folder = _same_on_every_rank(run.place_in(folder) if world.is_main else None)
     if folder is not None:
         run.take(folder, config)
     return run
@@ -252,9 +323,14 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     return path if (path / manifests.NAME).exists() or path.is_file() else None
 
 
-def _requested_name(config: Config, default_name: str) -> str:
+def requested_name(config: Config) -> str | None:
+    """The name that the script asks for, unless the command line names the run."""
+    return config.run if isinstance(config.run, str) and not environment.is_run_named() else None
+
+
+def _default_of(config: Config, default_name: str) -> str:
     """The name that identifies the folder of a trainer among those of the same launch."""
-    return config.run if isinstance(config.run, str) else default_name
+    return requested_name(config) or default_name
 
 
 def _restarted(config: Config, world: World, default_name: str) -> RunFolder | None:
@@ -262,8 +338,18 @@ def _restarted(config: Config, world: World, default_name: str) -> RunFolder | N
     launch, generation = environment.run_folder(), environment.restart_count()
     if launch is None or not generation or not environment.was_launched() or config.run is False:
         return None
-    name = _requested_name(config, default_name)
-    return _same_on_every_rank(ledger.opened_before(launch, name, generation) if world.is_main else None)
+    name = requested_name(config)
+    return _same_on_every_rank(_used_before(launch.current, name, generation) if world.is_main else None)
+
+
+def _used_before(launch: RunFolder, name: str | None, generation: int) -> RunFolder | None:
+    if name is None or (launch.has_run and launch.is_run_of(name)):
+        return launch if launch.has_run else None
+    if (found := ledger.opened_before(launch, name, generation)) is not None:
+        return found
+    starts = [event for event in ledger.events(launch) if event["event"] == "launched"]
+    is_resumed = bool(starts and starts[-1].get("resumed"))  # a new launch, with --resume
+    return run_setup.find(name, run_setup.main_script())[0] if is_resumed else None
 
 
 def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFolder | None:
@@ -274,7 +360,7 @@ def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFol
             fix='set run="NAME", or resume to the path of a checkpoint',
         )
     launched = environment.run_folder()  # named by the launcher after the recipe or script
-    name = _requested_name(config, default_name if launched is None else launched.requested_name)
+    name = _default_of(config, default_name if launched is None else launched.current.requested_name)
     found = None
     if world.is_main:
         script = run_setup.main_script()

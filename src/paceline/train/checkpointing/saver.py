@@ -138,7 +138,12 @@ class Saver:
             versions=versions(),
             layout=engine.layout_facts(),
             recipe=engine.config.to_dict(),
-            data={**self._run.data, SETUP: engine.setup.facts(), **({} if recorded else UNRECORDED)},
+            data={
+                **self._run.data,
+                **self._run.together(),
+                SETUP: engine.setup.facts(),
+                **({} if recorded else UNRECORDED),
+            },
             state=snapshot.values,
             metadata=snapshot.metadata,
             aliases=snapshot.aliases,
