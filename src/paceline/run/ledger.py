@@ -11,18 +11,19 @@ seconds, an event and its values:
     ranks-started
     hang {kind, ranks, seconds}             ranks have made no progress for so long
     continued {seconds}                     they made progress again, so long after that
-    failed {cause, rank, step}
-    ended {status}
+    failed {cause, rank, step, …}           why its ranks were restarted, or the launch ended: a `RunEnd` (run_end.py)
+    ended {status, state}
 
     joined {seconds}                        by rank 0: the process group is initialized, and how long that took
     opened {run, name, generation}          the trainer writes to this run folder
     restored {step, seconds}                a checkpoint was loaded
     first-step {step, steps, seconds}       the first steps of a call to train(), compilation included
-    stepped {step}                          now and then
+    stepped {step, waited}                  now and then; waited: seconds for data since then
     saved, save-failed {step, seconds}      seconds: how long training was stalled
     evaluated {seconds}
     warning {text}
-    finished {step}
+    finished {step, waited}
+    rank-ended {state, rank, …}             by any rank: how a call to train(), or its process, ended; a `RunEnd`
 
 `step` is the number of completed steps. Events of rank 0 have a `trainer`: 0 for its first Trainer, 1 for its second.
 Readers ignore unknown events.
@@ -73,6 +74,17 @@ def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
             event = json.loads(text)
             if isinstance(event, dict) and abs(event.get("time", 1e12)) < 1e12 and "event" in event:
                 yield event
+
+
+def opened(launch: RunFolder) -> list[RunFolder]:
+    """The run folders that trainers of the last launch have opened."""
+    found: list[RunFolder] = []
+    for event in events(launch):
+        if event["event"] == "launched" and not event.get("generation"):  # earlier events belong to another launch
+            found = []
+        elif event["event"] == "opened":
+            found.append(RunFolder(Path(str(event.get("run")))))
+    return list(dict.fromkeys(found))
 
 
 def opened_before(folder: RunFolder, name: str, generation: int) -> RunFolder | None:

@@ -24,9 +24,9 @@ from paceline.text import parse_pairs
 from paceline.watch.checkpoint_list import checked_checkpoints
 from paceline.watch.live_run import LiveRun
 from paceline.watch.metric_series import DIGITS, TIME_DIGITS, MetricSeries, RunMetrics, finite, histogram, rounded, thin
-from paceline.watch.plain_text import clean, clean_line, clean_lines
+from paceline.watch.plain_text import clean, clean_line
 from paceline.watch.run_facts import Event, RunFacts, read_json, recipe_rows
-from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
+from paceline.watch.run_screen import hang_values, hangs, launched, restarts, verdict_lines, warning_lines
 
 BUCKETS = 1500
 _COLUMNS = 200  # of the table of ranks
@@ -190,13 +190,12 @@ def _is_number(value: object) -> bool:
 
 
 def _verdict(facts: RunFacts) -> dict[str, Any] | None:
-    if facts.state.name != "failed":
+    end = facts.state.end
+    if end is None or end.state == "finished":
         return None
-    event, record = facts.state.failure or {}, failure_of(facts)
-    lines = [] if record is None else clean_lines(record.text, _VERDICT_LINES)
-    place = {name: event[name] for name in ("rank", "step") if _is_number(event.get(name))}
-    where = "" if record is None or not isinstance(record.file, str) else clean(record.place)
-    return {"cause": clean(facts.state.reason, 80), **place, "lines": lines, "place": where}
+    place = {name: value for name, value in (("rank", end.rank), ("step", end.step)) if value is not None}
+    words = {name: clean(getattr(end, name), 200) for name in ("state", "cause", "signal", "exception", "place")}
+    return {**words, **place, "reason": clean(facts.state.reason, 80), "lines": verdict_lines(end, _VERDICT_LINES)}
 
 
 def _layout(facts: RunFacts) -> dict[str, Any]:
