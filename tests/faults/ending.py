@@ -39,6 +39,8 @@ def act() -> None:
     match way():
         case "SIGINT" | "SIGTERM":
             os.kill(int(os.environ["TARGET"]), getattr(signal, way()))
+        case "SIGKILL of the launcher":
+            os.kill(int(os.environ["TARGET"]), signal.SIGKILL)
         case "SIGKILL" | "SIGSEGV":
             os.kill(os.getpid(), getattr(signal, way()))
         case "os._exit":
@@ -117,7 +119,7 @@ def metric(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def main(loop: str = "train") -> None:
-    steps = _FOR_EVER if way() in ("SIGINT", "SIGTERM") else STEPS
+    steps = _FOR_EVER if way() in ("SIGINT", "SIGTERM", "SIGKILL of the launcher") else STEPS
     trainer = paceline.Trainer(
         Model(), {"name": "sgd", "lr": 0.01}, criterion=nn.MSELoss(), batch=8, callbacks=[Callback()], run="end"
     )

@@ -62,8 +62,9 @@ class Goodput:
 
 
 LABELS = {  # of activities, except training
-    "start": "start", "rendezvous": "rendezvous", "load": "load", "compile": "first step", "waiting": "waiting for data",
-    "evaluation": "evaluation", "saves": "saves", "hung": "hung", "unfinished": "unfinished step", "lost": "lost and replayed", "down": "down", "end": "end",
+    "start": "start", "rendezvous": "rendezvous", "load": "load", "compile": "first step",
+    "waiting": "waiting for data", "evaluation": "evaluation", "saves": "saves", "hung": "hung",
+    "unfinished": "unfinished step", "lost": "lost and replayed", "down": "down", "end": "end",
 }  # fmt: skip
 
 
@@ -203,11 +204,11 @@ class _Accumulator:
             self._close_segment(max(step, self._saved), lost=has_failed, cut=is_cut and values.get("status") != 0)
         elif event == "stepped":  # there was no event at its beginning
             self._state, self._step = "training", step
-        if event == "finished":
+        if is_done := event == "finished" or values.get("state") == "finished":
             self._open[self._trainer].clear()
         if has_failed:
             self._state = "down"
-        elif event in ("ended", "rank-ended") or (event == "finished" and not any(self._open.values())):
+        elif event == "ended" or (event == "rank-ended" and not is_done) or (is_done and not any(self._open.values())):
             self._state = "end"
 
     def _close_segment(self, step: int, *, lost: bool, cut: bool = False) -> None:
