@@ -1,5 +1,5 @@
-"""Writes docs/run-ends.md: seven ways to start a training × twelve ways to end it, and what each reader of the run says.
-Exit status 1 if they do not agree, or are wrong.
+"""Writes docs/run-ends.md: seven ways to start a training × twelve ways to end it, and what each reader of the run
+says. Exit status 1 if they do not agree, or are wrong.
 
     python benchmarks/run_ends.py [--only WORD]
 
@@ -19,20 +19,23 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import nodes
-import warm
-from faults import run_ends
+import nodes  # noqa: E402
+import warm  # noqa: E402
+from faults import run_ends  # noqa: E402
 
 PAGE = ROOT / "docs" / "run-ends.md"
 HEAD = """# How runs end
 
-Seven ways to start a training, twelve ways to end it, and what is said about that: the last line of the terminal that tells why, `paceline ls`
-(the first line of `paceline show` and the head of the page are the same words), the fields of the record in `paceline show --json`, and the first
-lines of `paceline explain RUN`. `python benchmarks/run_ends.py` wrote this page; `tests/faults/test_run_ends.py` checks that all readers agree.
+Seven ways to start a training, twelve ways to end it, and what is said about that: the line of the terminal that tells
+why; `paceline ls`, whose words are also those of `paceline show` and of the page; the fields of the record in
+`paceline show --json`; and a line of `paceline explain RUN`. `python benchmarks/run_ends.py` wrote this page;
+`tests/faults/test_run_ends.py` checks that all of them agree.
 
-The last rank is the one that fails, of two; plain `python` has one. Without a launcher, nobody is left to say that a rank was killed or called
-`os._exit`: readers then say just that. An own loop has no signal handlers, so SIGTERM kills its process.
+The last rank is the one that fails, of two; plain `python` has one. Without a launcher, nobody is left to say that a
+rank was killed or called `os._exit`: readers then say just that. Custom loops have no signal handlers, so SIGTERM kills
+their process.
 """
+TITLES = "| end | terminal | `ls`, `show`, page | `--json` | `explain` | agree |\n|---|---|---|---|---|---|"
 WHY = ("Error", "error", "interrupted", "failed first", "was killed", "exited with", "Signal", "raised", "SIG")
 
 
@@ -63,7 +66,7 @@ def record(seen: run_ends.Seen) -> str:
 def row(start: str, way: str) -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder, nodes.launchers(Path(folder)) as launch:
         seen = run_ends.see(start, way, Path(folder), launch)
-    wrong = run_ends.problems(start, way, seen)
+    wrong = run_ends.disagreements(start, way, seen)
     told = seen.explain.splitlines()
     explained = next((line for line in told[1:] if line.strip()), told[0] if told else "–")
     cells = [way, last_line(seen.terminal) if way != "success" else "–", seen.ls, record(seen), explained]
@@ -80,7 +83,7 @@ def main() -> int:
         chosen = [way for way in run_ends.WAYS if only in f"{start}: {way}"]
         if not chosen:
             continue
-        page += f"\n## {start}\n\n| end | terminal | `ls`, `show`, page | `--json` | `explain` | agree |\n|---|---|---|---|---|---|\n"
+        page += f"\n## {start}\n\n{TITLES}\n"
         for way in chosen:
             line, wrong = row(start, way)
             bad += bool(wrong)

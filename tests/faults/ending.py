@@ -29,12 +29,12 @@ def is_victim() -> bool:
     return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
 
 
-def fail(place: str) -> None:
+def raise_in(place: str) -> None:
     if way() == f"exception in {place}" and is_victim():
         raise ValueError(REASON)
 
 
-def act() -> None:
+def end_here() -> None:
     """What ends the training from within a step."""
     match way():
         case "SIGINT" | "SIGTERM":
@@ -48,10 +48,10 @@ def act() -> None:
         case "sys.exit":
             sys.exit(3)
         case "hang, Ctrl-C":
-            hang()
+            hang_until_killed()
 
 
-def hang() -> None:
+def hang_until_killed() -> None:
     """Until it is killed: a first Ctrl-C asks for the end of a step that never ends."""
     Path("hangs").touch()
     signal.pause()
@@ -69,8 +69,8 @@ class Model(nn.Module):
     def forward(self, inputs: Tensor) -> Any:
         self.calls += self.training
         if self.calls == LAST_CALL and self.training and is_victim():
-            fail("model")
-            act()
+            raise_in("model")
+            end_here()
         return self.linear(inputs)
 
 
@@ -93,7 +93,7 @@ def fail_on_any(place: str) -> None:
 class Callback:
     def on_step(self, record: Any) -> None:
         if record.step == LAST_CALL:
-            fail("callback")
+            raise_in("callback")
 
 
 class RecipeModel(Model):
@@ -105,7 +105,7 @@ class RecipeModel(Model):
 
 
 def build() -> nn.Module:
-    fail("main")
+    raise_in("main")
     return RecipeModel()
 
 
@@ -114,7 +114,7 @@ def make() -> tuple[Data, Data]:
 
 
 def metric(outputs: Tensor, targets: Tensor) -> Tensor:
-    fail("callback")
+    raise_in("callback")
     return (outputs - targets).abs().mean(dim=1)
 
 
@@ -129,7 +129,7 @@ def main(loop: str = "train") -> None:
         while trainer.step_count < steps:
             for batch in trainer.loader(Data()):
                 trainer.training_step(batch)
-    fail("main")
+    raise_in("main")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import nodes
 import paceline
 from paceline.cli import explain, runs
 from paceline.run.folder import RunFolder
-from paceline.run.run_end import NO_WORD
+from paceline.run.ledger import NO_WORD
 from paceline.watch import page_values
 from paceline.watch.live_run import LiveRun
 
@@ -84,13 +84,13 @@ def _arguments(start: str, way: str, folder: Path) -> tuple[str, ...]:
     return ("launch", "-n", "2", "--run", "end", str(SCRIPT), loop)
 
 
-def _launch_function() -> None:
+def _through_launch() -> None:
     import ending
 
     paceline.launch(ending.main, ranks=2)
 
 
-def _torchrun() -> None:
+def _through_torchrun() -> None:
     from torch.distributed.run import main
 
     main(["--standalone", "--nproc-per-node", "2", str(SCRIPT)])
@@ -102,7 +102,7 @@ def _python(*loop: str) -> None:
 
 
 _PROGRAMS = {
-    "paceline.launch(fn)": _launch_function, "torchrun": _torchrun, "python": _python,
+    "paceline.launch(fn)": _through_launch, "torchrun": _through_torchrun, "python": _python,
     "python, own loop": lambda: _python("own"),
 }  # fmt: skip
 
@@ -119,7 +119,7 @@ def read(folder: Path, said: str) -> Seen:
         values = json.loads(_printed(lambda: runs.show(name, json=True)))
         line = next(each for each in listed if each["name"] == name)
         told = _printed(lambda: explain.explain(f"runs/{name}"))
-        return Seen(said, _state(line), _printed(lambda: runs.show(name)), page, values, told, found)
+        return Seen(said, state_text(line), _printed(lambda: runs.show(name)), page, values, told, found)
 
 
 def _printed(command: Callable[[], object]) -> str:
@@ -157,7 +157,7 @@ def expected(start: str, way: str) -> tuple[str, str]:
     return "failed", f"{'exit status 3' if way in ('os._exit', 'sys.exit') else way} on rank {rank}"
 
 
-def problems(start: str, way: str, seen: Seen) -> list[str]:
+def disagreements(start: str, way: str, seen: Seen) -> list[str]:
     """What is wrong, or does not agree."""
     state, reason = expected(start, way)
     if state == "no run":
@@ -165,8 +165,8 @@ def problems(start: str, way: str, seen: Seen) -> list[str]:
     said = {
         "ls": seen.ls,
         "show": seen.show.splitlines()[0].removeprefix("runs/end: "),
-        "page": _state(seen.page["head"]),
-        "json": _state(seen.json),
+        "page": state_text(seen.page["head"]),
+        "json": state_text(seen.json),
     }
     wrong = [f"{where} says {text!r}" for where, text in said.items() if text != seen.ls]
     if not seen.ls.startswith(f"{state} ({reason}" if reason else state):
@@ -192,5 +192,5 @@ def problems(start: str, way: str, seen: Seen) -> list[str]:
     return wrong
 
 
-def _state(values: dict[str, Any]) -> str:
+def state_text(values: dict[str, Any]) -> str:
     return f"{values['state']} ({values['reason']})" if values["reason"] else values["state"]

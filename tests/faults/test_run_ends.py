@@ -29,4 +29,4 @@ ALL = [(start, way) for start in run_ends.STARTS for way in run_ends.WAYS]
 def test_all_say_the_same_about_the_end_of_a_run(tmp_path: Path, start: str, way: str) -> None:
     with nodes.launchers(tmp_path) as launch:
         seen = run_ends.see(start, way, tmp_path, launch)
-    assert run_ends.problems(start, way, seen) == [], f"{seen.terminal}\n{seen.show}\n{seen.explain}"
+    assert run_ends.disagreements(start, way, seen) == [], f"{seen.terminal}\n{seen.show}\n{seen.explain}"

@@ -30,7 +30,7 @@ from paceline.diagnose.exits import (
     is_mismatch,
     peers,
 )
-from paceline.run.run_end import RunEnd
+from paceline.run.ledger import RunEnd
 from paceline.text import rank_names
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}  # with which launchers stop ranks

@@ -29,8 +29,8 @@ from paceline.errors import SearchError
 from paceline.run import ledger
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
+from paceline.run.ledger import RunEnd, find_end
 from paceline.run.lock import RunLock
-from paceline.run.run_end import RunEnd, find_end
 from paceline.search import placement
 from paceline.search.placement import Pool, TrialProcess, TrialSlot
 from paceline.search.space import is_repeatable

@@ -22,8 +22,7 @@ from typing import Any
 from paceline.data.loader import MicroBatch
 from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
-from paceline.run.ledger import Ledger
-from paceline.run.run_end import RunEnd
+from paceline.run.ledger import Ledger, RunEnd
 from paceline.runtime import environment
 from paceline.runtime.process_group import World
 from paceline.train.checkpointing.run_handle import TrainProgress

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.run import heartbeat, ledger, lock, regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.heartbeat import Heartbeat
-from paceline.run.run_end import NO_WORD, RunEnd, find_end, last_start
+from paceline.run.ledger import NO_WORD, RunEnd, find_end, last_start
 from paceline.text import flatten
 from paceline.watch.metric_series import TAIL_BYTES, RunMetrics, read_metrics
 from paceline.watch.plain_text import clean

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from paceline.run import failures
 from paceline.run.folder import short
-from paceline.run.run_end import NO_WORD, RunEnd, last_start
+from paceline.run.ledger import NO_WORD, RunEnd, last_start
 from paceline.text import columns, format_bytes, format_duration, format_rate, numbered, plural, sparkline
 from paceline.watch.checkpoint_list import saved_checkpoints
 from paceline.watch.metric_series import MetricSeries, finite

@@ -13,8 +13,8 @@ from ledgers import Line
 from paceline.config.recipe import Config, effective
 from paceline.run import heartbeat, ledger
 from paceline.run.folder import RunFolder
+from paceline.run.ledger import NO_WORD
 from paceline.run.lock import RunLock
-from paceline.run.run_end import NO_WORD
 from paceline.watch.run_facts import RunState, find_state, read_facts, recipe_rows, recipe_value
 from watched import FAILED, FINISHED, HOSTILE, START, run_folder, step
 

@@ -18,7 +18,7 @@ from paceline.launcher.local.console import Console
 from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
-from paceline.run.run_end import RunEnd
+from paceline.run.ledger import RunEnd
 from paceline.run.user_frame import hide_library_frames
 from paceline.runtime import environment
 from paceline.watch import report
