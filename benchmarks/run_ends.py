@@ -89,8 +89,8 @@ def main() -> int:
             bad += bool(wrong)
             page += line + "\n"
             print(start, line, flush=True)
-    if not only:
-        PAGE.write_text(page)
+        if not only:
+            PAGE.write_text(page)
     return int(bad > 0)
 
 

@@ -29,8 +29,8 @@ from paceline.watch.live_run import LiveRun
 HERE = Path(__file__).parent
 SCRIPT = HERE / "ending.py"
 STARTS = (
-    "paceline train", "paceline launch", "paceline.launch(fn)", "torchrun", "python", "paceline launch, own loop",
-    "python, own loop",
+    "paceline train", "paceline launch", "paceline.launch(fn)", "python", "paceline launch, own loop",
+    "python, own loop", "torchrun",
 )  # fmt: skip
 EXCEPTIONS = tuple(f"exception in {place}" for place in ("model", "data", "callback", "main"))
 KILLED_LAUNCHER = "SIGKILL of the launcher"

@@ -29,8 +29,8 @@ seconds, an event and its values:
 Readers ignore unknown events.
 
 How a run ended is one record, a `RunEnd`, which all commands and pages show. A launcher writes it, as `failed` or
-`ended`, after it has found out which rank failed first. What ranks write, as `rank-ended`, counts where no launcher did:
-under torchrun, for a plain script, in a notebook.
+`ended`, after it has found out which rank failed first. What ranks write, as `rank-ended`, counts where no launcher
+did: under torchrun, for a plain script, in a notebook.
 
     find_end(events(folder))
     # RunEnd("failed", cause="signal", what="rank 1 was killed by SIGKILL in step 12", signal="SIGKILL", rank=1, …)
