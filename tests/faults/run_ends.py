@@ -150,11 +150,11 @@ def expected(start: str, way: str) -> tuple[str, str]:
         # A loop of one's own has no handlers: SIGTERM kills its process.
         is_silent = (start, way) == ("python, own loop", "SIGTERM")
         return "interrupted", NO_WORD if is_silent else "SIGTERM" if way == "SIGTERM" else "SIGINT"
-    if way == "sys.exit" and start != "python, own loop":
+    if way == "sys.exit":
         return "failed", f"exit status 3 on rank {rank}"
-    if not is_launched and way != "sys.exit":
+    if not is_launched:
         return ("failed", f"{NO_WORD} on rank 1") if start == "torchrun" else ("interrupted", NO_WORD)
-    return "failed", f"{'exit status 3' if way in ('os._exit', 'sys.exit') else way} on rank {rank}"
+    return "failed", f"{'exit status 3' if way == 'os._exit' else way} on rank {rank}"
 
 
 def disagreements(start: str, way: str, seen: Seen) -> list[str]:

@@ -213,6 +213,9 @@ def _of_ranks(ranks: Mapping[int, RunEnd], world: int) -> RunEnd | None:
     silent = [rank for rank in range(min(world, _MAX_WORLD)) if rank not in ranks]
     if failed and silent and not own and not stopped:
         lost = failed[0]
-        what = f"{rank_names(silent)} {NO_WORD}; {lost.what}"
+        later = rank_names(each.rank for each in failed if each.rank is not None)
+        what = (
+            f"{rank_names(silent)} {'was' if len(silent) == 1 else 'were'} {NO_WORD}; {later} then lost the connection"
+        )
         return replace(lost, cause=NO_WORD, rank=silent[0], what=what, exception="", message="", file="")
     return next(iter([*own, *stopped, *failed, *ends]), None)

@@ -157,7 +157,8 @@ class CustomLoop:
         with self.engine.draw:
             self._check(micro)
             self._begin_micro(first=micro.group == 0, may_change=False)
-            loss = self.engine.stepper.add(micro)
+            with self.engine.telemetry.noting_exit():
+                loss = self.engine.stepper.add(micro)
         self._gradients.after_backward(last=micro.last)
         if self.engine.stepper.losses and not self.engine.stepper.means:  # in a pipeline only the last stage has losses
             loss = loss / self.engine.stepper.losses[-1][1]

@@ -4,7 +4,7 @@
     engine.telemetry.stepped(step)           when something is due: run/ledger.py, for goodput
 
 Only rank 0 writes to the ledger, in the run folder of the launch or, without a launcher, of the training. Until the
-folder is known, events are kept in memory. Other ranks note there how they failed.
+folder is known, events are kept in memory. Other ranks note there how they failed, or were stopped.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Telemetry:
         """Note how a call to train(), a custom loop or the process has ended on this rank. `heard`: the signal that
         asked for it."""
         end, self._is_training = self._end(error, heard), False
-        if self._rank == 0 or end.state == "failed" or self._is_failed:
-            self._is_failed = end.state == "failed"
+        if self._rank == 0 or end.state != "finished" or self._is_failed:
+            self._is_failed = end.state != "finished"
             Ledger(self._run).note("rank-ended", **{**end.to_event(), "rank": self._rank, "trainer": self._number})
 
     def _end(self, error: BaseException | None, heard: str) -> RunEnd:
@@ -145,6 +145,15 @@ class Telemetry:
         return cause.find_cause(
             [exits.RankExit(self._rank, 0, record.exit_code, record.time, record, beat.phase, beat.reached)]
         ).to_end(beat.step)
+
+    @contextmanager
+    def noting_exit(self) -> Iterator[None]:
+        """Note a call to `sys.exit`: when the process exits, nobody can tell any more."""
+        try:
+            yield
+        except SystemExit as request:
+            self.ended(request)
+            raise
 
     def left(self) -> None:
         """The process exits, or a custom loop is garbage-collected. A session goes on after an exception."""
