@@ -114,8 +114,9 @@ def _status_of(program: Callable[[], object]) -> int:
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
         status = 1
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

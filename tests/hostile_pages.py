@@ -52,16 +52,6 @@ def hostile_run(path: Path, payload: str) -> RunFolder:
     derived = json.loads(folder.derived.read_text())
     folder.derived.write_text(json.dumps({**derived, payload: {"value": payload, "reason": payload}}))
     folder.environment.write_text(json.dumps({payload: payload}))
-    record = {
-        "rank": 1,
-        "time": START,
-        "exit_code": 1,
-        "text": payload,
-        "file": payload,
-        "line": 1,
-        "function": payload,
-    }
-    folder.failure(1).write_text(json.dumps({**record, "code_line": payload}))
     folder.rank_log(1).write_text(f"{payload}\nwarning: {payload}\n")
     folder.rank_log(0).write_text(f"{payload}\nwarning: {payload}\n")
     folder.profile_split(0).parent.mkdir()
@@ -73,6 +63,7 @@ def hostile_run(path: Path, payload: str) -> RunFolder:
     with folder.media.open("w") as file:
         file.writelines(json.dumps({**each, "name": payload, "step": 3}) + "\n" for each in media)
     Ledger(folder).note("warning", at=START + 30, text=payload)
-    Ledger(folder).note("failed", at=START + 100, cause=payload, rank=1, step=40)
+    told = ("cause", "what", "signal", "exception", "message", "file", "function", "code", "text", "fix")
+    Ledger(folder).note("failed", at=START + 100, rank=1, step=40, line=1, **dict.fromkeys(told, payload))
     Ledger(folder).note("ended", at=START + 101, status=1)
     return folder

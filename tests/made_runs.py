@@ -23,6 +23,12 @@ START = 1_763_220_000.0
 SECONDS = 0.21  # of a step
 LOG_EVERY = 10
 PER_NODE = 8
+_FAILURE = {
+    "cause": "exception", "exception": "RuntimeError", "what": "the last rank raised RuntimeError in step 2000",
+    "text": 'Traceback (most recent call last):\n  File "train.py", line 17, in <module>\n    main()\n'
+    "RuntimeError: CUDA error: an illegal memory access was encountered", "file": "train.py", "line": 17,
+    "function": "main", "code": "main()",
+}  # fmt: skip
 
 
 def make_run(
@@ -65,21 +71,6 @@ def make_run(
         folder.rank_log(rank).write_text("\n".join(lines) + "\n")
     for step in range(steps // 5, steps + 1, max(1, steps // 5)):
         (folder.checkpoints / f"step-{step:06d}").mkdir(parents=True)
-    if failed:
-        text = (
-            'Traceback (most recent call last):\n  File "train.py", line 17, in <module>\n    main()\n'
-            "RuntimeError: CUDA error: an illegal memory access was encountered\n"
-        )
-        record = {
-            "rank": ranks - 1,
-            "time": START + steps * SECONDS,
-            "exit_code": 1,
-            "text": text,
-            "file": "train.py",
-            "line": 17,
-            "function": "main",
-        }
-        folder.failure(ranks - 1).write_text(json.dumps(record))
     return written(path, *_events(steps, ranks, nodes, failed))
 
 
@@ -147,7 +138,7 @@ def _events(steps: int, ranks: int, nodes: int, failed: bool) -> list[Line]:
     if failed:
         return [
             *events,
-            (end, "failed", {"cause": "exception", "rank": ranks - 1, "step": steps}),
+            (end, "failed", {**_FAILURE, "rank": ranks - 1, "step": steps}),
             (end + 1, "ended", {"status": 1}),
         ]
     return [*events, (end, "finished", {"step": steps}), (end + 1, "ended", {"status": 0})]

@@ -91,13 +91,19 @@ if rank == 0:
 class Launcher:
     """`paceline` with these arguments, in `folder`."""
 
-    def __init__(self, folder: Path, *arguments: str, enter: Callable[[], None] = lambda: None) -> None:
-        """`enter` is called in the new process first."""
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        enter: Callable[[], None] = lambda: None,
+        program: Callable[[], None] | None = None,
+    ) -> None:
+        """`enter` is called in the new process first. `program` runs there instead of `paceline`."""
 
         def launcher() -> None:
             os.environ[TOKEN] = "a secret of the tests"  # that in the user's home is left alone
             enter()
-            forked.command(*arguments)
+            forked.command(*arguments) if program is None else program()
 
         self._output = folder / f"said-{len(list(folder.glob('said-*')))}"
         with self._output.open("ab") as output:
@@ -159,8 +165,8 @@ def launchers(folder: Path) -> Iterator[Callable[..., Launcher]]:
     """A function that starts one more launcher; in the end none is left, whatever happened."""
     started: list[Launcher] = []
 
-    def launch(*arguments: str, where: Path = folder, enter: Callable[[], None] = lambda: None) -> Launcher:
-        started.append(Launcher(where, *arguments, enter=enter))
+    def launch(*arguments: str, where: Path = folder, **how: Any) -> Launcher:
+        started.append(Launcher(where, *arguments, **how))
         return started[-1]
 
     try:

@@ -20,10 +20,14 @@ FINISHED: tuple[Line, ...] = (
     (START + 9, "finished", {"step": 10}),
     (START + 10, "ended", {"status": 0}),
 )
+FAILURE = {
+    "exception": "ValueError", "message": "no such thing", "file": "train.py", "line": 17, "function": "main",
+    "code": "look()", "what": "rank 1 raised ValueError in step 5", "text": "Traceback:\n  boom", "fix": "lower it",
+}  # fmt: skip
 FAILED: tuple[Line, ...] = (
     FINISHED[0],
     (START + 3, "hang", {"kind": "missing", "ranks": [1], "seconds": 40.0}),
-    (START + 5, "failed", {"cause": "exception", "rank": 1, "step": 4}),
+    (START + 5, "failed", {"cause": "exception", "rank": 1, "step": 4, **FAILURE}),
     (START + 6, "ended", {"status": 1}),
 )
 

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "cli/main": ["ranks/test_launch_command"],
     "config/sections": ["contract/test_public_surface", "unit/config/test_recipe"],
     "data/predictions": ["ranks/test_evaluation"],
+    "cli/explain": ["faults/test_run_ends", "unit/diagnose/log_files/test_verdict"],
     "diagnose/rank_place": ["unit/diagnose/test_hang"],
     "diagnose/waits": ["unit/diagnose/test_hang"],
     "doctor/machine": ["ranks/test_doctor_command"],

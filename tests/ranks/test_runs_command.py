@@ -58,7 +58,7 @@ def test_ls(trained: Path) -> None:
     lines = {words[0]: words[1:] for words in map(str.split, said("ls", cwd=trained).splitlines())}
     assert list(lines) == ["run", "bad", "good", "sweep"]
     assert lines["good"][:4] == ["finished", "12", "of", "12"] and "samples/s" in lines["good"]
-    assert lines["bad"][:2] == ["failed", "(exception)"] and "nan" in lines["bad"]
+    assert lines["bad"][:2] == ["failed", "(train.nonfinite"] and "nan" in lines["bad"]
     assert lines["sweep"][:4] == ["study", "of", "1", "trial:"]
     found = json.loads(said("ls", "--all", "--json", cwd=trained))
     assert [each["name"] for each in found] == ["bad", "good", "sweep", "sweep/trials/0000"]
@@ -83,7 +83,7 @@ def test_show(trained: Path) -> None:
 
 def test_show_says_why_a_run_failed(trained: Path) -> None:
     text = said("show", "bad", cwd=trained)
-    assert "failed: exception on rank 0" in text and "[train.nonfinite]" in text
+    assert "failed: train.nonfinite on rank 0" in text and "[train.nonfinite]" in text
 
 
 def test_show_of_something_else(trained: Path) -> None:
@@ -133,4 +133,4 @@ def test_a_run_is_running_until_it_is_interrupted(trained: Path, tmp_path: Path)
     os.kill(process, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 143
     assert states == {"running"}
-    assert said("show", "long", cwd=tmp_path).startswith("runs/long: interrupted\n")
+    assert said("show", "long", cwd=tmp_path).startswith("runs/long: interrupted (SIGTERM)\n")

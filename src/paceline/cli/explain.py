@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import stat
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from paceline.cli.options import examples
 from paceline.errors import PacelineError
+from paceline.run.folder import RunFolder
 
 EXAMPLES = examples(
     "explain", "explain nccl", "explain config.unknown-key", "explain train.log", "explain runs/gpt", "explain -"
@@ -39,16 +41,31 @@ def explain(
 
     The exit status is 1 if a log has a failure that is not in the catalog."""
     from paceline.diagnose import catalog
-    from paceline.diagnose.log_files import verdict
+    from paceline.diagnose.log_files import log_scan, verdict
+    from paceline.watch import run_facts, run_list, run_screen
 
-    if subject == "-" or _is_log(subject):
+    ended: list[str] = []
+    values: dict[str, object] = {}
+    if subject != "-" and _is_log(subject) and run_list.is_run(Path(subject)):
+        facts = run_facts.read_facts(RunFolder(Path(subject)), quick=True)
+        ended, end = run_screen.verdict(facts) or [f"{facts.name}: {facts.state}"], facts.state.end
+        values = {"state": facts.state.name, "end": None if end is None else asdict(end)}
+        found = verdict.explain_text("\n".join(ended[1:]))
+        if end is not None and end.state == "failed" and found.code in ("unknown", "none"):
+            found = (
+                verdict.explain_log(subject) if log_scan.log_files(Path(subject)) else replace(found, code="unknown")
+            )
+    elif subject == "-" or _is_log(subject):
         found = verdict.explain_log(subject)
     elif any(map(str.isspace, subject)):
         found = verdict.explain_text(subject)
     else:
         print(catalog.page(subject.strip("[]")) if subject else catalog.summaries(catalog.pages()))
         return
-    print(json_format.dumps(found.to_json(), indent=2) if json else verdict.describe(found))
+    if json:
+        print(json_format.dumps({**values, **found.to_json()}, indent=2))
+    else:
+        print("\n".join([*ended, *([] if ended and found.line is None else [verdict.describe(found)])]))
     raise typer.Exit(1 if found.code == "unknown" else 0)
 
 

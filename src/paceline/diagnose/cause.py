@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import (
@@ -29,6 +30,7 @@ from paceline.diagnose.exits import (
     is_mismatch,
     peers,
 )
+from paceline.run.ledger import RunEnd
 from paceline.text import rank_names
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}  # with which launchers stop ranks
@@ -44,6 +46,12 @@ class Cause:
     text: str  # the traceback or the last lines of the log, if any
     status: int  # exit status of the launch
     fix: str
+    seen: Mapping[str, Any] = field(default_factory=dict)  # signal, exception and line, as in a `RunEnd`
+
+    def to_end(self, step: int) -> RunEnd:
+        """`step`: the last completed one."""
+        told = {name: value for name, value in asdict(self).items() if name not in ("kind", "node", "seen")}
+        return RunEnd("failed", cause=self.kind, step=step, **told, **self.seen)
 
 
 @dataclass(frozen=True)
@@ -256,7 +264,13 @@ def _cause(
         fix = error["fix"] or fix
     text += "".join(f"\n  at: {place}" for place in _places(found, witness))
     status = EXIT_STATUSES[kind] if status is None else status
-    return Cause(kind, blamed.rank, blamed.node, what, text.rstrip(), status, fix or FIXES[kind])
+    seen: dict[str, Any] = {"signal": witness.signal_name} if kind == "signal" else {}
+    if record := witness.record if witness is blamed or kind not in ("signal", "exit") else None:
+        seen |= {"exception": record.exception, "message": record.message, "file": record.file, "line": record.line}
+        seen |= {"function": record.function, "code": record.code_line}
+    elif kind == "exception":
+        seen = {"exception": exception_name(witness.text)}
+    return Cause(kind, blamed.rank, blamed.node, what, text.rstrip(), status, fix or FIXES[kind], seen)
 
 
 def _places(found: _Exits, witness: RankExit) -> list[str]:

@@ -27,9 +27,11 @@ class Goodput:
     load: float = 0.0
     compile: float = 0.0  # the time of first steps beyond that of an average step
     training: float = 0.0  # steps that were not lost
+    waiting: float = 0.0  # for data
     evaluation: float = 0.0
     saves: float = 0.0
     hung: float = 0.0  # ranks made no progress, and a report said so
+    unfinished: float = 0.0  # in the step in which training was interrupted
     lost: float = 0.0  # steps that a failure discarded
     down: float = 0.0  # from a failure to the restart
     end: float = 0.0  # after the last step
@@ -61,8 +63,9 @@ class Goodput:
 
 
 LABELS = {  # of activities, except training
-    "start": "start", "rendezvous": "rendezvous", "load": "load", "compile": "first step", "evaluation": "evaluation",
-    "saves": "saves", "hung": "hung", "lost": "lost and replayed", "down": "down", "end": "end",
+    "start": "start", "rendezvous": "rendezvous", "load": "load", "compile": "first step",
+    "waiting": "waiting for data", "evaluation": "evaluation", "saves": "saves", "hung": "hung",
+    "unfinished": "unfinished step", "lost": "lost and replayed", "down": "down", "end": "end",
 }  # fmt: skip
 
 
@@ -84,6 +87,7 @@ class _Segment:
     is_first: bool = False  # of a call to train()
     is_lost: bool = False  # all of it, if it has no complete step
     lost_steps: int = 0
+    is_cut: bool = False  # by an interrupt: what is beyond the usual time of its steps is that of an unfinished one
 
     @property
     def steps(self) -> int:
@@ -94,6 +98,7 @@ _SECONDS_OF = {  # events with a duration, and the activity that it counts for
     "joined": "rendezvous", "restored": "load", "saved": "saves", "save-failed": "saves", "evaluated": "evaluation",
     "hang": "hung", "continued": "hung",
 }  # fmt: skip
+_ENDS, _PROGRESS = ("failed", "ended", "rank-ended"), ("continued", "stepped", "first-step", "launched")
 
 
 class _Accumulator:
@@ -112,8 +117,11 @@ class _Accumulator:
         self._window = 0.0  # seconds since `_step` was reached; `_other` of them were not training
         self._other = 0.0
         self._hangs: list[tuple[float, float]] = []  # each with its begin and end
+        self._is_hung = False  # since a report
 
     def add(self, event: str, now: float, values: Mapping[str, Any]) -> None:
+        if event == "rank-ended" and values.get("rank"):  # the ledger is that of rank 0 and its launcher
+            return
         if event == "launched":
             self._close_segment(self._saved, lost=True)
             self._state, self._other = "down", 0.0
@@ -121,6 +129,11 @@ class _Accumulator:
         elapsed = 0.0 if self._last is None or new_run else max(0.0, now - self._last)
         self._last = now
         self._switch(int(_number({"trainer": self._trainer, **values}, "trainer")))
+        if event in _ENDS and self._is_hung:
+            elapsed = self._spend("hung", elapsed, elapsed)
+        self._is_hung = event == "hang" or (self._is_hung and event not in (*_ENDS, *_PROGRESS))
+        if waited := _number(values, "waited"):
+            elapsed = self._spend("waiting", min(waited, self._window + elapsed), elapsed)
         if event in _SECONDS_OF:
             elapsed = self._spend(_SECONDS_OF[event], _number(values, "seconds"), elapsed)
             if _SECONDS_OF[event] == "hung":
@@ -134,7 +147,7 @@ class _Accumulator:
             self._rewind(int(_number(values, "step")))
         elif event == "saved":
             self._saved = max(self._saved, int(_number(values, "step")))
-        elif event in ("stepped", "finished", "failed", "ended"):
+        elif event in ("stepped", "finished", *_ENDS):
             self._reach(event, values)
 
     def _switch(self, trainer: int) -> None:
@@ -186,25 +199,27 @@ class _Accumulator:
 
     def _reach(self, event: str, values: Mapping[str, Any]) -> None:
         step = int(_number(values, "step"))
+        has_failed = event == "failed" or (event == "rank-ended" and values.get("state") == "failed")
         if self._state == "training":
-            self._close_segment(max(step, self._saved), lost=event == "failed")
+            is_cut = event in _ENDS and not has_failed and values.get("state") != "finished"
+            self._close_segment(max(step, self._saved), lost=has_failed, cut=is_cut and values.get("status") != 0)
         elif event == "stepped":  # there was no event at its beginning
             self._state, self._step = "training", step
-        if event == "finished":
+        if is_done := event == "finished" or values.get("state") == "finished":
             self._open[self._trainer].clear()
-        if event == "failed":
+        if has_failed:
             self._state = "down"
-        elif event == "ended" or (event == "finished" and not any(self._open.values())):
+        elif event == "ended" or (event == "rank-ended" and not is_done) or (is_done and not any(self._open.values())):
             self._state = "end"
 
-    def _close_segment(self, step: int, *, lost: bool) -> None:
+    def _close_segment(self, step: int, *, lost: bool, cut: bool = False) -> None:
         """Close the segment since the last known step. Without a complete step, it was part of one."""
         step = max(step, self._step)
         seconds = self._window - self._other
         self._other = max(0.0, -seconds)
         if seconds > 0 or step > self._step:
             is_lost = lost and step == self._step
-            self._append(_Segment(self._step, step, max(0.0, seconds), is_lost=is_lost))
+            self._append(_Segment(self._step, step, max(0.0, seconds), is_lost=is_lost, is_cut=cut))
         self._window, self._step = 0.0, step
 
     def _append(self, segment: _Segment) -> None:
@@ -213,11 +228,15 @@ class _Accumulator:
 
     def result(self) -> Goodput:
         self._close_segment(self._saved, lost=False)
-        sums, complete = self._sums, [segment for segment in self._segments if segment.steps and not segment.is_first]
+        usual = [segment for segment in self._segments if segment.steps and not segment.is_first]
+        sums, complete = self._sums, [segment for segment in usual if not segment.is_cut] or usual
         average = sum(segment.seconds for segment in complete) / max(1, sum(segment.steps for segment in complete))
         for segment in self._segments:
             seconds = min(segment.seconds, average * segment.steps) if segment.is_first else segment.seconds
             sums.compile += segment.seconds - seconds
+            if segment.is_cut:
+                seconds = min(segment.seconds, average * segment.steps)
+                sums.unfinished += segment.seconds - seconds
             part = segment.lost_steps / segment.steps if segment.steps else float(segment.is_lost)
             sums.lost += seconds * part
             sums.training += seconds * (1 - part)

@@ -130,15 +130,18 @@ def _reject_other_counts(
 
 
 def _run_here(workload: Workload, start: LocalStart) -> None:
-    from paceline.launcher.local import agent
+    from paceline.launcher.local import agent, status
 
     outcome = agent.run(workload, start)
+    if outcome.signal is None and not outcome.is_good:
+        cause = find_cause(outcome.ends, oom_killed=outcome.oom_killed)
+        status.note_failure(cause, start.logs)
+        raise _error(cause, start.logs.folder)
+    status.show_ledger(start.logs, 128 + outcome.signal if outcome.signal else 0)
     if outcome.signal == signal.SIGINT:
         raise KeyboardInterrupt  # expected by notebooks and callers
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
-    if not outcome.is_good:
-        raise _error(find_cause(outcome.ends, oom_killed=outcome.oom_killed), start.logs.folder)
 
 
 def _run_among_several(workload: Workload, ranks: int, found: node_env.NodeEnvironment) -> None:

@@ -32,6 +32,7 @@ _HINTS = {  # part of torch's message → what to do
     "No CUDA GPUs are available": f"no GPU is visible to this rank; {_MOVED}",
 }
 _CRASH_FRAMES = 5
+_MAX_MESSAGE = 1000  # characters; the text has all of them
 _DUMPED = re.compile(r' +File "(.+)", line \d+ in ')
 
 
@@ -48,6 +49,8 @@ class FailureRecord:
     line: int = 0
     function: str = ""
     code_line: str = ""
+    exception: str = ""  # its class
+    message: str = ""
 
     def write(self, folder: RunFolder) -> None:
         """On a full disk, uses the space that `reserve` kept for it."""
@@ -111,12 +114,23 @@ def release(folder: RunFolder, rank: int) -> None:
 def describe(error: BaseException, rank: int) -> FailureRecord:
     """The failure record for an exception that a rank raised."""
     now, frame = time.time(), find_user_frame(error)
-    place = () if frame is None else (frame.file, frame.line, frame.function, frame.code)
+    place = ("", 0, "", "") if frame is None else (frame.file, frame.line, frame.function, frame.code)
     if isinstance(error, PacelineError):
-        return FailureRecord(rank, now, 1, str(error), error.to_dict(), *place)
+        return FailureRecord(rank, now, 1, str(error), error.to_dict(), *place, error.code, error.what)
+    if isinstance(error, SystemExit):
+        code = exit_code(error)
+        words = f": {error.code}" if isinstance(error.code, str) else ""
+        return FailureRecord(rank, now, code, f"rank {rank} called sys.exit({code}){words}\n", None, *place)
     text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
     text += "".join(f"paceline: {hint}\n" for sign, hint in _HINTS.items() if sign in str(error))
-    return FailureRecord(rank, now, 1, text, None, *place)
+    return FailureRecord(rank, now, 1, text, None, *place, type(error).__name__, str(error)[:_MAX_MESSAGE])
+
+
+def exit_code(request: SystemExit) -> int:
+    """Like the interpreter: None is 0, an int is itself, anything else is 1."""
+    if request.code is None:
+        return 0
+    return request.code & 0xFF if isinstance(request.code, int) else 1
 
 
 def _user_part(trace: TracebackType | None) -> TracebackType | None:

@@ -65,6 +65,15 @@ class Heartbeat(NamedTuple):
         """The number of the step in progress, counted from 1 as in the metrics; None in other phases."""
         return self.step + 1 if self.phase in ("first step", "training") else None
 
+    @property
+    def reached(self) -> int | None:
+        """The step in progress, or the last completed one."""
+        if self.phase in ("start", "rendezvous", "load"):
+            return None
+        if self.phase == "returned":
+            return self.step or None
+        return self.step if self.trained is None else self.trained
+
 
 class HeartbeatWriter:
     """Writes one rank's page. `at` is called at every step."""

@@ -102,11 +102,6 @@ def completed_launches(trial: RunFolder) -> int:
     return sum(event["event"] == "ended" and event.get("status") == 0 for event in ledger.events(trial))
 
 
-def last_failure(trial: RunFolder) -> dict[str, Any]:
-    """The last failure in the ledger of a trial: cause, rank and step; empty if there is none."""
-    return next((event for event in reversed(ledger.events(trial)) if event["event"] == "failed"), {})
-
-
 def append_evaluation(trial: RunFolder, step: int, metric: str, value: float) -> None:
     """For trials that are functions: Trainers write these records themselves."""
     trial.path.mkdir(parents=True, exist_ok=True)

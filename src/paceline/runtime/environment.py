@@ -7,6 +7,7 @@ for a rank; if they are missing, those of mpirun and srun are used (scheduler_en
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +184,12 @@ def _integer(environment: Mapping[str, str], name: str) -> int | None:
 def was_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether paceline's launcher started this process. It reports failures, so the rank does not have to."""
     return LAUNCHED in environment
+
+
+def is_interactive() -> bool:
+    """Whether this is an interpreter or a notebook, rather than a program that has only imported IPython."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def debug_enabled(environment: Mapping[str, str] = os.environ) -> bool:

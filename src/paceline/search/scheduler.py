@@ -25,9 +25,10 @@ from paceline import log
 from paceline.diagnose.exits import EXIT_STATUSES
 from paceline.errors import SearchError
 from paceline.launcher.local.interrupts import noted
-from paceline.run import failures
+from paceline.run import ledger
 from paceline.run import study_folder as study_files
 from paceline.run.folder import RunFolder
+from paceline.run.ledger import RunEnd, find_end
 from paceline.run.lock import RunLock
 from paceline.search import placement
 from paceline.search.placement import Pool, TrialProcess, TrialSlot
@@ -228,14 +229,12 @@ class Sweep:
         """Why a trial failed, in a line."""
         folder = self.study.folder.trial(trial.number)
         kind = _KINDS.get(status, f"signal {status - 128}" if status > 128 else f"exit status {status}")
-        known = study_files.last_failure(folder)
-        place = f" on rank {known['rank']}" if known.get("rank") is not None else ""
-        place += f" in step {known['step']}" if known.get("step") else ""
-        records = sorted(failures.read(folder).values(), key=lambda each: each.time)
-        text = records[0].text.strip() if records else self._output(trial)
-        lines = text.splitlines()
-        line = lines[0] if text.startswith("[") and not lines[0].endswith(":") else lines[-1] if lines else ""
-        return f"{known.get('cause', kind)}{place}" + (f": {line[:200]}" if line else "")
+        end = find_end(ledger.events(folder)) or RunEnd("failed")
+        place = "" if end.rank is None else f" on rank {end.rank}"
+        place += f" in step {end.step}" if end.step else ""
+        said = (end.text or self._output(trial)).splitlines()[-1:]
+        line = f"{end.exception}: {end.message}".splitlines()[0] if end.exception else "".join(said)
+        return f"{end.cause or kind}{place}" + (f": {line[:200]}" if line else "")
 
     def _output(self, trial: Trial, start: int = 0) -> str:
         """What the launches of a trial have printed, or those of them that began there."""

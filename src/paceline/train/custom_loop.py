@@ -37,6 +37,7 @@ from paceline.runtime.whereabouts import progress
 from paceline.train import first_step, loop
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.recorder import Recorder, Sinks
+from paceline.train.telemetry import Telemetry
 
 
 class StepResult(NamedTuple):
@@ -156,7 +157,8 @@ class CustomLoop:
         with self.engine.draw:
             self._check(micro)
             self._begin_micro(first=micro.group == 0, may_change=False)
-            loss = self.engine.stepper.add(micro)
+            with self.engine.telemetry.noting_exit():
+                loss = self.engine.stepper.add(micro)
         self._gradients.after_backward(last=micro.last)
         if self.engine.stepper.losses and not self.engine.stepper.means:  # in a pipeline only the last stage has losses
             loss = loss / self.engine.stepper.losses[-1][1]
@@ -389,8 +391,9 @@ class CustomLoop:
         self._end_read_epoch()
 
 
-def close_custom_loop(recorder: Recorder, sinks: Sinks) -> None:
+def close_custom_loop(recorder: Recorder, sinks: Sinks, telemetry: Telemetry) -> None:
     """Called when the trainer is garbage-collected or the process ends: a custom loop has no explicit end."""
+    telemetry.left()
     with _disable_current_modes():  # the collector runs anywhere, also where another model's FLOPs are counted
         recorder.flush_last()
     sinks.close()

@@ -95,7 +95,7 @@ def open_custom_loop(
 
     job = loop.Job(lambda: iter(()), engine, recorder, agenda, callbacks.hooks["on_step"])
     custom = CustomLoop(job, begin, saver.finish)
-    weakref.finalize(custom, close_custom_loop, recorder, sinks)
+    weakref.finalize(custom, close_custom_loop, recorder, sinks, engine.telemetry)
     return custom
 
 

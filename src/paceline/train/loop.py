@@ -245,13 +245,13 @@ def _run(job: Job) -> None:
             if position.step == due:
                 running = agenda.run_due(position.step, micro.epoch)
                 job.engine.after_user_code()
-                telemetry.stepped(position.step)
+                telemetry.stepped(position.step, recorder.waited_in_all)
                 if not running:
                     break
                 due = agenda.next_due(position.step)
         since = perf_counter()
     agenda.finish(position.step, position.epoch)
-    telemetry.finished(position.step)
+    telemetry.finished(position.step, recorder.waited_in_all)
 
 
 def take_step(job: Job, micro: MicroBatch) -> None:

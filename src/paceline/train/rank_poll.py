@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.data.loader import MicroBatch
-from paceline.runtime import collectives
+from paceline.runtime import collectives, environment
 from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.engine import Engine
@@ -56,10 +56,12 @@ def decode(number: int) -> SignalRequest:
 class Signals:
     """Handlers for the duration of a `with` block. Does nothing outside the main thread, where Python allows none.
 
-    A signal that was ignored when the process started (`nohup`, a shell's background job) stays ignored.
+    A signal that was ignored when the process started (`nohup`, a shell's background job) stays ignored. `heard` is
+    called with one that asks for the end: the process may be killed before it gets there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Callable[[str], object] = str) -> None:
+        self._heard = heard
         self.since: float | None = None  # time.monotonic() of the first SIGTERM or SIGINT
         self._ending: SignalRequest = ""
         self._save = False  # separate from `_ending`, so that `acknowledge` and a handler never overwrite each other
@@ -110,7 +112,7 @@ class Signals:
             self._save = True
         elif number == signal.SIGINT and self._ending == "SIGINT":
             os.write(2, b"\ninterrupted again: exiting without waiting for the checkpoint\n")
-            if _is_interactive():  # keep the session
+            if environment.is_interactive():  # keep the session
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for the writer thread
@@ -118,13 +120,8 @@ class Signals:
         else:
             request: SignalRequest = "SIGINT" if number == signal.SIGINT else "SIGTERM"
             self._ending = max(self._ending, request, key=encode)
+            self._heard(self._ending)
             self.since = time.monotonic() if self.since is None else self.since
-
-
-def _is_interactive() -> bool:
-    """Whether this is an interpreter or a notebook, rather than a program that has only imported IPython."""
-    ipython = sys.modules.get("IPython")
-    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def _handle_in_worker(number: int) -> None:

@@ -108,6 +108,7 @@ class Recorder:
         self.own_time: OwnTime | None = None  # None: one rank, or a custom loop
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
+        self._waited_before = 0.0
         self.tokens_per_sample: int | None = None
         self.stop_requested = False  # on this rank; combined over ranks at the next log point
         self._ranks = collectives.world()
@@ -199,6 +200,7 @@ class Recorder:
     ) -> None:
         now = time.perf_counter()
         rate = samples / (now - self._since)
+        self._waited_before += self.waited
         self._since, self.waited = now, 0.0
         self._history.steps.extend(records)
         last = records[-1]
@@ -264,6 +266,11 @@ class Recorder:
         shown = [f"{name} {format_value(value)}" for name, value in record.items() if name not in ("step", "epoch")]
         self._log.info(f"step {record['step']}: validation {', '.join(shown)}")  # its loss comes first
         self._callbacks.call("on_evaluate", record)
+
+    @property
+    def waited_in_all(self) -> float:
+        """Seconds for data since this call of train() began."""
+        return self._waited_before + self.waited
 
     def write_out(self) -> None:
         """A custom loop may end after any step."""

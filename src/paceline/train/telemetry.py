@@ -4,11 +4,14 @@
     engine.telemetry.stepped(step)           when something is due: run/ledger.py, for goodput
 
 Only rank 0 writes to the ledger, in the run folder of the launch or, without a launcher, of the training. Until the
-folder is known, events are kept in memory.
+folder is known, events are kept in memory. Other ranks note there how they failed, or were stopped.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +22,7 @@ from typing import Any
 from paceline.data.loader import MicroBatch
 from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
-from paceline.run.ledger import Ledger
+from paceline.run.ledger import Ledger, RunEnd
 from paceline.runtime import environment
 from paceline.runtime.process_group import World
 from paceline.train.checkpointing.run_handle import TrainProgress
@@ -46,12 +49,18 @@ class Telemetry:
         self._stalled = 0.0  # of them, in a save whose event is not written yet
         self._begun: tuple[int, float] | None = None  # a call to train() before its first step
         self._next = 0.0
+        self._waited = 0.0
+        self._rank, self._world = 0, 1
+        self._run: RunFolder | None = None  # whose ledger tells how it ended
+        self._is_training = self._is_failed = False
+        self._process = os.getpid()
         self._warnings = count()
         self.heartbeat.enter("rendezvous")
 
     def joined(self, world: World) -> None:
         self.heartbeat.enter("load")
         launched = environment.run_folder()
+        self._rank, self._world = world.rank_info.rank, world.size
         if not world.is_main:
             self._ledger = Ledger(None)
         elif launched is not None:
@@ -63,7 +72,12 @@ class Telemetry:
 
     def opened(self, run: RunFolder, name: str) -> None:
         """Training writes to this run folder from now on. `name` is the one it requested."""
+        self._run = environment.run_folder() or run
+        atexit.register(self.left)
         self._open_ledger(run)
+        logs = environment.log_folder()
+        if logs is not None and environment.run_folder() is None and not self._rank:  # for the end of its launch
+            Ledger(logs).note("opened", run=str(run))
         self._note("opened", run=str(run), name=name, generation=environment.restart_count())
 
     def _open_ledger(self, run: RunFolder | None) -> None:
@@ -85,26 +99,67 @@ class Telemetry:
         """A call to train() starts after `step` steps."""
         self._open_ledger(None)  # training has no run folder
         self.heartbeat.enter("first step", step)
+        self._is_training = True
         self._begun = (step, time.perf_counter() - self._other)
 
-    def stepped(self, step: int) -> None:
-        """Called when something was due after a step."""
+    def stepped(self, step: int, waited: float = 0.0) -> None:
+        """Called when something was due after a step. `waited`: seconds for data, in this call to train()."""
         now = time.perf_counter()
         if self._begun is not None:
             before, since = self._begun
             self._begun = None
             self._note("first-step", step=step, steps=max(1, step - before), seconds=now - self._other - since)
+            self._waited = waited
         elif now >= self._next:
-            self._note("stepped", step=step)
+            self._note("stepped", step=step, waited=waited - self._waited)
+            self._waited = waited
         else:
             return
         self._next = now + min(max((now - self._clock) / 1000, _MIN_INTERVAL), _MAX_INTERVAL)
 
-    def finished(self, step: int) -> None:
+    def finished(self, step: int, waited: float) -> None:
         """A call to train() completed or was stopped."""
         self._begun = None
-        self._note("finished", step=step)
+        self._note("finished", step=step, waited=max(0.0, waited - self._waited))
         self.heartbeat.enter("done")
+
+    def ended(self, error: BaseException | None = None, heard: str = "") -> None:
+        """Note how a call to train(), a custom loop or the process has ended on this rank. `heard`: the signal that
+        asked for it."""
+        end, self._is_training = self._end(error, heard), False
+        if self._rank == 0 or end.state != "finished" or self._is_failed:
+            self._is_failed = end.state != "finished"
+            Ledger(self._run).note("rank-ended", **{**end.to_event(), "rank": self._rank, "trainer": self._number})
+
+    def _end(self, error: BaseException | None, heard: str) -> RunEnd:
+        heard = "SIGINT" if isinstance(error, KeyboardInterrupt) else heard
+        beat = self.heartbeat.last
+        if heard:
+            return RunEnd("interrupted", signal=heard, step=beat.step, what=f"interrupted by {heard}")
+        if error is None or (isinstance(error, SystemExit) and not error.code and self._world == 1):
+            return RunEnd("finished", step=beat.step)
+        from paceline.diagnose import cause, exits
+        from paceline.run import failures
+
+        record = failures.describe(error, self._rank)
+        return cause.find_cause(
+            [exits.RankExit(self._rank, 0, record.exit_code, record.time, record, beat.phase, beat.reached)]
+        ).to_end(beat.step)
+
+    @contextmanager
+    def noting_exit(self) -> Iterator[None]:
+        """Note a call to `sys.exit`: when the process exits, nobody can tell any more."""
+        try:
+            yield
+        except SystemExit as request:
+            self.ended(request)
+            raise
+
+    def left(self) -> None:
+        """The process exits, or a custom loop is garbage-collected. A session goes on after an exception."""
+        error = None if environment.is_interactive() else getattr(sys, "last_value", None)
+        if os.getpid() == self._process and (error is not None or self._is_training):
+            self.ended(error)
 
     def warned(self, text: str) -> None:
         """A warning was logged. Only the first ones are noted: a script may repeat one in every step."""
@@ -113,9 +168,12 @@ class Telemetry:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with self._timed("evaluating") as seconds:
-            yield
-        self._note("evaluated", seconds=seconds[0])
+        seconds: list[float] = []
+        try:
+            with self._timed("evaluating") as seconds:
+                yield
+        finally:  # one that was interrupted has taken time as well
+            self._note("evaluated", seconds=sum(seconds))
 
     @contextmanager
     def loading(self, position: TrainProgress) -> Iterator[None]:

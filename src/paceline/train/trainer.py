@@ -267,7 +267,8 @@ class Trainer(TrainerMethods, MethodHints):
         silent, log = self.config.quiet or not self.is_main_process, self._engine.log
         sinks = self._run.open_sinks(self.config)
         self._run.began_at = self.step_count
-        with Signals() as signals:
+        ended = self._engine.telemetry.ended
+        with Signals(partial(ended, None)) as signals:
             try:
                 with choose_display(total, self.step_count, log, silent=silent) as display, self._engine.draw:
                     self._recorder = recorder = self._new_recorder(history, sinks, display)
@@ -275,6 +276,10 @@ class Trainer(TrainerMethods, MethodHints):
                     job = self._job(loader, recorder, val, epochs, max_steps if pause is None else pause, poll)
                     job.agenda.is_pause = pause is not None
                     self._run_job(job, history)
+                ended(None, poll.request)
+            except BaseException as error:
+                ended(error)
+                raise
             finally:
                 sinks.close()
                 self._saver.close()

@@ -24,6 +24,7 @@ from paceline.diagnose.goodput import LABELS
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import Record, RecordStream
+from paceline.run.ledger import NO_WORD
 from paceline.text import parse_pairs
 from paceline.watch.checkpoint_list import checked_checkpoints
 from paceline.watch.live_run import LiveRun
@@ -38,9 +39,9 @@ from paceline.watch.metric_series import (
     rounded,
     thin,
 )  # fmt: skip
-from paceline.watch.plain_text import clean, clean_line, clean_lines
-from paceline.watch.run_facts import RunFacts, best_metric, file_stamp, last_launch, read_object, recipe_rows
-from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
+from paceline.watch.plain_text import clean, clean_line
+from paceline.watch.run_facts import RunFacts, best_metric, file_stamp, read_object, recipe_rows
+from paceline.watch.run_screen import hang_values, hangs, launched, restarts, verdict_lines, warning_lines
 
 BUCKETS = 1500
 _COLUMNS = 200  # of the table of ranks
@@ -194,8 +195,7 @@ def tags(recipe: Mapping[str, Any] | None) -> list[str]:
 
 def _events(facts: RunFacts) -> list[dict[str, Any]]:
     shown = [event for event in facts.events if event["event"] in _SHOWN_EVENTS]
-    has_end = any(event["event"] in ("failed", "finished", "ended") for event in last_launch(facts.events))
-    if shown and facts.state.name != "running" and not has_end:  # the launcher was killed
+    if shown and facts.state.reason == NO_WORD:
         shown.append({"time": facts.updated, "event": "lost", "text": facts.state.reason})
     kept = ("step", "seconds", "generation", "nodes", "ranks", "status", "rank")
     return [
@@ -214,13 +214,12 @@ def _is_number(value: object) -> bool:
 
 
 def _verdict(facts: RunFacts) -> dict[str, Any] | None:
-    if facts.state.name != "failed":
+    end = facts.state.end
+    if end is None or end.state == "finished":
         return None
-    event, record = facts.state.failure or {}, failure_of(facts)
-    lines = [] if record is None else clean_lines(record.text, _VERDICT_LINES)
-    place = {name: event[name] for name in ("rank", "step") if _is_number(event.get(name))}
-    where = "" if record is None or not isinstance(record.file, str) else clean(record.place)
-    return {"cause": clean(facts.state.reason, 80), **place, "lines": lines, "place": where}
+    place = {name: value for name, value in (("rank", end.rank), ("step", end.step)) if value is not None}
+    words = {name: clean(getattr(end, name), 200) for name in ("state", "cause", "signal", "exception", "place")}
+    return {**words, **place, "reason": clean(facts.state.reason, 80), "lines": verdict_lines(end, _VERDICT_LINES)}
 
 
 def _layout(facts: RunFacts) -> dict[str, Any]:

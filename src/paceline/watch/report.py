@@ -44,14 +44,7 @@ def write_report(folders: Sequence[RunFolder], path: Path, by: By = "step") -> N
 
 def write_requested(launch: RunFolder) -> None:
     """When a launch ends: write the reports of its runs whose recipes ask for them, to their folders."""
-    opened: list[RunFolder] = []
-    for event in ledger.events(launch):
-        if event["event"] == "launched" and not event.get("generation"):  # earlier events belong to another launch
-            opened = []
-        elif event["event"] == "opened":
-            opened.append(RunFolder(Path(str(event.get("run")))))
-    for path in dict.fromkeys(folder.path for folder in (launch, *opened)):
-        folder = RunFolder(path)
+    for folder in dict.fromkeys((launch, *ledger.opened(launch))):
         if any(row[:2] == ("report", "true") for row in recipe_rows(folder)):
             write_in_folder(folder)
 

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Literal
 
 from paceline.run import failures
-from paceline.run.failures import FailureRecord
 from paceline.run.folder import short
+from paceline.run.ledger import NO_WORD, RunEnd, last_start
 from paceline.text import columns, format_bytes, format_duration, format_rate, numbered, plural, sparkline
 from paceline.watch.checkpoint_list import saved_checkpoints
 from paceline.watch.metric_series import ANY_METRIC, Metric, MetricSeries, finite
 from paceline.watch.plain_text import clean, clean_lines, number_text
-from paceline.watch.run_facts import Event, RunFacts, best_metric, last_launch, value_text
+from paceline.watch.run_facts import Event, RunFacts, best_metric, value_text
 from paceline.watch.run_list import run_values, speed_text, step_text
 
-_MAX_RECORDS = 1 << 26  # bytes of all failure records
-_MAX_CHECKPOINTS, _MAX_WARNINGS, _MAX_RANKS, _VERDICT_LINES = 6, 4, 16, 12
+_MAX_CHECKPOINTS, _MAX_WARNINGS, _MAX_RANKS, _VERDICT_LINES = 6, 4, 16, 40
 _CURVES = {"loss": "loss", "lr": "", "samples_per_second": ""}  # and the metric, where one value is the best
 
 
 def screen(facts: RunFacts) -> str:
-    parts = [_header(facts), _curves(facts), _verdict(facts), _warnings(facts), _checkpoints(facts)]
+    parts = [_header(facts), _curves(facts), verdict(facts), _warnings(facts), _checkpoints(facts)]
     parts += [_goodput(facts), _files(facts)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -42,7 +41,7 @@ def screen_values(facts: RunFacts) -> dict[str, Any]:
         "metrics": {name: _curve_values(facts.metrics[name], best) for name, best in _CURVES.items()},
         "evaluations": {name: _curve_values(each, name, chosen) for name, each in facts.metrics.evaluations.items()},
         "skipped_steps": facts.metrics.skipped_steps,
-        "failure": _failure_values(facts),
+        "end": None if facts.state.end is None else asdict(facts.state.end),
         "hangs": [hang_values(event) for event in hangs(facts)],
         "warnings": warning_lines(facts),
         "checkpoints": [asdict(each) for each in saved_checkpoints(facts.folder)],
@@ -65,11 +64,11 @@ def _header(facts: RunFacts) -> list[str]:
     return [f"{facts.name}: {facts.state}", f"  {', '.join(said)}"]
 
 
-def launched(facts: RunFacts) -> Event:
-    return next(iter(last_launch(facts.events)), {})
+def launched(facts: RunFacts) -> Mapping[str, Any]:
+    return next((event for event in last_start(facts.events) if event["event"] == "launched"), {})
 
 
-def _integer(event: Event, name: str) -> int | None:
+def _integer(event: Mapping[str, Any], name: str) -> int | None:
     value = event.get(name)
     return value if type(value) is int else None
 
@@ -108,34 +107,28 @@ def _curve_values(series: MetricSeries, metric: str, chosen: Metric = ANY_METRIC
     return found if best is None else {**found, "best": {"step": best[0], "value": best[1]}}
 
 
-def failure_of(facts: RunFacts) -> FailureRecord | None:
-    """The record of the rank that failed first."""
-    folder = facts.folder
-    sizes = [path.lstat().st_size for path in folder.failure.existing().values()]
-    if facts.state.name != "failed" or folder.logs.is_symlink() or sum(sizes) > _MAX_RECORDS:
-        return None
-    records, rank = failures.read(folder), _integer(facts.state.failure or {}, "rank")
-    known = [each for each in records.values() if isinstance(each.time, (int, float))]
-    return records[rank] if rank in records else min(known, key=lambda each: each.time, default=None)
+def verdict(facts: RunFacts) -> list[str]:
+    """Why it ended, unless it finished."""
+    end = facts.state.end
+    if end is None or end.state == "finished":
+        return [clean(_NOT_KNOWN)] if facts.state.reason == NO_WORD else []
+    after = "" if end.step is None else f" after step {end.step}"
+    first = f"{end.state}: {clean(facts.state.reason, 60)}{after}"
+    return [first, *(f"  {line}" for line in verdict_lines(end))]
 
 
-def _failure_values(facts: RunFacts) -> dict[str, Any] | None:
-    event, record = facts.state.failure or {}, failure_of(facts)
-    if facts.state.name != "failed":
-        return None
-    place = {name: _integer(event, name) for name in ("rank", "step")}
-    return {"cause": facts.state.reason, **place, "text": None if record is None else str(record.text)}
+_NOT_KNOWN = (
+    f"{NO_WORD}: no process of the run is left, and none wrote why it ended. SIGKILL, a crash in native code, os._exit "
+    "and a machine that goes down look like this without paceline launch, which would know"
+)
 
 
-def _verdict(facts: RunFacts) -> list[str]:
-    if facts.state.name != "failed":
-        return []
-    event, record = facts.state.failure or {}, failure_of(facts)
-    places = [(" on rank", _integer(event, "rank")), (" after step", _integer(event, "step"))]
-    where = "".join(f"{words} {number}" for words, number in places if number is not None)
-    lines = [f"failed: {clean(facts.state.reason, 60)}{where}"]
-    if record is not None:
-        lines += [f"  {line}" for line in clean_lines(record.text, _VERDICT_LINES)]
+def verdict_lines(end: RunEnd, limit: int = _VERDICT_LINES) -> list[str]:
+    """What happened, and all of the traceback that fits: its end says more than its beginning."""
+    place = [f"at: {end.place}"] if end.place and end.place not in end.text else []
+    lines = clean_lines("\n".join(place + end.lines()), 1000)
+    if len(lines) > limit:
+        lines = [*lines[: limit // 4], "…", *lines[-(limit - limit // 4) :]]
     return lines
 
 

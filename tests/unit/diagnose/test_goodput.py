@@ -203,3 +203,37 @@ def test_a_person_reads_where_the_time_went() -> None:
         "  start 2.1 s, rendezvous 0.4 s, load 0.8 s, first step 1.2 s, saves 50.0 s, "
         "lost and replayed 8.2 s (12 steps)"
     )
+
+
+STEADY: list[Line] = [
+    *launch(1000),
+    (1005, "first-step", {"step": 1, "steps": 1, "seconds": 2.5}),
+    (1010, "stepped", {"step": 6}),
+]
+
+
+def test_a_hang_lasts_until_somebody_ends_it(tmp_path: Path) -> None:
+    """It was reported once, after two seconds; nothing more was heard for a minute and a half."""
+    hung: list[Line] = [*STEADY, (1013, "hang", {"kind": "missing", "seconds": 2.0}), (1103, "ended", {"status": 130})]
+    found = summarize(written(tmp_path, *hung))
+    assert (found.hung, found.steps) == (92.0, 6) and found.training == pytest.approx(6.0)
+    assert found.total == pytest.approx(103.0)
+
+
+def test_the_step_in_which_training_was_interrupted_is_no_training(tmp_path: Path) -> None:
+    """Nobody watches a plain script: the 8th step hangs, until Ctrl-C."""
+    end: Line = (1103, "rank-ended", {"state": "interrupted", "signal": "SIGINT", "rank": 0, "step": 7})
+    found = summarize(written(tmp_path, *STEADY, end, (1104, "rank-ended", {"state": "failed", "rank": 1})))
+    assert found.unfinished == pytest.approx(92.0) and found.training == pytest.approx(7.0)
+    assert found.total == pytest.approx(103.0)
+
+
+def test_the_time_for_data_is_no_training(tmp_path: Path) -> None:
+    waited: list[Line] = [
+        *STEADY,
+        (1020, "stepped", {"step": 12, "waited": 4.0}),
+        (1027, "finished", {"step": 15, "waited": 3.5}),
+    ]
+    found = summarize(written(tmp_path, *waited))
+    assert found.waiting == 7.5 and found.training + found.compile == pytest.approx(22 - 7.5 + 2.5)
+    assert found.total == pytest.approx(27.0)

@@ -119,12 +119,15 @@ def test_what_is_known_about_a_finished_run(tmp_path: Path) -> None:
 
 
 def test_the_verdict_of_a_failed_run(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", events=FAILED)
-    record = {"rank": 1, "time": 1.0, "exit_code": 1, "text": "Traceback:\n  boom", "file": "a.py", "line": 3}
-    folder.failure(1).write_text(json.dumps(record))
-    about = page_values.about(LiveRun(folder))
-    assert about["verdict"]["cause"] == "exception" and about["verdict"]["rank"] == 1 and about["verdict"]["step"] == 4
-    assert about["verdict"]["lines"] == ["Traceback:", "  boom"] and "a.py:3" in about["verdict"]["place"]
+    about = page_values.about(LiveRun(run_folder(tmp_path / "run", events=FAILED)))
+    assert about["verdict"]["reason"] == "ValueError on rank 1" and about["verdict"]["step"] == 4
+    assert about["verdict"]["lines"][1:] == [
+        "rank 1 raised ValueError in step 5",
+        "Traceback:",
+        "  boom",
+        "fix: lower it",
+    ]
+    assert about["verdict"]["place"] == "train.py:17, in main: look()"
     assert about["hangs"] == [{"kind": "missing", "ranks": [1], "seconds": 40.0}]
 
 

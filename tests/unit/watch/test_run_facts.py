@@ -13,6 +13,7 @@ from ledgers import Line
 from paceline.config.recipe import Config, effective
 from paceline.run import heartbeat, ledger
 from paceline.run.folder import RunFolder
+from paceline.run.ledger import NO_WORD
 from paceline.run.lock import RunLock
 from paceline.watch.run_facts import RunState, find_state, read_facts, recipe_rows
 from watched import FAILED, FINISHED, HOSTILE, START, run_folder, step
@@ -112,14 +113,14 @@ def ended(status: Any) -> Line:
     [
         (FINISHED, "finished"),
         (FINISHED[:3], "finished"),
-        (FAILED, "failed (exception)"),
-        (FAILED[:3], "failed (exception)"),
-        ((LAUNCHED, ended(143)), "interrupted"),
+        (FAILED, "failed (ValueError on rank 1)"),
+        (FAILED[:3], "failed (ValueError on rank 1)"),
+        ((LAUNCHED, ended(143)), "interrupted (SIGTERM)"),
         ((LAUNCHED, ended(7)), "failed (exit status 7)"),
-        ((LAUNCHED, ended("x" * 1000)), f"failed (exit status {'x' * 47}…)"),
+        ((LAUNCHED, ended("x" * 1000)), "failed (unknown cause)"),
         ((*FAILED[:3], (START + 6, "launched", {"generation": 1}), ended(0)), "finished"),
-        ((*FAILED, (START + 7, "launched", {"generation": 0})), "interrupted"),
-        ((LAUNCHED,), "interrupted"),
+        ((*FAILED, (START + 7, "launched", {"generation": 0})), f"interrupted ({NO_WORD})"),
+        ((LAUNCHED,), f"interrupted ({NO_WORD})"),
         ((), "unknown (no ledger)"),
         (((START, "stepped", {"step": 1}),), "unknown"),
     ],
@@ -143,7 +144,7 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
         assert str(find_state(folder, hung)) == "running (hung)"
     finally:
         lock.release()
-    assert state(folder) == "interrupted"
+    assert state(folder) == f"interrupted ({NO_WORD})"
 
 
 def test_a_copied_run_may_still_run_elsewhere(tmp_path: Path) -> None:

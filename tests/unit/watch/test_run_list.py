@@ -31,7 +31,7 @@ def test_runs_newest_first(tmp_path: Path) -> None:
     lines = list_runs(folder_of_runs(tmp_path))
     assert [line.name for line in lines] == ["new", "old", "sweep"]
     new, old, sweep = (line.row() for line in lines)
-    assert new == ("new", "failed (exception)", "2 of 10", "nan", "–")
+    assert new == ("new", "failed (ValueError on rank 1)", "2 of 10", "nan", "–")
     assert old == ("old", "finished", "10 of 10", "0.2", "1.0k samples/s")
     assert sweep == ("sweep", "study of 2 trials: 1 finished, 1 failed", "", "", "")
     assert table(lines).splitlines()[0].split() == ["run", "state", "step", "loss", "speed", "age"]
@@ -50,7 +50,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert (found[0]["kind"], found[0]["state"], found[0]["reason"], found[0]["loss"]) == (
         "run",
         "failed",
-        "exception",
+        "ValueError on rank 1",
         None,
     )
     assert found[2]["trials"] == {"finished": 1, "failed": 1}

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.run.failures import FailureRecord
 from paceline.run.folder import RunFolder
 from paceline.watch.run_facts import read_facts
 from paceline.watch.run_screen import By, common_positions, comparison, differing_keys, screen, screen_values
-from watched import FAILED, FINISHED, HOSTILE, START, STEPS, evaluation, run_folder, step
+from watched import FAILED, FAILURE, FINISHED, HOSTILE, START, STEPS, evaluation, run_folder, step
 
 
 def shown(folder: RunFolder) -> str:
@@ -48,23 +47,21 @@ def test_the_mode_of_save_best_decides_what_is_best(tmp_path: Path) -> None:
 
 
 def test_a_failed_run(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, events=FAILED)
-    FailureRecord(0, 2.0, 1, "later").write(folder)
-    FailureRecord(1, 3.0, 1, f"[train.nonfinite] Non-finite loss\n  fix: lower it\n{HOSTILE}").write(folder)
-    text = shown(folder)
+    text = shown(run_folder(tmp_path, events=FAILED))
     assert (
-        "failed: exception on rank 1 after step 4\n  [train.nonfinite] Non-finite loss\n    fix: lower it\n  a" in text
-    )
+        "failed: ValueError on rank 1 after step 4\n  at: train.py:17, in main: look()\n"
+        "  rank 1 raised ValueError in step 5\n  Traceback:\n    boom\n  fix: lower it\n"
+    ) in text
     assert "hang: rank 1 made no progress for 40 s (missing)" in text
-    found = screen_values(read_facts(folder))["failure"]
-    assert (found["cause"], found["rank"], found["step"]) == ("exception", 1, 4)
+    end = screen_values(read_facts(run_folder(tmp_path / "again", events=FAILED)))["end"]
+    assert (end["cause"], end["rank"], end["step"], end["status"]) == ("exception", 1, 4, 1)
+    assert {name: end[name] for name in FAILURE} == FAILURE
 
 
-def test_the_first_record_if_the_rank_is_unknown(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, events=[FINISHED[0], (START + 1, "failed", {"cause": "exit", "rank": [1]})])
-    for rank, text in enumerate(("later", "first")):
-        FailureRecord(rank, 2.0 - rank, 1, text).write(folder)
-    assert "failed: exit\n  first\n" in shown(folder)
+def test_the_end_of_a_long_traceback_is_shown(tmp_path: Path) -> None:
+    lines = "\n".join(f"line {number}" for number in range(500))
+    text = shown(run_folder(tmp_path, events=[FINISHED[0], (START + 1, "failed", {"text": lines, "fix": "do it"})]))
+    assert "line 0\n" in text and "  …\n" in text and "line 499\n  fix: do it\n" in text and "line 100\n" not in text
 
 
 def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
@@ -87,13 +84,13 @@ def test_hostile_text_in_every_field(tmp_path: Path) -> None:
         (START, "launched", {"ranks": HOSTILE, "nodes": [HOSTILE], "generation": HOSTILE}),
         (START + 1, "hang", {"kind": HOSTILE, "ranks": [HOSTILE, 1], "seconds": HOSTILE}),
         (START + 1, "hang", {"kind": {}, "ranks": HOSTILE, "seconds": 1e300}),
-        (START + 2, "failed", {"cause": HOSTILE, "rank": HOSTILE, "step": HOSTILE}),
+        (START + 2, "rank-ended", {"state": HOSTILE, "rank": 10**30, "step": HOSTILE, "text": [HOSTILE]}),
+        (START + 2, "failed", {"cause": HOSTILE, "rank": HOSTILE, "step": HOSTILE, "text": HOSTILE, "line": HOSTILE}),
     ]
     records = [step(1, loss=HOSTILE, lr=HOSTILE, epoch=HOSTILE), evaluation(1, **{HOSTILE: 1.0, "x": HOSTILE})]
     folder = run_folder(tmp_path / name, records, events, config=f"batch: {json.dumps(HOSTILE)}\n")
     (folder.checkpoints / f"step-{name}").mkdir(parents=True)
     folder.rank_log(0).write_text(f"warning: {HOSTILE}\n")
-    folder.failure(3).write_text(json.dumps({"rank": HOSTILE, "time": HOSTILE, "exit_code": 1, "text": [HOSTILE]}))
     text = shown(folder)
     assert "hang: rank 1 made no progress for – s (abcd e[bold]" in text
     assert "validation abcd e[bold]<script>" in text
@@ -117,7 +114,7 @@ def two(path: Path) -> tuple[RunFolder, RunFolder]:
 def test_results_and_differing_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = compared(*two(tmp_path))
-    assert ["run", "a", "b"] in lines and ["state", "finished", "failed", "(exception)"] in lines
+    assert ["run", "a", "b"] in lines and ["state", "finished", "failed", "(ValueError", "on", "rank", "1)"] in lines
     assert ["step", "10", "of", "10", "8", "of", "10"] in lines
     assert ["final", "loss", "0.2", "1"] in lines
     assert ["best", "loss", "0.2", "(step", "10)", "1", "(step", "2)"] in lines

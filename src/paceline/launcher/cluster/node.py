@@ -266,6 +266,8 @@ class Node(AgentObserver):
 
     def _finish(self, message: Message) -> None:
         if self._logs is not None and self._had_first_rank:
+            if message["cause"] is not None:
+                local_status.note_failure(Cause(**message["cause"]), self._logs)
             local_status.show_ledger(self._logs, int(message["status"]))
         if not self._is_quiet:
             local_status.show_end(message, self._logs)

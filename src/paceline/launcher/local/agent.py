@@ -152,7 +152,8 @@ class _Monitor:
 
     def run(self, entry: Callable[[int], None]) -> None:
         node = self._start.node
-        with RankProcesses(node.ranks, entry, self._start.spec.grace, node.orphan_seconds) as self._ranks:
+        limits = (self._start.spec.grace, node.orphan_seconds)
+        with RankProcesses(node.ranks, entry, *limits, self._note_killed_launcher) as self._ranks:
             self._heard.attach(self._ranks)
             try:
                 while self._ranks.running and not self._is_given_up():
@@ -166,6 +167,12 @@ class _Monitor:
         self._note()
         if number := self._ranks.ended_leftovers:
             log.info(f"note: ended {number} child process{'es' * (number > 1)} of ranks that had exited")
+
+    def _note_killed_launcher(self) -> None:
+        """In the parent of the ranks. Launchers of several nodes are replaced, and report to each other."""
+        if self._start.node.first_rank == 0:
+            what = "the launcher was killed, and ended its ranks by that"
+            self._start.logs.note("ended", state="interrupted", cause="launcher killed", what=what)
 
     def outcome(self) -> LocalResult:
         first, logs = self._start.node.first_rank, self._start.logs.folder
@@ -186,7 +193,7 @@ class _Monitor:
                     time=record.time if record else when,
                     record=record,
                     phase=page.phase if page else "",
-                    step=_step(page),
+                    step=page.reached if page else None,
                     tail=failures.tail(logs, rank, since=self._log_sizes.get(rank, 0)),
                 )
             )
@@ -264,12 +271,3 @@ class _Monitor:
         if 0 in saving:
             return self._start.spec.grace
         return _BLOCKED_SAVE if saving == busy else _AFTER_TERM
-
-
-def _step(page: heartbeat.Heartbeat | None) -> int | None:
-    """The current step of a rank, or its last completed one."""
-    if page is None or page.phase in ("start", "rendezvous", "load"):
-        return None
-    if page.phase == "returned":
-        return page.step or None
-    return page.step if page.trained is None else page.trained

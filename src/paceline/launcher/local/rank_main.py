@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from paceline.diagnose import place, stacks
@@ -52,10 +51,10 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
         try:
             body()
         except SystemExit as request:
-            if code := _exit_code(request):
-                words = f": {request.code}" if isinstance(request.code, str) else ""
-                text = f"rank {rank_info.rank} called sys.exit({code}){words}\n"
-                failure = replace(failures.describe(request, rank_info.rank), exit_code=code, text=text)
+            if failures.exit_code(request):
+                if not isinstance(request.code, int):
+                    print(request.code, file=sys.stderr)  # noqa: T201
+                failure = failures.describe(request, rank_info.rank)
                 failures.write(failure, logs)
             elif frame := find_user_frame(request):
                 _tell_ranks(f"has ended at {frame}", watch)
@@ -149,16 +148,6 @@ def _direct_streams(log: Path | None, stdin: int | None) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         binary = os.fdopen(os.dup(number), "wb", 0)
         setattr(sys, name, io.TextIOWrapper(binary, errors=errors, line_buffering=True, write_through=True))
-
-
-def _exit_code(request: SystemExit) -> int:
-    """Like the interpreter: None is 0, an int is itself, anything else is printed and is 1."""
-    if request.code is None:
-        return 0
-    if isinstance(request.code, int):
-        return request.code & 0xFF
-    print(request.code, file=sys.stderr)  # noqa: T201
-    return 1
 
 
 def _flush() -> None:

@@ -40,10 +40,19 @@ _COMMAND = struct.Struct("=qq")  # signal, process group that has received it al
 
 
 class RankProcesses:
-    """The ranks of this node, as seen by the launcher. `entry(local_rank)` runs in each of them."""
+    """The ranks of this node, as seen by the launcher. `entry(local_rank)` runs in each of them. `orphaned()` is called
+    after ranks whose launcher was killed."""
 
-    def __init__(self, number: int, entry: Callable[[int], None], grace: float, orphan_seconds: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        entry: Callable[[int], None],
+        grace: float,
+        orphan_seconds: float,
+        orphaned: Callable[[], None] = lambda: None,
+    ) -> None:
         self._number, self._entry, self._grace, self._orphan_seconds = number, entry, grace, orphan_seconds
+        self._orphaned = orphaned
         self._unread = b""
         self._is_gone, self._error_number = False, 0
         self.pids: dict[int, int] = {}  # by local rank
@@ -171,6 +180,8 @@ class _Parent:
             limit = math.inf if self._running else min(limit, time.monotonic() + _LEFTOVER_LIMIT)
         if self._told:
             self._report(b"l", 0, len(self._told))
+        if self._gone_at is not None:
+            self._ranks._orphaned()
 
     def _handle_signals(self) -> None:
         self._wake, wake = os.pipe()

@@ -42,6 +42,9 @@ def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
                 raise
             log.info(f"fallback: rendezvous failed ({error.what}); continuing as a single rank")
             status = _generations(workload, replace(spec, port=None), 1, logs, began)
+        except SystemExit as signalled:  # while no rank was running
+            local_status.show_ledger(logs, int(signalled.code or 0))
+            raise
         return status
 
 

@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.evidence import Hang, RankEvidence
 from paceline.diagnose.patience import Standstill
 from paceline.errors import PacelineError
-from paceline.run import folder
+from paceline.run import folder, ledger
 from paceline.run.folder import RunFolder
 from paceline.run.lock import require_free
 from paceline.runtime import environment
@@ -37,6 +37,12 @@ class RankLogs:
         """The variables that tell ranks where their heartbeats belong, and about the run folder."""
         run = {} if self.run is None else {environment.RUN_FOLDER: str(self.run)}
         return {environment.LOG_FOLDER: str(self.folder), **run}
+
+    def note(self, event: str, **values: Any) -> None:
+        """In the ledgers of this launch and of all runs of its ranks."""
+        own = [] if self.run is None else [self.run]
+        for each in dict.fromkeys([*own, *ledger.opened(self.folder)]):
+            ledger.Ledger(each).note(event, **values)
 
     def of_rank(self, rank: int) -> str:
         """The path of a rank's log for display; empty if the log is temporary."""

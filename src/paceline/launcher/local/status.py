@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from paceline.launcher.local.console import Console
 from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.launcher.workload import Workload
 from paceline.run import heartbeat
-from paceline.run.ledger import Ledger
+from paceline.run.ledger import RunEnd
 from paceline.run.user_frame import hide_library_frames
 from paceline.runtime import environment
 from paceline.watch import report
@@ -43,19 +44,27 @@ def show_cause(cause: Cause, logs: RankLogs | None) -> None:
     """Print the first failure, as the last output."""
     failed = f"rank {cause.rank} failed first" if cause.rank is not None else f"node {cause.node} failed first"
     who = "ranks made no progress" if cause.kind == "hang" else failed
-    log = logs.of_rank(cause.rank) if logs is not None and cause.rank is not None else ""
-    lines = [f"\n{who}{f' (log: {log})' if log else ''}: {cause.kind}", cause.what]
-    if cause.text and cause.kind != "exception" and not has_traceback(cause.text) and not cause.text.startswith("["):
-        lines.append("last lines of its log:" if cause.rank is not None else "last lines of its output:")
-    text = hide_library_frames(f"{cause.text}\n", _file_of(cause, log)).rstrip() if log else cause.text
-    lines += [text] * bool(text) + [f"fix: {cause.fix}"] * bool(cause.fix)
+    log = _log_of(cause, logs)
     sys.stdout.flush()
+    lines = [f"\n{who}{f' (log: {log})' if log else ''}: {cause.kind}", *_end_of(cause, logs).lines()]
     print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _file_of(cause: Cause, log: str) -> str:
-    """Of these kinds, the text is that of a rank that waited for the one to blame."""
-    return str(Path(log).parent) if cause.kind in ("timeout", "lost-connection") else log
+def _log_of(cause: Cause, logs: RankLogs | None) -> str:
+    return logs.of_rank(cause.rank) if logs is not None and cause.rank is not None else ""
+
+
+def _end_of(cause: Cause, logs: RankLogs | None) -> RunEnd:
+    """The record of a failure, with the last step and the text that is shown."""
+    log, text = _log_of(cause, logs), cause.text
+    if log:
+        # Of these kinds, the text is that of a rank that waited for the one to blame.
+        file = str(Path(log).parent) if cause.kind in ("timeout", "lost-connection") else log
+        text = hide_library_frames(f"{text}\n", file).rstrip()
+    if text and cause.kind != "exception" and not has_traceback(text) and not text.startswith("["):
+        text = f"last lines of its {'log' if cause.rank is not None else 'output'}:\n{text}"
+    pages = {} if logs is None else heartbeat.read(logs.folder)
+    return replace(cause, text=text).to_end(max((page.step for page in pages.values()), default=0))
 
 
 def describe_progress(message: Mapping[str, Any], names: Sequence[str] = ()) -> str:
@@ -93,9 +102,9 @@ def interrupted(logs: RankLogs | None) -> None:
 
 def show_ledger(logs: RankLogs, status: int) -> None:
     """Complete the ledger of this launch, and log where the time went if anything was trained."""
+    logs.note("ended", status=status)
     if logs.run is None:
         return
-    Ledger(logs.run).note("ended", status=status)
     account = goodput.summarize(logs.run)
     if account.training:
         log.info(account.table())
@@ -103,9 +112,8 @@ def show_ledger(logs: RankLogs, status: int) -> None:
 
 
 def note_failure(cause: Cause, logs: RankLogs) -> None:
-    """Record the cause of a failure and the last step in the ledger."""
-    done = max((page.step for page in heartbeat.read(logs.folder).values()), default=0)
-    Ledger(logs.run).note("failed", cause=cause.kind, rank=cause.rank, step=done)
+    """Record the cause of a failure and the last step."""
+    logs.note("failed", **_end_of(cause, logs).to_event())
 
 
 def suspect(step: int | None) -> dict[str, str]:

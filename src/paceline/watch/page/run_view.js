@@ -143,7 +143,7 @@ class RunView {
     const hang = head.state === "running" && head.reason === "hung" && about && about.hangs[about.hangs.length - 1];
     const warnings = about ? about.warnings : [];
     fill(this.banner,
-      verdict && h("section", { class: "card banner bad", role: "alert" }, h("h2", {}, `✖ Failed: ${verdict.cause}${verdict.rank === undefined ? "" : ` on rank ${verdict.rank}`}${verdict.step === undefined ? "" : ` after step ${format.number(verdict.step)}`}`),
+      verdict && h("section", { class: `card banner ${verdict.state === "failed" ? "bad" : "warn"}`, role: "alert" }, h("h2", {}, `${verdict.state === "failed" ? "✖ Failed" : "■ Interrupted"}: ${verdict.reason}${verdict.step === undefined ? "" : ` after step ${format.number(verdict.step)}`}`),
         verdict.place && h("p", {}, `at ${verdict.place}`), verdict.lines.length > 0 && h("pre", {}, verdict.lines.join("\n"))),
       hang && h("section", { class: "card banner warn", role: "alert" }, h("h2", {}, "■ No progress"), h("p", {}, `${hang.ranks.length ? `ranks ${hang.ranks.slice(0, 16).join(", ")}` : "ranks"} for ${format.seconds(hang.seconds)} (${hang.kind})`)),
       warnings.length > 0 && h("details", { class: "card banner warn" }, h("summary", {}, `▲ ${plural(warnings.length, "warning")}`), h("ul", {}, warnings.map((line) => h("li", {}, line.replace(/^warning: /, ""))))),
