@@ -34,7 +34,7 @@ from paceline.guard import run_setup
 from paceline.log import Log
 from paceline.plan.layout import Derived, table
 from paceline.run import jsonl, ledger, regular_files
-from paceline.run.folder import RunFolder, not_usable
+from paceline.run.folder import RunFolder, not_usable, short
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
 from paceline.runtime.consistency import ranks_without_access, run_on_all_ranks
@@ -129,9 +129,10 @@ class RunHandle:
             self._begun = next(_BEGUN)
         if self.folder is None:
             if config.run is not False:
-                self.take(self._new_folder(requested_name(config)), config)
-                if environment.run_folder() is None:  # else the launcher has said it
-                    self._log.info(f"run folder: {self.folder.short}")
+                folder = self._new_folder(requested_name(config))
+                self.take(folder, config)
+                if environment.run_folder() is None:  # else the launcher says it
+                    self._log.info(f"run folder: {short(folder.path)}")
             if rows is not None and self._world.size == 1 and not environment.was_launched():
                 if ignored := environment.incomplete_rank():
                     self._log.warning(
