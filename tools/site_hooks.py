@@ -31,6 +31,12 @@ PAGES = {
     "src/paceline/diagnose/log_files/catalog.md": "reference/log-failures.md",
     "docs/decisions": "decisions/001-packages.md",
 }
+# Source files that guides link to for what a page is generated from.
+GENERATED = {
+    "src/paceline/train/trainer.py": "reference/api/Trainer.md",
+    "src/paceline/config/recipe.py": "reference/recipe.md",
+    "src/paceline/cli/main.py": "reference/commands.md",
+}
 LINK = re.compile(r"(\]\()(?!\w+:)([^)\s#]+)((?:#[^)\s]*)?\))")
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.M | re.S)
 
@@ -86,7 +92,8 @@ def rewritten(link: re.Match[str], page: str) -> str:
     if page.startswith("reference/") and not link[2].startswith(".."):
         return link[0]  # between generated pages
     path = repository_path(link[2], page)
-    target = relpath(site_path(path), PurePosixPath(page).parent)
+    shown = GENERATED.get(path) if page.startswith(("guides/", "reference/")) else None
+    target = relpath(shown or site_path(path), PurePosixPath(page).parent)
     return f"{link[1]}{quote(target)}{link[3]}"
 
 

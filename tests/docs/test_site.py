@@ -4,6 +4,7 @@ read as they do in the repository."""
 from __future__ import annotations
 
 import fcntl
+import html
 import io
 import logging
 import os
@@ -18,6 +19,8 @@ import forked
 import paceline
 from paceline.cli.workloads import recipe_keys
 from paceline.diagnose import catalog
+from paceline.train.trainer_kwargs import TrainerKwargs
+from reference_pages import GROUPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,8 +55,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def article(site: Path, page: str) -> str:
     """The text of a page, as HTML."""
-    html = (site / page / "index.html").read_text()
-    return html[html.index("<article") : html.index("</article>")]
+    text = (site / page / "index.html").read_text()
+    return text[text.index("<article") : text.index("</article>")]
 
 
 def test_the_reference_has_every_key_command_error_and_public_name(site: Path) -> None:
@@ -64,6 +67,22 @@ def test_the_reference_has_every_key_command_error_and_public_name(site: Path) -
     assert [code for code in catalog.pages() if f'id="{code}"' not in errors] == []
     api = "".join(article(site, f"reference/api/{page.name}") for page in (site / "reference" / "api").iterdir())
     assert [name for name in paceline.__all__ if f"paceline.{name}" not in api] == []
+
+
+def test_every_key_of_a_recipe_has_one_place_in_the_reference() -> None:
+    """A new key needs a line in `GROUPS` of tools/reference_pages.py."""
+    placed = [name for names in GROUPS.values() for name in names]
+    assert sorted(placed) == sorted(paceline.Config.model_fields)
+
+
+def test_every_setting_of_the_trainer_is_listed_with_its_type_default_and_meaning(site: Path) -> None:
+    row = re.compile(r"<tr>\s*<td><code>(\w+)</code></td>\s*<td>(.+?)</td>\s*<td><code>(.+?)</code></td>\s*<td>(.+?)</td>")
+    found = {name: (kind, html.unescape(value)) for name, kind, value, _ in row.findall(article(site, "reference/api/Trainer"))}
+    assert list(found.keys() ^ TrainerKwargs.__annotations__.keys()) == []
+    assert [name for name, (kind, value) in found.items() if "Literal" in kind or not value] == []
+    fields = {name: paceline.Config.model_fields[name].get_default() for name in found}
+    shown = {name: repr(value) for name, value in fields.items() if value is None or isinstance(value, bool | int | float | str | list)}
+    assert {name: found[name][1] for name in shown} == shown and len(shown) > 40
 
 
 def test_pages_fetch_nothing_from_the_network(site: Path) -> None:
