@@ -46,14 +46,15 @@ GROUPS = {
     "Devices and ranks": ("device", "backend", "timeout", "fallback", "port", "env", "launch"),
     "Search": ("sweep",),
 }  # fmt: skip
+ALIASES = {"MetricsLike": "list | dict | None", "Reduce | None": "Callable[[Any, GradBucket], Future] | None"}
 KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
-RECIPE_PAGE = """Every key of a recipe by subject, generated from its JSON schema. `paceline config keys` prints the same, and
-`paceline config schema` the schema itself, for editors. On the command line, `section.key=value` sets a key. In Python,
-most keys are keywords of [`paceline.Trainer`](api/Trainer.md), with sections as dicts."""
+RECIPE_PAGE = """Every key of a recipe by subject, generated from its JSON schema. `paceline config keys` prints the
+same, and `paceline config schema` the schema itself, for editors. On the command line, `section.key=value` sets a key. In
+Python, most keys are keywords of [`paceline.Trainer`](api/Trainer.md), with sections as dicts."""
 
-SETTINGS = """Keywords of the Trainer after `optimizer`. A section takes a dict of its keys, or its main value: `ema=0.999` is
-short for `ema={"decay": 0.999}`."""
+SETTINGS = """Keywords of the Trainer, and keys of a recipe. A section takes a dict of its keys, or its main value:
+`ema=0.999` is short for `ema={"decay": 0.999}`."""
 
 
 def reference_pages() -> dict[str, str]:
@@ -130,8 +131,8 @@ def docstring_lines(found: Docstring) -> list[str]:
     lines = [code_blocks(found.text), ""]
     titles = {"Args": "Parameters", "Settings": "Settings", "Attributes": "Attributes", "Raises": "Raises"}
     for section, title in titles.items():
-        if section == "Settings" and section in found.items:
-            lines += setting_tables()
+        if "Settings" in found.items and section in ("Args", "Settings"):
+            lines += setting_tables() if section == "Settings" else argument_table(found.items["Args"])
         elif section in found.items:
             lines += [f"**{title}**", ""]
             lines += [f"- `{name}`: {text}" for name, text in found.items[section].items()] + [""]
@@ -169,6 +170,16 @@ def recipe_page() -> str:
             lines += [sentence(properties[section].get("description", "")), ""] if "." not in section else []
             lines += [*head, *map(recipe_row, sections[section]), ""]
     return "\n".join(lines)
+
+
+def argument_table(described: dict[str, str]) -> list[str]:
+    """The arguments of the Trainer that are no settings."""
+    lines = ["**Model, loss and other objects**", "", "| argument | type | default | meaning |", "|---|---|---|---|"]
+    for name, each in list(signature_of(paceline.Trainer).parameters.items())[1:-1]:
+        kind = ALIASES.get(each.annotation, each.annotation)
+        default = "" if each.default is each.empty else f"`{each.default!r}`"
+        lines.append(f"| `{name}` | {cell(kind)} | {default} | {cell(described[name])} |")
+    return [*lines, ""]
 
 
 def setting_tables() -> list[str]:

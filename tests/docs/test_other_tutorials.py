@@ -1,4 +1,4 @@
-"""Every part of the guides has a row in docs/reference/other-tutorials.md, and every row names a test or file that exists."""
+"""Every part of the guides has a row in docs/reference/other-tutorials.md, and every row names what exists."""
 
 from __future__ import annotations
 
