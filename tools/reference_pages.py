@@ -50,8 +50,8 @@ ALIASES = {"MetricsLike": "list | dict | None", "Reduce | None": "Callable[[Any,
 KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 RECIPE_PAGE = """Every key of a recipe by subject, generated from its JSON schema. `paceline config keys` prints the
-same, and `paceline config schema` the schema itself, for editors. On the command line, `section.key=value` sets a key. In
-Python, most keys are keywords of [`paceline.Trainer`](api/Trainer.md), with sections as dicts."""
+same, and `paceline config schema` the schema itself, for editors. On the command line, `section.key=value` sets a key.
+In Python, most keys are keywords of [`paceline.Trainer`](api/Trainer.md), with sections as dicts."""
 
 SETTINGS = """Keywords of the Trainer, and keys of a recipe. A section takes a dict of its keys, or its main value:
 `ema=0.999` is short for `ema={"decay": 0.999}`."""
@@ -177,7 +177,7 @@ def argument_table(described: dict[str, str]) -> list[str]:
     lines = ["**Model, loss and other objects**", "", "| argument | type | default | meaning |", "|---|---|---|---|"]
     for name, each in list(signature_of(paceline.Trainer).parameters.items())[1:-1]:
         kind = ALIASES.get(each.annotation, each.annotation)
-        default = "" if each.default is each.empty else f"`{each.default!r}`"
+        default = "" if each.default is each.empty else f"{each.default!r}"
         lines.append(f"| `{name}` | {cell(kind)} | {default} | {cell(described[name])} |")
     return [*lines, ""]
 
@@ -194,7 +194,7 @@ def setting_tables() -> list[str]:
             value = found.get_default()
             default = "{}" if name in sections and value is not None else repr(value)
             more = f" ([keys](../recipe.md#{name}))" if name in sections else ""
-            rows.append(f"| `{name}` | {cell(kinds[name])} | `{default}` | {cell(found.description or '')}{more} |")
+            rows.append(f"| `{name}` | {cell(kinds[name])} | {cell(default)} | {cell(found.description or '')}{more} |")
         if rows:
             lines += [f"*{title}*", "", "| setting | type | default | meaning |", "|---|---|---|---|", *rows, ""]
     return lines
