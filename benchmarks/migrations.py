@@ -3,7 +3,7 @@
     python benchmarks/migrations.py [--peers FOLDER] [--write-docs]
 
 `make migrations` installs the other frameworks into a folder of its own first. `--write-docs` puts the table and the
-differences into docs/guides/migrate.md.
+differences into docs/guides/.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDER, PAGE = ROOT / "examples" / "migrate", ROOT / "docs" / "guides" / "migrate.md"
+FOLDER, GUIDES = ROOT / "examples" / "migrate", ROOT / "docs" / "guides"
+PAGES = [GUIDES / "migrate.md", *sorted(GUIDES.glob("from-*.md"))]
 NAMES = {
     "ddp": "plain DDP",
     "spawn": "`mp.spawn`",
@@ -82,10 +83,11 @@ def main() -> None:
     table = "\n".join([*head, *rows])
     print(table)
     if options.write_docs:
-        page = insert(PAGE.read_text(), "migrations.py: table", table)
-        for name in NAMES:
-            page = insert(page, f"migrations.py: {name}", f"```diff\n{difference(name)}\n```")
-        PAGE.write_text(page)
+        for path in PAGES:
+            page = insert(path.read_text(), "migrations.py: table", table)
+            for name in NAMES:
+                page = insert(page, f"migrations.py: {name}", f"```diff\n{difference(name)}\n```")
+            path.write_text(page)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/slow_network.py --quick              throughput and bytes, once
     python benchmarks/slow_network.py --rounds 3           the same, medians of 3 rounds
     python benchmarks/slow_network.py --loss               loss after 1,000 steps; 2 to 3 minutes each
-    python benchmarks/slow_network.py --write-docs         only write the tables into docs/guides/communication.md
+    python benchmarks/slow_network.py --write-docs         only write the tables into docs/slow-networks.md
 
 Needs root: two ranks train in two network namespaces, joined by a link of 1 Gb/s, and then of 200 Mb/s (slow_link.py).
 Results are kept in benchmarks/slow_network.json: a run replaces the rows that it measures (`--models`, `--methods`) and

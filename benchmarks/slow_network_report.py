@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RATES = (1000, 200)  # Mb/s
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "communication.md"
+GUIDE = Path(__file__).parents[1] / "docs" / "slow-networks.md"
 CHART = GUIDE.with_suffix(".svg")
 BY_HAND = "torch "
 Kept = dict[str, dict[str, Any]]

@@ -25,12 +25,36 @@ from docstrings import Docstring, doc, members, module_names, parse, signature_o
 from paceline.cli.main import app
 from paceline.cli.workloads import RecipeKey, recipe_keys
 from paceline.config.recipe import Config
+from paceline.train.trainer_kwargs import TrainerKwargs
 
+# The keys of a recipe by subject, in the order of the reference. A test knows that each one has a place.
+GROUPS = {
+    "Model": ("model", "init_from", "code", "sync_batchnorm", "dropout"),
+    "Data and batches": ("data", "batch", "batch_per_rank", "micro_batch", "accumulate", "shuffle", "workers"),
+    "Length of training": ("train",),
+    "Optimization": ("optimizer", "schedule", "scheduler_interval", "clip_norm", "clip_value", "ema"),
+    "Precision": ("precision", "tf32", "scaler"),
+    "Speed and memory": ("compile", "blocks", "recompute", "channels_last", "graph"),
+    "Layout": ("strategy", "layout", "ddp", "fsdp", "tensor", "pipeline", "split", "sync"),
+    "Evaluation": ("metrics", "eval_every", "save_best", "early_stop"),
+    "Run folder and checkpoints": (
+        "run", "resume", "save_every", "save_minutes", "save_last", "keep", "keep_best", "keep_every", "checkpoint",
+    ),
+    "Logging": ("log_every", "loggers", "quiet", "report", "profile"),
+    "Checks": ("preflight", "unused_parameters", "nonfinite"),
+    "Reproducibility": ("seed", "deterministic", "slices"),
+    "Devices and ranks": ("device", "backend", "timeout", "fallback", "port", "env", "launch"),
+    "Search": ("sweep",),
+}  # fmt: skip
+ALIASES = {"MetricsLike": "list | dict | None", "Reduce | None": "Callable[[Any, GradBucket], Future] | None"}
 KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
-RECIPE_PAGE = """Every key of a recipe, generated from its JSON schema. `paceline config keys` prints the same, and
-`paceline config schema` the schema itself, for editors. On the command line, `section.key=value` sets a key. In Python,
-most keys are keywords of [`paceline.Trainer`](api/Trainer.md), with sections as dicts."""
+RECIPE_PAGE = """Every key of a recipe by subject, generated from its JSON schema. `paceline config keys` prints the
+same, and `paceline config schema` the schema itself, for editors. On the command line, `section.key=value` sets a key.
+In Python, most keys are keywords of [`paceline.Trainer`](api/Trainer.md), with sections as dicts."""
+
+SETTINGS = """Keywords of the Trainer, and keys of a recipe. A section takes a dict of its keys, or its main value:
+`ema=0.999` is short for `ema={"decay": 0.999}`."""
 
 
 def reference_pages() -> dict[str, str]:
@@ -107,7 +131,9 @@ def docstring_lines(found: Docstring) -> list[str]:
     lines = [code_blocks(found.text), ""]
     titles = {"Args": "Parameters", "Settings": "Settings", "Attributes": "Attributes", "Raises": "Raises"}
     for section, title in titles.items():
-        if section in found.items:
+        if "Settings" in found.items and section in ("Args", "Settings"):
+            lines += setting_tables() if section == "Settings" else argument_table(found.items["Args"])
+        elif section in found.items:
             lines += [f"**{title}**", ""]
             lines += [f"- `{name}`: {text}" for name, text in found.items[section].items()] + [""]
     for section in ("Returns", "Yields"):
@@ -129,15 +155,54 @@ def code_blocks(text: str) -> str:
 
 
 def recipe_page() -> str:
-    """Every key of a recipe, by section."""
+    """Every key of a recipe, by subject, then by section."""
     properties = Config.json_schema()["properties"]
+    plain = {key.name: key for key in recipe_keys() if "." not in key.name}
+    sections = {name: list(keys) for name, keys in groupby(recipe_keys(), key=lambda key: key.name.rpartition(".")[0])}
     lines = ["# Recipe keys", "", RECIPE_PAGE, ""]
-    for section, keys in groupby(recipe_keys(), key=lambda key: key.name.rpartition(".")[0]):
-        top = properties.get(section.partition(".")[0], {})
-        lines += [f"## {section or 'Top level'}", ""]
-        lines += [sentence(top.get("description", "")), ""] if section and "." not in section else []
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|", *map(recipe_row, keys), ""]
+    head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for title, names in GROUPS.items():
+        lines += [f"## {title}", ""]
+        rows = [recipe_row(plain[name]) for name in names if name in plain]
+        lines += [*head, *rows, ""] if rows else []
+        for section in (each for name in names for each in sections if each.partition(".")[0] == name):
+            lines += [f"### {section}", ""]
+            lines += [sentence(properties[section].get("description", "")), ""] if "." not in section else []
+            lines += [*head, *map(recipe_row, sections[section]), ""]
     return "\n".join(lines)
+
+
+def argument_table(described: dict[str, str]) -> list[str]:
+    """The arguments of the Trainer that are no settings."""
+    lines = ["**Model, loss and other objects**", "", "| argument | type | default | meaning |", "|---|---|---|---|"]
+    for name, each in list(signature_of(paceline.Trainer).parameters.items())[1:-1]:
+        kind = ALIASES.get(each.annotation, each.annotation)
+        default = "" if each.default is each.empty else f"{each.default!r}"
+        lines.append(f"| `{name}` | {cell(kind)} | {default} | {cell(described[name])} |")
+    return [*lines, ""]
+
+
+def setting_tables() -> list[str]:
+    """The settings of the Trainer by subject: type, default and meaning."""
+    kinds = {name: written_kind(each.__forward_arg__) for name, each in TrainerKwargs.__annotations__.items()}
+    sections = {key.name.partition(".")[0] for key in recipe_keys() if "." in key.name}
+    lines = ["**Settings**", "", SETTINGS, ""]
+    for title, names in GROUPS.items():
+        rows = []
+        for name in (each for each in names if each in kinds):
+            found = Config.model_fields[name]
+            value = found.get_default()
+            default = "{}" if name in sections and value is not None else repr(value)
+            more = f" ([keys](../recipe.md#{name}))" if name in sections else ""
+            rows.append(f"| `{name}` | {cell(kinds[name])} | {cell(default)} | {cell(found.description or '')}{more} |")
+        if rows:
+            lines += [f"*{title}*", "", "| setting | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return lines
+
+
+def written_kind(annotation: str) -> str:
+    """`Literal["a", "b"] | None` as `"a" | "b" | None`."""
+    return re.sub(r"Literal\[(.+?)\]", lambda found: found[1].replace("'", '"').replace(", ", " | "), annotation)
 
 
 def recipe_row(key: RecipeKey) -> str:

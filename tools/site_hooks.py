@@ -31,6 +31,13 @@ PAGES = {
     "src/paceline/diagnose/log_files/catalog.md": "reference/log-failures.md",
     "docs/decisions": "decisions/001-packages.md",
 }
+# Headings of the repository's page about the reference -> pages of the site that are generated from the code.
+GENERATED = {
+    "docs/reference/README.md#the-trainer": "reference/api/Trainer.md",
+    "docs/reference/README.md#recipe-keys": "reference/recipe.md",
+    "docs/reference/README.md#commands": "reference/commands.md",
+    "docs/reference/README.md#error-codes": "reference/errors.md",
+}
 LINK = re.compile(r"(\]\()(?!\w+:)([^)\s#]+)((?:#[^)\s]*)?\))")
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.M | re.S)
 
@@ -83,9 +90,11 @@ def site_path(path: str) -> str:
 
 
 def rewritten(link: re.Match[str], page: str) -> str:
+    path = repository_path(link[2], page)
+    if made := GENERATED.get(path + link[3][:-1]):
+        return f"{link[1]}{relpath(made, PurePosixPath(page).parent)})"
     if page.startswith("reference/") and not link[2].startswith(".."):
         return link[0]  # between generated pages
-    path = repository_path(link[2], page)
     target = relpath(site_path(path), PurePosixPath(page).parent)
     return f"{link[1]}{quote(target)}{link[3]}"
 

@@ -29,7 +29,7 @@ import snapshots
 from paceline import testing
 from paceline.diagnose import catalog
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "launch.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "supervision.md"
 
 
 def command(*args: str) -> list[str]:

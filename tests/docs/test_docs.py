@@ -43,3 +43,9 @@ def test_files_that_pages_name_exist() -> None:
     assert [
         f"{page.name}: {name}" for page, name in named if not any((top / name).is_file() for top in (ROOT, source))
     ] == []
+
+
+def test_guides_are_short() -> None:
+    """Limits, edge cases and long tables belong to docs/reference, reasons to docs/decisions."""
+    lengths = {page.name: len(page.read_text().splitlines()) for page in (ROOT / "docs" / "guides").glob("*.md")}
+    assert {name: lines for name, lines in lengths.items() if lines > 250} == {}

@@ -57,11 +57,11 @@ def test_every_script_has_its_pair() -> None:
     }
 
 
-def test_the_page_has_the_scripts_as_they_are_and_their_numbers_of_lines(migrations: Any) -> None:
-    page = migrations.PAGE.read_text()
+def test_the_pages_have_the_scripts_as_they_are_and_their_numbers_of_lines(migrations: Any) -> None:
+    pages = "".join(path.read_text() for path in migrations.PAGES)
     for name in migrations.NAMES:
-        assert f"```diff\n{migrations.difference(name)}\n```" in page, "python benchmarks/migrations.py --write-docs"
-        assert migrations.row(name, [])[:-5] in page
+        assert f"```diff\n{migrations.difference(name)}\n```" in pages, "python benchmarks/migrations.py --write-docs"
+        assert migrations.row(name, [])[:-5] in pages
     assert {*migrations.NAMES} == {path.stem.removeprefix("before_") for path in FOLDER.glob("before_*.py")} - {
         "torchtitan"
     }

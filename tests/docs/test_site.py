@@ -4,6 +4,7 @@ read as they do in the repository."""
 from __future__ import annotations
 
 import fcntl
+import html
 import io
 import logging
 import os
@@ -18,6 +19,8 @@ import forked
 import paceline
 from paceline.cli.workloads import recipe_keys
 from paceline.diagnose import catalog
+from paceline.train.trainer_kwargs import TrainerKwargs
+from reference_pages import GROUPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,8 +55,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def article(site: Path, page: str) -> str:
     """The text of a page, as HTML."""
-    html = (site / page / "index.html").read_text()
-    return html[html.index("<article") : html.index("</article>")]
+    text = (site / page / "index.html").read_text()
+    return text[text.index("<article") : text.index("</article>")]
 
 
 def test_the_reference_has_every_key_command_error_and_public_name(site: Path) -> None:
@@ -64,6 +67,31 @@ def test_the_reference_has_every_key_command_error_and_public_name(site: Path) -
     assert [code for code in catalog.pages() if f'id="{code}"' not in errors] == []
     api = "".join(article(site, f"reference/api/{page.name}") for page in (site / "reference" / "api").iterdir())
     assert [name for name in paceline.__all__ if f"paceline.{name}" not in api] == []
+
+
+def test_every_key_of_a_recipe_has_one_place_in_the_reference() -> None:
+    """A new key needs its name in `GROUPS` of tools/reference_pages.py."""
+    placed = [name for names in GROUPS.values() for name in names]
+    assert sorted(placed) == sorted(paceline.Config.model_fields)
+
+
+def test_every_argument_of_the_trainer_is_listed_with_its_type_default_and_meaning(site: Path) -> None:
+    text = article(site, "reference/api/Trainer").partition("Attributes")[0]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.+?)</tr>", text, re.S)]
+    found = {re.sub("<.*?>", "", name): (kind, value, meaning) for name, kind, value, meaning in filter(None, rows)}
+    arguments = {"model", "optimizer", "loss_fn", "criterion", "scheduler", "metrics", "callbacks", "device"}
+    assert {*found} == {*TrainerKwargs.__annotations__, *arguments, "comm_hook", "comm_state"}
+    assert [
+        name for name, (kind, value, meaning) in found.items() if not kind or "Literal" in kind or not meaning
+    ] == []
+    defaults = {name: html.unescape(re.sub("<.*?>", "", value)) for name, (_, value, _) in found.items()}
+    assert (defaults["batch"], defaults["keep"], defaults["precision"], defaults["ddp"]) == (
+        "None",
+        "3",
+        "'fp32'",
+        "{}",
+    )
+    assert [name for name, default in defaults.items() if not default] == ["model"]
 
 
 def test_pages_fetch_nothing_from_the_network(site: Path) -> None:

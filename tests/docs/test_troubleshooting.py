@@ -11,9 +11,14 @@ import pytest
 from paceline.diagnose import catalog
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "reference" / "symptoms.md"
 GUIDES = ROOT.parent / "shared" / "guides"
-ROWS = re.findall(r"^\| (\d{3}):(\d+) \| (.+?) \| (.+?) \| `(.+?)` \|$", PAGE.read_text(), flags=re.MULTILINE)
+ROWS = [
+    (guide, line, symptom, detector, reference)
+    for symptom, detector, reference, guide, line in re.findall(
+        r"^\| (.+?) \| (.+?) \| `(.+?)` \| (\d{3}):(\d+) \|$", PAGE.read_text(), flags=re.MULTILINE
+    )
+]
 
 # What a guide's section about problems consists of: headings of symptoms, bullets, rows of tables, variables to set.
 SECTION = re.compile(r"^#+ .*(?:Troubleshooting|Pitfalls|Debug(?:ging Tips| Mode))", re.IGNORECASE)

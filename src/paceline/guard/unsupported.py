@@ -158,7 +158,7 @@ def check_optimizer(optimizer: Any) -> None:
             f"Expected one optimizer, got {len(optimizer)}.",
             why="clipping, the schedule and skipped steps apply to all parameters of a model at once",
             fix="use one optimizer with parameter groups; for adversarial training, use two Trainers in a custom loop, "
-            "as docs/guides/trainer.md shows",
+            "as docs/guides/own-loop.md shows",
         )
     is_class = isinstance(optimizer, type)
     made = f"create it: torch.optim.{optimizer.__name__}(model.parameters(), lr=…)" if is_class else "pass an optimizer"

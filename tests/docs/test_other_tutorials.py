@@ -1,4 +1,4 @@
-"""Every part of the guides has a row in docs/guides/coverage.md, and every row names a test or file that exists."""
+"""Every part of the guides has a row in docs/reference/other-tutorials.md, and every row names what exists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guides" / "coverage.md"
+PAGE = ROOT / "docs" / "reference" / "other-tutorials.md"
 GUIDES = ROOT.parent / "shared" / "guides"
 # The line of each list item, table row and code block of the guides, outside of the sections left out below. The guides
 # themselves are not part of the repository.
 PARTS: dict[str, list[int]] = json.loads(Path(__file__).with_name("guide_parts.json").read_text())
-ROWS = re.findall(r"^\| (\d{3}):(\d+)–(\d+) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(), flags=re.MULTILINE)
+ROWS = [
+    (guide, first, last, shown)
+    for shown, guide, first, last in re.findall(
+        r"^\| .+? \| .+? \| (.+?) \| (\d{3}):(\d+)–(\d+) \|$", PAGE.read_text(), flags=re.MULTILINE
+    )
+]
 
-# Contents, links, and what the table in troubleshooting.md covers.
+# Contents, links, and what the table in symptoms.md covers.
 LEFT_OUT = re.compile(
     r"#+ .*(?:Table of Contents|See Also|Related|Resources|Troubleshooting|Pitfalls|Debug(?:ging Tips| Mode))", re.I
 )
@@ -77,7 +82,7 @@ def test_every_row_names_what_exists() -> None:
     targets = [target for *_, shown in ROWS for target in re.findall(r"`([^`]+)`", shown)]
     assert len(targets) >= len(ROWS) > 60
     assert [target for target in targets if not exists(target)] == []
-    assert not exists("tests/docs/test_coverage.py::test_no_such_thing") and not exists("examples/nothing.py")
+    assert not exists("tests/docs/test_other_tutorials.py::test_no_such_thing") and not exists("examples/nothing.py")
 
 
 def test_every_row_has_a_test_or_an_example_that_a_test_runs() -> None:
