@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
@@ -26,7 +26,7 @@ from paceline.run.folder import RunFolder
 from paceline.run.jsonl import Record, RecordStream
 from paceline.text import parse_pairs
 from paceline.watch.checkpoint_list import checked_checkpoints
-from paceline.watch.live_run import LiveRun, file_stamp
+from paceline.watch.live_run import LiveRun
 from paceline.watch.metric_series import (
     DIGITS,
     TIME_DIGITS,
@@ -39,7 +39,7 @@ from paceline.watch.metric_series import (
     thin,
 )  # fmt: skip
 from paceline.watch.plain_text import clean, clean_line, clean_lines
-from paceline.watch.run_facts import RunFacts, best_metric, last_launch, read_object, recipe_rows
+from paceline.watch.run_facts import RunFacts, best_metric, file_stamp, last_launch, read_object, recipe_rows
 from paceline.watch.run_screen import failure_of, hang_values, hangs, launched, restarts, warning_lines
 
 BUCKETS = 1500
