@@ -48,7 +48,12 @@ class Resources:
 
 
 def snapshot() -> Resources:
-    return Resources(_children(), _listening_ports(), _environment(), _group_open())
+    from paceline.diagnose.stacks import children_of  # not while pytest starts
+
+    variables = sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED)
+    distributed = sys.modules.get("torch.distributed")
+    group_open = distributed is not None and bool(distributed.is_initialized())
+    return Resources(frozenset(children_of(os.getpid())), _listening_ports(), tuple(variables), group_open)
 
 
 def find(before: Resources, timeout: float = 2.0) -> list[str]:
@@ -73,16 +78,6 @@ def _difference(before: Resources, after: Resources) -> list[str]:
     return left
 
 
-def _children() -> frozenset[int]:
-    found: set[int] = set()
-    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        try:
-            found.update(int(child) for child in path.read_text().split())
-        except OSError:
-            continue  # the thread has exited
-    return frozenset(found)
-
-
 def _listening_ports() -> frozenset[int]:
     """The ports on which this process listens. Each socket is asked: the tables of the kernel take 10 ms to read."""
     ports = set()
@@ -95,12 +90,3 @@ def _listening_ports() -> frozenset[int]:
         except OSError:  # it was closed meanwhile
             continue
     return frozenset(ports)
-
-
-def _environment() -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED))
-
-
-def _group_open() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_initialized())
