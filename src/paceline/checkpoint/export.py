@@ -171,7 +171,7 @@ def _atomically(output: Path, write: Callable[[Path], None]) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
-        _sync(disk, partial)
+        _sync(partial)
         _require_free(output)
         disk.rename(partial, output)
         disk.sync_folder(output.parent)
@@ -186,17 +186,13 @@ def _atomically(output: Path, write: Callable[[Path], None]) -> None:
             disk.remove(partial)
 
 
-def _sync(disk: Filesystem, written: Path) -> None:
+def _sync(written: Path) -> None:
     for path in [*written.iterdir(), written] if written.is_dir() else [written]:
-        disk.sync_folder(path) if path.is_dir() else _sync_file(path)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _require_free(output: Path) -> None:
