@@ -166,7 +166,9 @@ class IndexedLoader(Loader):
         reading, loader, known = self._reading, None, None
         watch = None if isinstance(self._order, FormulaOrder) else watch_order()
         self._watched = watch is not None
-        compare = reading.compare and self._may_differ()
+        # Whether samples that a rank or worker reads at once may be other ones elsewhere.
+        several = collectives.world() > 1 or reading.workers > 0
+        compare = reading.compare and (several or (self._part.groups > 1 and reads_batches(self._dataset)))
         sliced = self._part.ranks * self._part.groups > 1 and not reading.whole
         tries = self._collate if reading.compare and sliced and collectives.rank() == 0 else None
         self._order.begin(first_step)
@@ -199,11 +201,6 @@ class IndexedLoader(Loader):
             if epochs != 1:
                 self._order.lengths.check("sampler", epoch, skip + plan.step - before)
             skip = 0
-
-    def _may_differ(self) -> bool:
-        """Whether samples that a rank or worker reads at once may be other ones elsewhere."""
-        several = collectives.world() > 1 or self._reading.workers > 0
-        return several or (self._part.groups > 1 and reads_batches(self._dataset))
 
     def _torch_loader(self, plan: _Plan) -> DataLoader[Any]:
         reading = self._reading
