@@ -19,7 +19,6 @@ from paceline.launcher.workload import Workload
 from paceline.run.folder import RunFolder
 from paceline.run.study_folder import StudyFolder
 from paceline.runtime.processes import call_in_child
-from paceline.search import recipe_trials
 from paceline.search.placement import Pool, TrialSlot, open_pool
 from paceline.search.scheduler import Sweep
 from paceline.search.space import Parameter, grid_size, parse_space, set_key
@@ -47,9 +46,12 @@ class RecipeTrials:
         from paceline.train.factory import check
 
         first = {parameter.key: parameter.extremes[0] for parameter in space}
-        for parameter in space:
+        for key, parameter in zip(first, space, strict=True):
+            if key.split(".")[0] in ("run", "resume", "sweep", "launch"):
+                raise SearchError(
+                    "bad-space", f"Invalid search space: {key} can't vary between trials.", fix="remove it"
+                )
             for value in parameter.extremes:
-                self._require_key(parameter.key)
                 check(self.config({**first, parameter.key: value}), ranks)
         _require_metric(self.config(first, run=False, quiet=True), metric)
 
@@ -64,10 +66,6 @@ class RecipeTrials:
         config = self.config(trial.params, **more)
         spec = replace(self._spec, run=str(folder.path), resume="auto")
         return dispatch(_workload(config), slot.options(spec), ["train"])
-
-    def _require_key(self, key: str) -> None:
-        if key.split(".")[0] in ("run", "resume", "sweep", "launch"):
-            raise SearchError("bad-space", f"Invalid search space: {key} can't vary between trials.", fix="remove it")
 
 
 def _workload(config: Config) -> Workload:
@@ -139,18 +137,18 @@ def open_recipe_study(config: Config, section: SweepSection, name: str, ranks: i
     space = parse_space(section.space)
     if section.sampler == "grid":
         grid_size(space)
-    trials = RecipeTrials(recipe_trials.recipe_values(config), LaunchSpec())
+    trials = RecipeTrials(recipe_values(config), LaunchSpec())
     folder = StudyFolder.of(name)
     if space and not folder.exists:
         trials.check(space, section.metric, ranks)
-    return Study(folder, section, recipe_trials.recipe_values(config))
+    return Study(folder, section, recipe_values(config))
 
 
 def run_recipe_sweep(study: Study, spec: LaunchSpec, *, is_forkable: bool = True) -> int:
     """Run the trials that are left; returns the exit status. Not `is_forkable`: this process may have used torch, whose
     threads do not exist in a forked process, so trials use one thread per rank."""
     pool = open_pool(spec, study.section)
-    recipe_trials.preload()
+    preload()
     threads = _threads(pool) if is_forkable and pool.kind == "here" else 1
     return Sweep(study, pool, RecipeTrials(study.recipe, spec, threads)).run()
 
