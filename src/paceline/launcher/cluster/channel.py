@@ -247,23 +247,15 @@ def job_token() -> str:
 
 
 def _read_token(path: Path) -> str:
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise LaunchError(
-            "open-token",
-            f"Other users can read {path}.",
-            why="anybody who has the token can start and stop your jobs",
-            fix=f"rm {path}: a new one is created when it is needed; copy it to the other machines again",
-        )
     fix = f"rm {path}: a new one is created when it is needed; copy it to the other machines again"
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        why = "anybody who has the token can start and stop your jobs"
+        raise LaunchError("open-token", f"Other users can read {path}.", why=why, fix=fix)
     return _checked(os.fsdecode(path.read_bytes()).strip(), str(path), fix)
 
 
 def _checked(token: str, where: str, fix: str) -> str:
     if len(token) < _MIN_TOKEN_LENGTH:
-        raise LaunchError(
-            "open-token",
-            f"The token in {where} is shorter than {_MIN_TOKEN_LENGTH} characters.",
-            why="a short token can be guessed",
-            fix=fix,
-        )
+        what = f"The token in {where} is shorter than {_MIN_TOKEN_LENGTH} characters."
+        raise LaunchError("open-token", what, why="a short token can be guessed", fix=fix)
     return token
