@@ -278,7 +278,7 @@ class Verdict:
                 self._changed[rank] = (post.serial, now)
         fresh = {rank: post for rank, post in posts.items() if post.ended or now - self._changed[rank][1] < _STALE}
         before, self._suspects = self._suspects, {rank: fresh[rank] for rank in find_stuck(fresh)}
-        if not _same_places(before, self._suspects):
+        if _places(before) != _places(self._suspects):
             self._confirmed = 0
         elif all(post.ended or post.serial > before[rank].serial for rank, post in self._suspects.items()):
             self._confirmed += 1
@@ -306,8 +306,8 @@ def _awaited(post: Posted, posts: dict[int, Posted]) -> set[int]:
     }
 
 
-def _same_places(before: dict[int, Posted], now: dict[int, Posted]) -> bool:
-    return before.keys() == now.keys() and all(before[rank].place == now[rank].place for rank in now)
+def _places(posts: dict[int, Posted]) -> dict[int, CallPlace]:
+    return {rank: post.place for rank, post in posts.items()}
 
 
 _check: CallCheck | None = None
