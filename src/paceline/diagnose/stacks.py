@@ -65,7 +65,8 @@ def read_stacks(pids: Iterable[int], files: Mapping[int, Path], seconds: float =
 
 def _read(pid: int, file: Path | None, end: float) -> ProcessStacks:
     found = ProcessStacks(missing="py-spy is not installed")
-    command = _py_spy()
+    beside = Path(sys.executable).with_name("py-spy")
+    command = str(beside) if beside.exists() else shutil.which("py-spy") or ""
     for _ in range(_ATTEMPTS if command else 0):
         found = _ask_py_spy(command, pid, end - time.monotonic())
         if found.main or found.missing == NOT_PYTHON or time.monotonic() > end:
@@ -73,11 +74,6 @@ def _read(pid: int, file: Path | None, end: float) -> ProcessStacks:
     if not found.main and file is not None and (own := _ask_process(pid, file, end)):
         return ProcessStacks(own)
     return found
-
-
-def _py_spy() -> str:
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy") or ""
 
 
 def _ask_py_spy(command: str, pid: int, seconds: float) -> ProcessStacks:

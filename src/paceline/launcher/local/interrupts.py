@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,8 @@ class Interrupts:
             self.is_second = True
             self.kill()
         elif number == signal.SIGINT:
-            _write(_INTERRUPTED)
+            with suppress(OSError):  # the screen may be gone
+                os.write(2, _INTERRUPTED)  # Python's streams are not reentrant in a signal handler
             self.send(number, except_group=os.getpgrp() if self._group_heard() else -1)
         else:
             self._set_deadline(number)
@@ -106,14 +107,6 @@ class Interrupts:
     def send(self, number: int, except_group: int = -1) -> None:
         if self._ranks is not None:
             self._ranks.send(number, except_group)
-
-
-def _write(text: bytes) -> None:
-    """Bypass Python's streams, which are not reentrant in a signal handler."""
-    try:
-        os.write(2, text)
-    except OSError:
-        return  # the screen is gone
 
 
 @contextmanager
